@@ -50,6 +50,24 @@ class ConfigError(Exception):
 
 
 @contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Add the problems of a ConfigError raised inside to ``problems``, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+@contextmanager
+def refused_in(file: str) -> Iterator[None]:
+    """Put the name of a file before each problem of a ConfigError raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from None
+
+
+@contextmanager
 def refused_if(line: str) -> Iterator[None]:
     """Turn what a model raises into a ConfigError: ``line``, with the cause and its place for {}."""
     try:

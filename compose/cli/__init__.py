@@ -18,10 +18,14 @@ class Usage(NamedTuple):
     """Whether it takes FILE.toml and --table.key=value; then --help lists the keys too."""
 
 
+def _flags(text: str) -> Mapping[str, str]:
+    return {flag: value for flag, _, value in (each.partition(" ") for each in text.split(", "))}
+
+
 TRAIN = Usage(
     "",
     "",
-    {"--dry-run": "", "--world-size": "N"},
+    _flags("--dry-run, --world-size N"),
     """\
 Trains what FILE describes, on one process or on the ranks that torchrun starts.
 
@@ -43,7 +47,7 @@ equal.
     "schedule": Usage(
         "commands",
         "Draw the pipeline's timeline: python -m compose schedule FILE.toml [--out timeline.svg|.png].",
-        {"--out": "FILE.svg or .png", "--world-size": "N"},
+        _flags("--out FILE.svg or .png, --world-size N"),
         """\
 Draws which micro-batch each pipeline rank runs at what time, and prints what each rank waits and keeps.
 
@@ -54,7 +58,7 @@ Draws which micro-batch each pipeline rank runs at what time, and prints what ea
     "legal": Usage(
         "commands",
         "List the legal meshes of N ranks: python -m compose legal FILE.toml --world-size N.",
-        {"--world-size": "N"},
+        _flags("--world-size N"),
         """\
 Lists each mesh of N ranks that FILE can run on, and counts the others by the reason.
 
@@ -64,21 +68,12 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
     "plan": Usage(
         "plan",
         "Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N.",
-        {
-            "--cluster": "NAME or FILE.toml",
-            "--world-size": "N",
-            "--as-is": "",
-            "--explain": "",
-            "--objective": "time|memory|devices",
-            "--tokens": "T",
-            "--days": "D",
-            "--free": "KEY[,KEY]",
-            "--candidates": "N",
-            "--against": "RUN_DIR",
-            "--json": "FILE",
-            "--report": "FILE.html",
-            "--write": "FILE.toml",
-        },
+        _flags(
+            "--cluster NAME or FILE.toml, --world-size N, --as-is, --explain, "
+            "--objective time|memory|devices, --tokens T, --days D, --free KEY[,KEY], "
+            "--candidates N, --against RUN_DIR, --json FILE, --report FILE.html, "
+            "--write FILE.toml"
+        ),
         """\
 Looks for the best mesh and options of FILE on a cluster. Prints the best candidates, each with an
 estimate of its memory and step time (docs/planning.md). No GPU is needed.
@@ -102,7 +97,7 @@ estimate of its memory and step time (docs/planning.md). No GPU is needed.
         "commands",
         "Convert Hugging Face weights to a checkpoint or back:"
         " python -m compose convert SOURCE TARGET.",
-        {"--config": "FILE.toml", "--original": "FOLDER", "--dtype": "TYPE", "--merged": ""},
+        _flags("--config FILE.toml, --original FOLDER, --dtype TYPE, --merged"),
         """\
 python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
     [--merged]
@@ -122,16 +117,10 @@ that peft opens, or with --merged one of whole weights, with the adapters added 
     "tokenize": Usage(
         "commands",
         "Turn text or chats into ids: python -m compose tokenize --tokenizer FILE --out DIR FILES.",
-        {
-            "--tokenizer": "FILE",
-            "--out": "DIR",
-            "--field": "NAME",
-            "--chat": "",
-            "--end": "TOKEN",
-            "--no-special-tokens": "",
-            "--skip-bad": "",
-            "--workers": "N",
-        },
+        _flags(
+            "--tokenizer FILE, --out DIR, --field NAME, --chat, --end TOKEN, "
+            "--no-special-tokens, --skip-bad, --workers N"
+        ),
         """\
 python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat]
     [--end TOKEN] [--no-special-tokens] [--skip-bad] FILES...
@@ -157,18 +146,11 @@ of UTF-8 text. Started again, it goes on where it was.
     "generate": Usage(
         "generate",
         "Continue a text with a trained model, or make images: python -m compose generate CHECKPOINT.",
-        {
-            "--prompt": "TEXT",
-            "--prompts": "FILE",
-            "--chat": "",
-            "--max-tokens": "N",
-            "--temperature": "T",
-            "--top-p": "P",
-            "--seed": "S",
-            "--cache": "auto|on|off",
-            "--no-special-tokens": "",
-            "--tokenizer": "FILE",
-        },
+        _flags(
+            "--prompt TEXT, --prompts FILE, --chat, --max-tokens N, --temperature T, "
+            "--top-p P, --seed S, --cache auto|on|off, --no-special-tokens, "
+            "--tokenizer FILE"
+        ),
         """\
 python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [--max-tokens N]
     [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
@@ -200,7 +182,7 @@ it can be
     "measure": Usage(
         "plan",
         "Measure this machine for the planner: [torchrun] -m compose measure --out FILE.toml.",
-        {"--out": "FILE.toml"},
+        _flags("--out FILE.toml"),
         """\
 python -m compose measure --out FILE.toml
 torchrun --nproc-per-node N -m compose measure --out FILE.toml

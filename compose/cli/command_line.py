@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from compose.errors import (
     did_you_mean,
     docs,
     local_path,
+    noted,
     toml_value,
     type_name,
     whole_number,
@@ -86,35 +87,51 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
     given = read_arguments(arguments, program, usage)
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
-        raise ConfigError(f"{COMMAND_LINE}: --world-size: goes with --dry-run; else torchrun sets it")
+        raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
     world_size = world_size_of(given) or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
     problems: list[str] = []
-    try:
+    with noted(problems):
         job = rules.check(config, world_size)
-    except ConfigError as error:
-        problems += error.problems
     if not dry_run:
         problems += device_problems(config)
         if trains:
-            try:
+            with noted(problems):
                 data = open_data(config)
-            except ConfigError as error:
-                problems += error.problems
             problems += _of_first_rank(config, job)
     if problems or job is None:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
     return Command(job, data, dry_run)
 
 
+def flag_error(flag: str, text: str) -> ConfigError:
+    """Return the error for the value of a flag, or for a command."""
+    return ConfigError(f"{COMMAND_LINE}: {flag}: {text}")
+
+
+def number_of(given: Words, flag: str, counted: str, default: int = 0) -> int:
+    """Return the number after a flag, or ``default`` if the flag is absent."""
+    if flag not in given.flags:
+        return default
+    if not 1 <= (number := whole_number(given.flags[flag])) < 2**31:
+        raise flag_error(flag, f"{given.flags[flag]} is not a number of {counted}")
+    return number
+
+
 def world_size_of(given: Words) -> int:
     """Return the number after --world-size, or 0 if the flag is absent."""
-    value = given.flags.get("--world-size")
-    if value is None:
-        return 0
-    if not 1 <= (ranks := whole_number(value)) < 2**31:
-        raise ConfigError(f"{COMMAND_LINE}: --world-size: {value} is not a number of ranks")
-    return ranks
+    return number_of(given, "--world-size", "ranks")
+
+
+@contextlib.contextmanager
+def written(where: str, path: Path) -> Iterator[None]:
+    """Say which path cannot be written, with ``where`` before it, if a write inside fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{where} {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} {str(path)!r}: {error}") from None
 
 
 def launched_ranks() -> int:
@@ -141,18 +158,16 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         if name in known and not flags.get(name):
             if equals:
-                raise ConfigError(
-                    f"{COMMAND_LINE}: {name}: takes no value, got {value or 'an empty one'}"
-                )
+                raise flag_error(name, f"takes no value, got {value or 'an empty one'}")
             found.flags[name] = ""
             continue
         if name not in known and not (keys and "." in name):
             hint = did_you_mean(name, known, 0.85) or (keys and nearest_key(name))
             hint = hint or did_you_mean(name, known) or "; see --help"
-            raise ConfigError(f"{COMMAND_LINE}: {name}: unknown option{hint}")
+            raise flag_error(name, f"unknown option{hint}")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"{COMMAND_LINE}: {name}: needs a value: {name}=value")
+                raise flag_error(name, f"needs a value: {name}=value")
             value = rest.pop(0)
         if name in flags:
             found.flags[name] = named_path(value, f"{name}: ") if name in PATH_FLAGS else value
@@ -192,7 +207,7 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
                 tables.append(word)
             elif not word.endswith(".toml"):
                 near = did_you_mean(word, TABLES)
-                raise ConfigError(f"{COMMAND_LINE}: --help: unknown table {word}{near}")
+                raise flag_error("--help", f"unknown table {word}{near}")
         shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in usage.flags.items())
         head = USAGE.format(program=program, flags=shown, about=usage.text) + "\n"
         print(("" if tables else head) + help_text(model, tables or TABLES))
@@ -214,15 +229,17 @@ def device_problems(config: Config) -> list[str]:
 def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     """Return problems with the first weights and the folder of a run, on this machine."""
     problems: list[str] = []
-    if _is_first_rank():
-        if config.checkpoint.load_hf and job:
-            from compose.checkpoint.hf_folder import source_problems
+    if not is_first_rank():
+        return problems
+    if config.checkpoint.load_hf and job:
+        from compose.checkpoint.hf_folder import source_problems
 
-            problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
-        if config.model.lora.load and job:
-            from compose.checkpoint.peft import adapter_problems
+        problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
+    if config.model.lora.load and job:
+        from compose.checkpoint.peft import adapter_problems
 
-            problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
+        problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
+    with noted(problems), written("run.dir: cannot write to", Path(config.run.dir or "runs")):
         problems += _run_dir(config)
     return problems
 
@@ -231,22 +248,16 @@ def _run_dir(config: Config) -> list[str]:
     folder, keep = Path(config.run.dir or "runs"), config.checkpoint
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
     resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
-    try:
-        for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
-            if (folder / name).exists():
-                why = ", and no checkpoint" if keep.resume == "auto" else ""
-                return [f"run.dir: {folder} already holds {name} of a run{why}; choose another folder"]
-        if keep.resume == "none" and config.run.dir and newest_first(folder / "checkpoints"):
-            return [f"run.dir: {folder} already holds checkpoints of a run; choose another folder"]
-        if config.run.dir and (problems := strangers(folder)):
-            return problems
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # its name is new
-            pass
-    except OSError as error:
-        return [f"run.dir: cannot write to {folder}: {error.strerror}"]
-    except ValueError as error:
-        return [f"run.dir: cannot write to {str(folder)!r}: {error}"]
+    for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
+        if (folder / name).exists():
+            why = ", and no checkpoint" if keep.resume == "auto" else ""
+            return [f"run.dir: {folder} already holds {name} of a run{why}; choose another folder"]
+    if keep.resume == "none" and config.run.dir and newest_first(folder / "checkpoints"):
+        return [f"run.dir: {folder} already holds checkpoints of a run; choose another folder"]
+    if config.run.dir and (problems := strangers(folder)):
+        return problems
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # its name is new
     return []
 
 
@@ -274,7 +285,8 @@ def _help_rows(kind: type) -> list[str]:
     ]
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Return whether torchrun has made this rank the first one; also without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -297,7 +309,7 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     try:
         return main(sys.argv[1:]) or 0
     except ConfigError as error:
-        if not _is_first_rank():
+        if not is_first_rank():
             # Torchrun ends all ranks when one exits. Give the first rank time to print. If this rank
             # still runs after that, the first rank has nothing to print.
             time.sleep(20)

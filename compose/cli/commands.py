@@ -18,11 +18,19 @@ import numpy as np
 import torch.distributed as dist
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import parse, read_arguments, read_flags, world_size_of
+from compose.cli.command_line import (
+    flag_error,
+    number_of,
+    parse,
+    read_arguments,
+    read_flags,
+    world_size_of,
+    written,
+)
 from compose.config import rules
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
-from compose.errors import ConfigError, printable, whole_number
+from compose.errors import ConfigError, printable, refused_in
 from compose.parallel.mesh import AXES, init_mesh
 from compose.pipeline.schedules import build_table
 from compose.train.processes import process_group
@@ -60,16 +68,14 @@ def schedule(arguments: Sequence[str]) -> int:
     given = read_arguments(arguments, "python -m compose schedule", COMMANDS["schedule"])
     out = given.flags.get("--out", "")
     if out and Path(out).suffix not in (".svg", ".png"):
-        raise ConfigError(f"command line: --out: {out} is neither .svg nor .png")
+        raise flag_error("--out", f"{out} is neither .svg nor .png")
     config = load(given.file, given.overrides)
     degrees = [getattr(config.parallel, axis) for axis in AXES]
     world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
-    try:
+    with refused_in(given.file):
         job = rules.check(config, world_size)
         if job.degrees.pp == 1:
             raise ConfigError("parallel.pp: 1 has no schedule; set --parallel.pp=2 or more")
-    except ConfigError as error:
-        raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
     parallel, micro_batches = job.degrees, job.micro_batches
     name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
     table = build_table(name, parallel.pp, virtual_stages, micro_batches)
@@ -77,18 +83,14 @@ def schedule(arguments: Sequence[str]) -> int:
         f"{name}: {parallel.pp} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
     )
     slots = timeline.simulate(table)
-    terminal = sys.stdout.isatty()
-    print(
-        title, timeline.as_text(slots, terminal, shutil.get_terminal_size((100, 24)).columns), sep="\n"
-    )
+    columns = shutil.get_terminal_size((100, 24)).columns
+    print(title, timeline.as_text(slots, sys.stdout.isatty(), columns), sep="\n")
     print(timeline.report(table, name, virtual_stages))
-    try:
+    with written(f"{COMMAND_LINE}: --out: cannot write", Path(out)):
         if out.endswith(".svg"):
             Path(out).write_text(timeline.as_svg(timeline.drawing(slots, title)), encoding="utf-8")
         elif out:
             timeline.write_png(timeline.drawing(slots, title), out)
-    except OSError as error:
-        raise ConfigError(f"command line: --out: cannot write {out}: {error.strerror}") from None
     return 0
 
 
@@ -97,7 +99,7 @@ def legal(arguments: Sequence[str]) -> int:
     given = read_arguments(arguments, "python -m compose legal", COMMANDS["legal"])
     world_size = world_size_of(given)
     if not world_size:
-        raise ConfigError("command line: legal: needs --world-size N, the number of ranks")
+        raise flag_error("legal", "needs --world-size N, the number of ranks")
     config = load(given.file, given.overrides)
     legal, refused = [], Counter[str]()
     for degrees, problems in rules.survey(config, world_size):
@@ -133,33 +135,29 @@ def convert(arguments: Sequence[str]) -> int:
     given = read_flags("convert", arguments)
     folders, flags = given.plain, given.flags
     if len(folders) != 2:
-        raise ConfigError(
-            f"{COMMAND_LINE}: convert: needs SOURCE and TARGET, got {len(folders)} folders"
-        )
+        raise flag_error("convert", f"needs SOURCE and TARGET, got {len(folders)} folders")
     source, target = (Path(word) for word in folders)
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
         for flag in ("--original", "--dtype", "--merged"):
             if flag in flags:
-                raise ConfigError(f"{COMMAND_LINE}: {flag}: is for the way to Hugging Face")
+                raise flag_error(flag, "is for the way to Hugging Face")
         done = import_(source, target, config or Config(model=model_in(source)))
         then = f"a run with --run.dir={target} begins with it"
     else:
         name = flags.get("--dtype", "float32")
         kinds = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if name not in kinds:
-            raise ConfigError(f"{COMMAND_LINE}: --dtype: {name} is none of {', '.join(kinds)}")
+            raise flag_error("--dtype", f"{name} is none of {', '.join(kinds)}")
         original = Path(flags["--original"]) if "--original" in flags else None
         checkpoint = checkpoints(source)[0]
         adapters, merged = _has_adapters(checkpoint), "--merged" in flags
         if merged and not adapters:
-            raise ConfigError(f"{COMMAND_LINE}: --merged: {checkpoint} holds no adapters")
+            raise flag_error("--merged", f"{checkpoint} holds no adapters")
         if adapters and not merged:
             for flag in ("--original", "--dtype"):
                 if flag in flags:
-                    raise ConfigError(
-                        f"{COMMAND_LINE}: {flag}: is for whole weights; give --merged too"
-                    )
+                    raise flag_error(flag, "is for whole weights; give --merged too")
             done, then = export_adapters(checkpoint, target, config), "peft opens it"
         else:
             done = export(checkpoint, target, config, original, kinds[name])
@@ -186,39 +184,29 @@ def tokenize(arguments: Sequence[str]) -> int:
     files, flags = given.plain, given.flags
     missing = [name for name in ("--tokenizer", "--out") if not flags.get(name)]
     if missing or not files:
-        what = missing[0] if missing else "FILES"
-        raise ConfigError(f"{COMMAND_LINE}: tokenize: needs {what}; see --help")
-    workers = flags.get("--workers", str(os.cpu_count() or 1))
-    if whole_number(workers) < 1:
-        raise ConfigError(f"{COMMAND_LINE}: --workers: {workers} is not a number of processes")
+        raise flag_error("tokenize", f"needs {[*missing, 'FILES'][0]}; see --help")
+    workers = number_of(given, "--workers", "processes", os.cpu_count() or 1)
     tokenizer = open_tokenizer(Path(flags["--tokenizer"]))
     chat, added = "--chat" in flags, "--no-special-tokens" not in flags
     if chat and not added:
-        raise ConfigError(
-            f"{COMMAND_LINE}: --no-special-tokens: is for text; a chat has the tokens that its template"
-            " writes"
-        )
-    end = tokenizer.end
+        template = "is for text; a chat has the tokens that its template writes"
+        raise flag_error("--no-special-tokens", template)
+    end: int | None = tokenizer.end
     if "--end" in flags:
-        found = tokenizer.tokenizer.token_to_id(flags["--end"])
-        if found is None:
-            raise ConfigError(
-                f"{COMMAND_LINE}: --end: {flags['--end']} is no token of {tokenizer.name}"
-            )
-        end = found
+        end = tokenizer.tokenizer.token_to_id(flags["--end"])
+    if end is None:
+        raise flag_error("--end", f"{flags['--end']} is no token of {tokenizer.name}")
     if chat:
         Replies(tokenizer)  # raises if there is no template
     elif end < 0:
-        raise ConfigError(
-            f"{COMMAND_LINE}: --end: {tokenizer.name} does not say which token ends a document"
-        )
-    field = flags.get("--field", "messages" if chat else "text")
+        raise flag_error("--end", f"{tokenizer.name} does not say which token ends a document")
     kind = "chat" if chat else "text"
+    field = flags.get("--field", "messages" if chat else "text")
     job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
     job = replace(job, added=job.added if added else False, skip_bad="--skip-bad" in flags)
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
-    counts = make_token_set(job, target, whole_number(workers), bar)
+    counts = make_token_set(job, target, workers, bar)
     bar.end()
     left_out = f", {counts.empty:,} without a reply left out" if chat and counts.empty else ""
     what = "conversations" if chat else "documents"

@@ -18,21 +18,28 @@ from compose.build import fill_weights, parallelize
 from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, kept_tokenizer, model_in
 from compose.checkpoint.loading import damage, load
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, device_problems, launched_ranks, named_path, read_words
+from compose.cli.command_line import (
+    Words,
+    device_problems,
+    flag_error,
+    launched_ranks,
+    named_path,
+    read_words,
+)
 from compose.cli.sampling import Sampling, sample, text_of
 from compose.composition import Composition
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.models import Sampler, find_model, max_seq_len
 from compose.config.tables import Checkpoint, Config, without_add_ons
-from compose.config.toml import COMMAND_LINE, override, typed
 from compose.config.toml import load as load_toml
+from compose.config.toml import override, typed
 from compose.data.chat_messages import Chat, read_chat
 from compose.data.chat_replies import Replies
 from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
-from compose.errors import ConfigError
+from compose.errors import ConfigError, noted
 from compose.memory.compilation import Compile
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel, init_mesh
@@ -63,7 +70,7 @@ def generate(arguments: Sequence[str]) -> int:
         return 0
     words = read_words(arguments, sampler.flags if sampler else COMMANDS["generate"].flags)
     if len(words.plain) != 1:
-        raise ConfigError(f"{COMMAND_LINE}: generate: needs one CHECKPOINT, got {len(words.plain)}")
+        raise flag_error("generate", f"needs one CHECKPOINT, got {len(words.plain)}")
     source = Path(words.plain[0])
     if sampler is None:
         _generate_text(source, words)
@@ -123,7 +130,7 @@ def _generate_text(source: Path, words: Words) -> None:
     encoded = encode_prompts(tokenizer, prompts, chat, "--no-special-tokens" not in words.flags)
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
-            raise ConfigError(f"{COMMAND_LINE}: --prompt: {prompt!r} has no token of {tokenizer.name}")
+            raise flag_error("--prompt", f"{prompt!r} has no token of {tokenizer.name}")
         _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
     with process_group(job.config) as device:
         mesh = init_mesh(job.degrees, device.type)
@@ -150,7 +157,7 @@ def _sampling(flags: Mapping[str, str]) -> Sampling:
         try:
             given[name] = typed(types[name], flags[flag], text=True)
         except ValueError as error:
-            problems.append(f"{COMMAND_LINE}: {flag}: {error}")
+            problems += flag_error(flag, str(error)).problems
     if problems:
         raise ConfigError(*problems)
     return Sampling(**given)
@@ -161,13 +168,12 @@ def _check_length(prompt: int, more: int, most: int | None) -> None:
     if most is None or prompt + more <= most:
         return
     if prompt >= most:
-        raise ConfigError(
-            f"{COMMAND_LINE}: --prompt: has {prompt} tokens, and the model has {most} positions; give"
-            f" at most {most - 1}"
-        )
-    raise ConfigError(
-        f"{COMMAND_LINE}: --max-tokens: {more} after a prompt of {prompt} are more than the {most}"
-        f" positions that the model has; nearest: {most - prompt}"
+        has = f"has {prompt} tokens, and the model has {most} positions; give at most {most - 1}"
+        raise flag_error("--prompt", has)
+    raise flag_error(
+        "--max-tokens",
+        f"{more} after a prompt of {prompt} are more than the {most} positions that the model has;"
+        f" nearest: {most - prompt}",
     )
 
 
@@ -191,11 +197,10 @@ def job_of(
     length = min(config.train.seq_len, max_seq_len(config.model.config) or config.train.seq_len)
     length = max(length // ranks, 1) * ranks if grows else config.train.seq_len
     train = replace(config.train, seq_len=length, global_batch=2 * ranks, micro_batch=1)
-    config, problems, job = replace(config, train=train), device_problems(config), None
-    try:
+    config, problems, job = replace(config, train=train), list[str](), None
+    with noted(problems):
         job = rules.check(config, ranks)
-    except ConfigError as error:
-        problems = [*error.problems, *problems]
+    problems += device_problems(config)
     if problems or job is None:
         raise ConfigError(*(f"{config.source}: {problem}" for problem in problems))
     return job
@@ -258,12 +263,10 @@ def given_prompts(flags: Iterable[tuple[str, str]]) -> list[Prompt]:
     """Return the prompts of a command line, in their order."""
     found: list[Prompt] = []
     for flag, value in flags:
-        if flag == "--prompt":
-            found.append(value)
-        elif flag == "--prompts":
-            found += _read_prompts(Path(value))
+        if flag in ("--prompt", "--prompts"):
+            found += [value] if flag == "--prompt" else _read_prompts(Path(value))
     if not all(found) or not found:
-        raise ConfigError(f"{COMMAND_LINE}: --prompt: needs a text to continue")
+        raise flag_error("--prompt", "needs a text to continue")
     return found
 
 
@@ -273,18 +276,17 @@ def _read_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"is not UTF-8: {error.reason}"
-        raise ConfigError(f"{COMMAND_LINE}: --prompts: {path}: {reason}") from None
+        raise flag_error("--prompts", f"{path}: {reason}") from None
     found: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         try:
-            in_json = path.suffix in JSON_LINES
-            found.append(_of_row(line) if in_json else line.removesuffix("\r"))
+            if line.strip():
+                in_json = path.suffix in JSON_LINES
+                found.append(_of_row(line) if in_json else line.removesuffix("\r"))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
     if not found:
-        raise ConfigError(f"{COMMAND_LINE}: --prompts: {path}: holds no prompt")
+        raise flag_error("--prompts", f"{path}: holds no prompt")
     return found
 
 
@@ -313,10 +315,10 @@ def encode_prompts(
     if not chat:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if len(texts) < len(prompts):
-            raise ConfigError(f"{COMMAND_LINE}: --prompts: holds messages; give --chat too")
+            raise flag_error("--prompts", "holds messages; give --chat too")
         return [tokenizer.encode(text, added=special, markup=special) for text in texts]
     if not isinstance(tokenizer, JsonTokenizer):
-        raise ConfigError(f"{COMMAND_LINE}: --chat: bytes have no chat template")
+        raise flag_error("--chat", "bytes have no chat template")
     replies, found = Replies(tokenizer), []
     for prompt in prompts:
         plain = isinstance(prompt, str)

@@ -3,24 +3,34 @@
 import datetime
 import json
 import math
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, launched_ranks, read_arguments, read_flags, world_size_of
+from compose.cli.command_line import (
+    Words,
+    flag_error,
+    is_first_rank,
+    launched_ranks,
+    number_of,
+    read_arguments,
+    read_flags,
+    world_size_of,
+    written,
+)
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.tables import TABLES, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load, values_of
-from compose.errors import ConfigError, did_you_mean, whole_number, write_whole
+from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
@@ -50,10 +60,8 @@ def plan(arguments: Sequence[str]) -> int:
         return _against(given)
     space = _space(given)
     if "--as-is" in given.flags:
-        try:
+        with refused_in(given.file):
             found = [own(space)]
-        except ConfigError as error:
-            raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
     elif space.objective == "devices":
         space, found = _fewest(given, space)
     else:
@@ -73,7 +81,7 @@ def plan(arguments: Sequence[str]) -> int:
 def _against(given: Words) -> int:
     """Compare a run with its prediction; --write makes a corrected cluster's file."""
     if not given.flags.get("--cluster"):
-        raise ConfigError(f"{COMMAND_LINE}: plan: --against needs --cluster, on which the run was made")
+        raise flag_error("plan", "--against needs --cluster, on which the run was made")
     cluster, folder = load_cluster(given.flags["--cluster"]), Path(given.flags["--against"])
     rows = against(folder, cluster)
     print(comparison_table(rows))
@@ -86,13 +94,11 @@ def _against(given: Words) -> int:
 def _space(given: Words) -> Space:
     for flag in ("--cluster", "--world-size"):
         if not given.flags.get(flag):
-            raise ConfigError(f"{COMMAND_LINE}: plan: needs {flag}; see --help")
+            raise flag_error("plan", f"needs {flag}; see --help")
     objective = given.flags.get("--objective", "time")
     if objective not in _OBJECTIVES:
-        raise ConfigError(
-            f"{COMMAND_LINE}: --objective: {objective} is none of {', '.join(_OBJECTIVES)}"
-            f"{did_you_mean(objective, _OBJECTIVES)}"
-        )
+        near = did_you_mean(objective, _OBJECTIVES)
+        raise flag_error("--objective", f"{objective} is none of {', '.join(_OBJECTIVES)}{near}")
     cluster, world_size = load_cluster(given.flags["--cluster"]), world_size_of(given)
     if world_size > cluster.node and world_size % cluster.node:
         print(
@@ -106,9 +112,9 @@ def _space(given: Words) -> Space:
     known = [*DEGREES, *TRIED]
     for key in filter(None, given.flags.get("--free", "").split(",")):
         if key not in known:
-            raise ConfigError(
-                f"{COMMAND_LINE}: --free: {key} is no key that is tried{did_you_mean(key, known)}"
-                f" (known: {', '.join(known)})"
+            near = did_you_mean(key, known)
+            raise flag_error(
+                "--free", f"{key} is no key that is tried{near} (known: {', '.join(known)})"
             )
         fixed.discard(key)
     config, islands = load(given.file, given.overrides), 1
@@ -146,7 +152,7 @@ def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
 
 def _fewest(given: Words, space: Space) -> tuple[Space, list[Candidate]]:
     tokens, days = _amount(given, "--tokens"), _amount(given, "--days")
-    found = fewest(space, tokens, days, _progress())
+    found = fewest(space, tokens, days, partial(_progress, time.monotonic()))
     if not found[1]:
         raise ConfigError(
             f"{given.file}: {space.world_size} devices of {space.cluster.name} do not see"
@@ -164,27 +170,18 @@ def _amount(given: Words, flag: str) -> float:
         value = 0.0
     if not 0 < value < math.inf:
         what = f"{text} is not" if text else "--objective devices needs"
-        raise ConfigError(f"{COMMAND_LINE}: {flag}: {what} a number above 0, as 15e12")
+        raise flag_error(flag, f"{what} a number above 0, as 15e12")
     return value
 
 
-def _progress() -> Callable[[str], None]:
-    began = time.monotonic()
-
-    def progress(text: str) -> None:
-        print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
-
-    return progress
+def _progress(began: float, text: str) -> None:
+    print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 def _search(given: Words, space: Space) -> list[Candidate]:
-    text = given.flags.get("--candidates", "12")
-    if (most := whole_number(text)) < 1:
-        raise ConfigError(f"{COMMAND_LINE}: --candidates: {text} is not a number of candidates")
-    try:
-        found = search(space, most, _SECONDS, _progress())
-    except ConfigError as error:
-        raise ConfigError(*(f"{given.file}: {problem}" for problem in error.problems)) from None
+    most = number_of(given, "--candidates", "candidates", 12)
+    with refused_in(given.file):
+        found = search(space, most, _SECONDS, partial(_progress, time.monotonic()))
     if not found:
         raise ConfigError(
             f"{given.file}: no mesh of {space.world_size} ranks divides train.global_batch ="
@@ -224,14 +221,11 @@ def _set_there(given: Words) -> dict[str, object]:
 
 
 def _write_file(flag: str, path: Path, text: str) -> None:
-    try:
+    with written(f"{COMMAND_LINE}: {flag}: cannot write", path):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             path.write_text(text, encoding="utf-8")  # a device or a pipe must stay what it is
         else:
             write_whole(path, text)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{COMMAND_LINE}: {flag}: cannot write {path}: {reason}") from None
     print(f"{path}: written", flush=True)
 
 
@@ -239,12 +233,12 @@ def measure(arguments: Sequence[str], seconds: float = SECONDS) -> int:
     """Measure this machine for the planner."""
     given = read_flags("measure", arguments)
     if given.plain:
-        raise ConfigError(f"{COMMAND_LINE}: measure: takes no {given.plain[0]}; --out names the file")
+        raise flag_error("measure", f"takes no {given.plain[0]}; --out names the file")
     if not given.flags.get("--out"):
-        raise ConfigError(f"{COMMAND_LINE}: measure: needs --out FILE.toml, the file to write")
+        raise flag_error("measure", "needs --out FILE.toml, the file to write")
     out = Path(given.flags["--out"])
     launched_ranks()
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         _check_out(out)
     with process_group(Config()) as device:
         cluster = measure_machine(device, _peaks(device), seconds)
@@ -257,16 +251,11 @@ def measure(arguments: Sequence[str], seconds: float = SECONDS) -> int:
 def _check_out(out: Path) -> None:
     """Raise ConfigError if ``out`` cannot be written, before anything is measured."""
     if out.suffix != ".toml":
-        raise ConfigError(f"{COMMAND_LINE}: --out: {out} is no .toml file")
-    try:
+        raise flag_error("--out", f"{out} is no .toml file")
+    with written(f"{COMMAND_LINE}: --out: cannot write", out):
         if out.is_dir():
-            raise ConfigError(f"{COMMAND_LINE}: --out: {out} is a folder")
-        with tempfile.TemporaryFile(dir=out.parent):  # its name is new
-            pass
-    except OSError as error:
-        raise ConfigError(f"{COMMAND_LINE}: --out: cannot write {out}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{COMMAND_LINE}: --out: cannot write {str(out)!r}: {error}") from None
+            raise flag_error("--out", f"{out} is a folder")
+        tempfile.TemporaryFile(dir=out.parent).close()  # its name is new
 
 
 def _peaks(device: torch.device) -> Mapping[str, float]:

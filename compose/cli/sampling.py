@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compose.cli.command_line import flag_error
 from compose.composition import Composition
-from compose.config.toml import COMMAND_LINE
 from compose.data.tokenizer import Tokenizer
 from compose.errors import ConfigError, NonNegative, Positive
 from compose.ops.attention import AttentionOptions, attention
@@ -159,17 +160,10 @@ def attention_cores(composition: Composition) -> dict[str, Any]:
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Give modules another forward, and afterwards the one that they had."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    try:
+    with ExitStack() as stack:
         for module, other in forwards.items():
-            module.forward = other
+            stack.enter_context(mock.patch.object(module, "forward", other))
         yield
-    finally:
-        for module, former in before.items():
-            if former is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = former
 
 
 def next_logits(
@@ -212,7 +206,7 @@ def open_cache(composition: Composition, wanted: Wanted) -> Cache | None:
     if not why:
         return Cache(composition)
     if wanted == "on":
-        raise ConfigError(f"{COMMAND_LINE}: --cache: on, but {why}; use --cache auto")
+        raise flag_error("--cache", f"on, but {why}; use --cache auto")
     if dist.get_rank() == 0:
         print(f"generate: every token runs the whole text again: {why}", file=sys.stderr)
     return None
@@ -236,45 +230,15 @@ def obstacle(composition: Composition) -> str:
     for name, core in cores.items():
         if not core.options.causal:
             return f"{name} is not causal, so later tokens change what earlier ones give"
-    return _Probe(composition, cores).problem
+    return _mixed_elsewhere(composition, cores)
 
 
-class _Probe:
-    """A run of a model on two tokens while its attention cores mix none of them."""
+def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
+    """Return why a model mixes tokens, or may, while its attention cores mix none."""
+    length, calls = 2 + -2 % axis_size(composition.mesh, "tp"), Counter[str]()
+    problems, differs = list[str](), False
 
-    def __init__(self, composition: Composition, cores: Mapping[str, Any]) -> None:
-        self.problem = ""
-        """The reason that was found; it is empty if there is none."""
-        self._length = 2 + -2 % axis_size(composition.mesh, "tp")
-        self._calls: Counter[str] = Counter()
-        self._differs = False
-        with ExitStack() as stack:
-            alone = {c: partial(self._alone, name, c, c.forward) for name, c in cores.items()}
-            stack.enter_context(_replaced(alone))
-            for router in routers(composition.model).values():
-                stack.callback(cast(nn.Module, router).register_forward_hook(self._routed).remove)
-            one = next_logits(composition, [0, 0])
-            assert one is not None
-            self._calls.clear()
-            other = next_logits(composition, [len(one) - 1, 0])
-            assert other is not None
-        if idle := [name for name in cores if not self._calls[name]]:
-            self._note(f"{idle[0]} does not run in the model's forward")
-        # Ranks hold other heads, and round in other ways, and must agree.
-        found = torch.tensor([int(self._differs), int(_differ(one, other))])
-        found = found.to(composition.mesh.device_type)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        differs, mixes = found.tolist()
-        if differs:
-            self._note("a core with AttentionOptions computes something else than compose.attention")
-        if mixes:
-            self._note("the model mixes tokens outside of its attention cores")
-
-    def _note(self, problem: str) -> None:
-        self.problem = self.problem or problem
-
-    def _alone(
-        self,
+    def alone(
         name: str,
         core: Any,
         former: Forward,
@@ -285,26 +249,47 @@ class _Probe:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Return each token's own value."""
-        self._calls[name] += 1
+        nonlocal differs
+        calls[name] += 1
         if torch.compiler.is_compiling():
-            self._note("the model is compiled (compile.mode), and a cache grows with each token")
-        elif self._calls[name] > 1:
-            self._note(f"{name} runs more than once in the model's forward")
+            problems.append("the model is compiled (compile.mode), and a cache grows with each token")
+        elif calls[name] > 1:
+            problems.append(f"{name} runs more than once in the model's forward")
         elif documents is not None:
-            self._note(f"{name} attends within documents, of which a token alone does not tell")
-        elif not q_BLHK.shape[1] == k_BLGK.shape[1] == self._length:
-            self._note(f"{name} has other queries and keys than one for each token")
+            problems.append(f"{name} attends within documents, of which a token alone does not tell")
+        elif not q_BLHK.shape[1] == k_BLGK.shape[1] == length:
+            problems.append(f"{name} has other queries and keys than one for each token")
         else:
             cache = KeyValues(core.options)
             cache.append(k_BLGK, v_BLGV)
             whole = former(q_BLHK, k_BLGK, v_BLGV, documents, sinks)
-            last = cache.query(q_BLHK[:, -1:], sinks)
-            self._differs = self._differs or _differ(whole[:, -1:], last)
+            differs = differs or _differ(whole[:, -1:], cache.query(q_BLHK[:, -1:], sinks))
         return v_BLGV.repeat_interleave(q_BLHK.shape[2] // v_BLGV.shape[2], 2)
 
-    def _routed(self, router: nn.Module, inputs: Any, routing: Any) -> None:
+    def routed(router: nn.Module, inputs: Any, routing: Any) -> None:
         if getattr(routing, "kept", None) is not None:
-            self._note("experts have a capacity, and the whole text competes for it")
+            problems.append("experts have a capacity, and the whole text competes for it")
+
+    with ExitStack() as stack:
+        forwards = {core: partial(alone, name, core, core.forward) for name, core in cores.items()}
+        stack.enter_context(_replaced(forwards))
+        for router in routers(composition.model).values():
+            stack.callback(cast(nn.Module, router).register_forward_hook(routed).remove)
+        one = next_logits(composition, [0, 0])
+        assert one is not None
+        calls.clear()
+        other = next_logits(composition, [len(one) - 1, 0])
+        assert other is not None
+    problems += [f"{name} does not run in the model's forward" for name in cores if not calls[name]]
+    # Ranks hold other heads, and round in other ways, and must agree.
+    found = torch.tensor([int(differs), int(_differ(one, other))]).to(composition.mesh.device_type)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    differs, mixes = found.tolist()
+    if differs:
+        problems.append("a core with AttentionOptions computes something else than compose.attention")
+    if mixes:
+        problems.append("the model mixes tokens outside of its attention cores")
+    return next(iter(problems), "")
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

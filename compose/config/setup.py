@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from torch import nn
 
 from compose.composition import Options
-from compose.errors import ConfigError, ReadWith, toml_value
+from compose.errors import ConfigError, ReadWith, noted, toml_value
 from compose.parallel.mesh import Parallel
 from compose.plan import Resolved
 
@@ -76,10 +76,8 @@ def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
     """Return one line for each problem of the setup, or the run, without repetition."""
     found: list[str] = []
     for rule in rules:
-        try:
+        with noted(found):
             rule.check(asked)
-        except ConfigError as error:
-            found += error.problems
     return list(dict.fromkeys(found))
 
 
