@@ -111,7 +111,7 @@ class Composition:
 
     @cached_property
     def routing(self) -> RoutingMetrics:
-        """What the model's routers report of a step."""
+        """The routers' report of a step."""
         return RoutingMetrics(self.model, self.mesh)
 
     @property

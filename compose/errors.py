@@ -1,11 +1,10 @@
 """The error for mistakes in a user's input, and what all readers of input share.
 
 Hints at the nearest known word; keys of other libraries' JSON files; paths that a person gives; reads
-and writes that stay inside a folder which anyone may have made; and the parts of a config's keys: their
-types, descriptions and values as TOML.
+and writes that stay inside a folder which anyone may have made; types and texts of a config's keys.
 
-A table of train.toml is a frozen dataclass next to the code that uses it. ``train.py --help`` prints
-the text under each field. A field without text is no key.
+A table of train.toml is a frozen dataclass. ``train.py --help`` prints the text under each field. A
+field without text is no key.
 """
 
 import ast
@@ -37,11 +36,9 @@ _LONG = re.compile(rf"\S{{{2 * _SHOWN},}}")
 
 
 class ConfigError(Exception):
-    """Input that cannot work.
+    """Input that cannot work: one line for each problem, with the key, the reason and a cure.
 
-    ``problems`` has one line for each problem: the key, the reason and a cure. The command lines print
-    the problems once for all ranks, and exit with 2. Characters in a name or a value that a terminal
-    would obey are written as escapes.
+    Characters in a name or a value that a terminal would obey are written as escapes.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -149,10 +146,9 @@ _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 
 def local_path(text: str) -> str:
-    """Return ``text`` with a home folder in place of ``~``.
+    """Return ``text`` with a home folder in place of ``~``; ValueError for a store or a variable.
 
-    Raises ValueError for what would become a folder of that very name. Variables are not expanded: they
-    differ between nodes, and where one is unset the path is another.
+    Variables are not expanded: they differ between nodes, and where one is unset the path is another.
     """
     if _STORE.match(text):
         raise ValueError("is in a remote store, which cannot be used; give a folder of this machine")
@@ -234,10 +230,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write a small file so that a reader finds the old file or the new one, never a part.
-
-    A link at ``path`` is replaced, and not followed.
-    """
+    """Write a small file whole or not at all; a link at ``path`` is replaced, and not followed."""
     aside = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
         aside.unlink()

@@ -1,7 +1,4 @@
-"""The commands verify, schedule, legal, convert and tokenize.
-
-Each imports what it alone needs when it runs, so that the others start without it.
-"""
+"""The commands verify, schedule, legal, convert and tokenize; a command imports what it alone needs."""
 
 import math
 import os

@@ -238,7 +238,7 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
     length, calls = 2 + -2 % axis_size(composition.mesh, "tp"), Counter[str]()
     problems, differs = list[str](), False
 
-    def alone(
+    def _alone(
         name: str,
         core: Any,
         former: Forward,
@@ -266,15 +266,15 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
             differs = differs or _differ(whole[:, -1:], cache.query(q_BLHK[:, -1:], sinks))
         return v_BLGV.repeat_interleave(q_BLHK.shape[2] // v_BLGV.shape[2], 2)
 
-    def routed(router: nn.Module, inputs: Any, routing: Any) -> None:
+    def _routed(router: nn.Module, inputs: Any, routing: Any) -> None:
         if getattr(routing, "kept", None) is not None:
             problems.append("experts have a capacity, and the whole text competes for it")
 
     with ExitStack() as stack:
-        forwards = {core: partial(alone, name, core, core.forward) for name, core in cores.items()}
+        forwards = {core: partial(_alone, name, core, core.forward) for name, core in cores.items()}
         stack.enter_context(_replaced(forwards))
         for router in routers(composition.model).values():
-            stack.callback(cast(nn.Module, router).register_forward_hook(routed).remove)
+            stack.callback(cast(nn.Module, router).register_forward_hook(_routed).remove)
         one = next_logits(composition, [0, 0])
         assert one is not None
         calls.clear()

@@ -31,10 +31,9 @@ class Sampler(Protocol):
     """The command's flags, each of which takes a value, with a line on each."""
 
     def prepare(self, config: "Config", flags: Mapping[str, str]) -> "Callable[[Composition], None]":
-        """Check the flags that were given, before any rank starts; ConfigError if one is wrong.
+        """Check the flags before any rank starts; return the function that makes the samples.
 
-        Every rank calls what is returned with the composition: it makes the samples, and the first rank
-        writes them.
+        Every rank calls it with the composition, and the first rank writes the samples.
         """
         ...
 
@@ -54,10 +53,10 @@ class Task(Protocol):
         ...
 
     def open(self, path: str, config: "Config") -> "Samples":
-        """Open the samples that ``data.path`` or ``data.validation`` names.
+        """Open the samples of ``data.path`` or ``data.validation``; a ConfigError names no key.
 
-        What they draw may depend on the seed, the number of a sample and the epoch alone, so that it is
-        the same on every mesh. The message of a ConfigError does not name the key.
+        Random numbers may depend on the seed, the number of a sample and the epoch alone, so that they
+        are the same on every mesh.
         """
         ...
 
@@ -66,10 +65,9 @@ class Task(Protocol):
         ...
 
     def loss(self, config: "Config") -> "LossFunction":
-        """Return the loss: of the model's output and targets, the sum over targets.
+        """Return the loss: of the model's output and targets, the sum over the targets that count.
 
-        All elements of ``targets`` count, but integers of IGNORE and floats of NaN. Their number in the
-        global batch divides the sum.
+        Integers of IGNORE and floats of NaN do not count.
         """
         ...
 
@@ -89,10 +87,7 @@ def batch_on_meta(
 
 
 class ModelConfig(Protocol):
-    """The part of any model's config that compose reads. The model may have more fields.
-
-    That of a language model also has ``vocab_size``.
-    """
+    """The part of a model's config that compose reads; a language model's has ``vocab_size`` too."""
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs of forward and backward for a token of a sample of ``seq_len`` tokens."""
@@ -103,10 +98,7 @@ class InitialisedModel(Protocol):
     """A model as the trainer needs it: besides ``forward``, it can draw one whole parameter."""
 
     def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Fill a whole parameter, by its name in the whole model, with its first values.
-
-        The tensor is float32 and has the parameter's shape; for a stack, it is one slice.
-        """
+        """Fill a whole float32 parameter, or one slice of a stack, by its name in the whole model."""
         ...
 
 
@@ -120,7 +112,7 @@ class ModelFolder:
     presets: Mapping[str, ModelConfig]
     plan: Callable[[Any, Parallel], Plan]
     task: Task | None = None
-    """What the model learns; None: the next token (``compose.data.datasets.LanguageModelling``)."""
+    """The model's task; None: the next token (``compose.data.datasets.LanguageModelling``)."""
 
     def on_meta(self, config: Any) -> nn.Module:
         """Return the model of ``config`` on meta; ConfigError if a weight has too many elements."""
@@ -168,8 +160,5 @@ def training_fields(config: object) -> tuple[str, ...]:
 
 
 def max_seq_len(config: object) -> int | None:
-    """Return the most tokens of a sample that a model can take; None if there is no limit.
-
-    It is the field ``max_seq_len`` of the model's config, which a model with a table of positions has.
-    """
+    """Return ``max_seq_len`` of a model's config, which a model with a table of positions has."""
     return getattr(config, "max_seq_len", None)

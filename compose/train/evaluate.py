@@ -72,8 +72,7 @@ def forward(
     """Run a batch, as ``forward_backward`` takes it, through the model, which is left as it was.
 
     ``each(output, part)`` is called for every micro-batch in order, and ``before(part)`` before its
-    forward. With cp, ``part`` is this rank's part of each sequence. In a pipeline both are called on
-    the rank of the last stage. The model does not see ``targets``.
+    forward; in a pipeline on the rank of the last stage. The model does not see ``targets``.
     """
     model, pipeline = composition.model, composition.pipeline
     size = samples_at_once(batch, micro_batch)

@@ -25,6 +25,7 @@ _GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
 _LATER = 5.0  # seconds after the limit, so that an error of the backend's own is told first
 _ECHO = 5.0  # seconds in which a rank ends by itself after another rank has reported its failure
 DONE = b"done"
+SAID = "compose/said"  # the key of the store that is set once a rank has told of a failure
 
 
 class Silence:
@@ -56,12 +57,9 @@ class Watch:
 
     Rank 0 and rank 1 report a rank that says nothing for three quarters of the limit. A rank also
     reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. And
-    they report a rank that lives, but for which others have waited longer than the limit. After a
-    report this process ends. It ends too, if it has not ended by itself, when the key ``failed`` is
+    they report a rank that lives, but for which others have waited longer than the limit, in seconds.
+    After a report this process ends. It ends too, if it has not ended by itself, when the key SAID is
     in the store, or when the process ``parent`` ends (0 is none).
-
-    ``limit`` are seconds of silence. ``awaited`` reads from the store what each rank is about to do;
-    ``DONE`` for those that nobody is ahead of.
     """
 
     def __init__(
@@ -71,14 +69,12 @@ class Watch:
         world_size: int,
         limit: float,
         report: Callable[[dist.Store | None, int, float], None],
-        failed: str,
-        awaited: Callable[[dist.Store], Sequence[bytes]],
         kept_by_first: bool = False,
         parent: int = 0,
         end: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
-        self.rank, self.world_size, self.limit, self.failed = rank, world_size, limit, failed
-        self.report, self.awaited, self.end = report, awaited, end
+        self.rank, self.world_size, self.limit = rank, world_size, limit
+        self.report, self.end = report, end
         self.kept_by_first, self.parent = kept_by_first, parent
         # A store's connection serves one call at a time, and training may be waiting in a call.
         self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
@@ -119,9 +115,9 @@ class Watch:
             while not self.stopped.wait(self.every):
                 count += 1
                 self.store.set(self._key(self.rank), str(count))
-                failed = self.store.check([self.failed])
+                said = self.store.check([SAID])
                 self.answered = now = time.monotonic()
-                if failed:
+                if said:
                     time.sleep(_ECHO)
                     self.end()
                     return
@@ -135,7 +131,8 @@ class Watch:
                 if keys and self.store.check(keys):
                     found = silence.longest(self.store.multi_get(keys), time.monotonic())
                     # NCCL's watchdog names no rank, and a pipeline's messages on gloo wait longer.
-                    found = found or lag.longest(self.awaited(self.store), time.monotonic())
+                    awaited = Stragglers(self.store, self.world_size).awaited()
+                    found = found or lag.longest(awaited, time.monotonic())
                     if found:
                         self.report(self.store, *found)
                         self.end()
@@ -222,18 +219,15 @@ class Stragglers:
     def straggler(self, wait: float = 0.0) -> str:
         """Say which rank is behind: of those that have not given up, the one that came least far.
 
-        Of several it names the one that was heard of longest ago. Ranks may still give up for ``wait``
-        seconds. It is empty if no rank ever reported anything.
+        The rank that was heard of longest ago comes before others. Ranks may still give up for ``wait``
+        seconds.
         """
         end = time.monotonic() + wait
         while len(self._waiting()) > 1 and time.monotonic() < end:
             time.sleep(0.1)
-        waiting, seen = self._waiting(), []
-        for rank in range(self.world_size):
-            known = self._seen(rank)
-            if known:
-                step, phase, when = known
-                seen.append((rank not in waiting, step, phase, when, rank))
+        waiting = self._waiting()
+        known = [(rank, self._seen(rank)) for rank in range(self.world_size)]
+        seen = [(rank not in waiting, *place, rank) for rank, place in known if place]
         if not seen:
             return ""
         _, step, phase, when, rank = min(seen)

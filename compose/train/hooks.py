@@ -1,10 +1,8 @@
-"""What happens beside a run's steps: a feature that the trainer does not know by name is a hook.
+"""Hooks: features around a run's steps that the trainer does not know by name.
 
-One of them compares copies that must be bitwise equal, since memory and links flip bits without a sign.
+One hook compares copies that must be bitwise equal, since memory and links flip bits without a sign.
 Weights, gradients and optimizer state have copies on the ranks of every axis over which they are not
-sharded: replicas, norms on the tp axis, experts on the ranks that ep leaves. A weight that several
-stages of a pipeline share has a copy on each. All copies are results of the same operations on the same
-values, or of a collective that gives every rank the same sum.
+sharded, and a weight that several stages of a pipeline share has one on each.
 """
 
 import gc
@@ -30,56 +28,40 @@ _PIECE = 2**24  # bytes
 
 
 def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Return one line for each group of ranks whose copies differ; a collective.
+    """Return a line for each group of ranks whose copies differ, with those unlike most; a collective.
 
-    A line says which ranks differ, and in what. If two copies differ, it names both ranks; if there are
-    more, it names those unlike most. Call it after gradients are complete and before the optimizer's
-    step.
+    Call it after gradients are complete and before the optimizer's step.
     """
-    by_axis: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
+    copies: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
     mesh, pipeline = composition.mesh, composition.pipeline
     ties = {tied.name for tied in pipeline.ties} if pipeline else set()
     of_stages: list[tuple[str, Tensor]] = []
     for name, whole, tensor in _tensors(composition, optimizer):
+        local = (name, local_tensor(tensor))
         if whole in ties:
-            of_stages.append((name, tensor))
+            of_stages.append(local)
+        over_tp = isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == ("tp",)
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
-                if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
-                    local = (name, local_tensor(tensor))
-                    by_axis.setdefault((tensor.device_mesh, axis), []).append(local)
-            covered = tensor.device_mesh.mesh_dim_names != ("tp",)
-        else:
-            covered = False
-        if not covered:  # it has a copy on every other rank of a stage
+                if placement.is_replicate():
+                    copies.setdefault((tensor.device_mesh, axis), []).append(local)
+        if over_tp or not isinstance(tensor, DTensor):  # it has a copy on every other rank of a stage
             for axis, axis_name in enumerate(AXES):
-                known = axis_name == "pp" or (axis_name == "tp" and isinstance(tensor, DTensor))
-                if not known and mesh.size(axis) > 1:
-                    by_axis.setdefault((mesh, axis), []).append((name, local_tensor(tensor)))
-    found: list[str] = []
-    for (where, axis), tensors in by_axis.items():
-        group = where.get_group(axis)
-        mine = torch.stack([checksum(tensor).to(where.device_type) for _, tensor in tensors])
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
-        ranks = dist.get_process_group_ranks(group)
-        columns = zip(*(sums.tolist() for sums in everyone), strict=True)
-        found += _unlike(
-            (name, list(zip(ranks, column, strict=True)))
-            for (name, _), column in zip(tensors, columns, strict=True)
-        )
+                if axis_name != "pp" and not (axis_name == "tp" and over_tp):
+                    copies.setdefault((mesh, axis), []).append(local)
     if ties:
-        found += _unlike(_gathered(of_stages, mesh.get_group("pp")).items())
+        copies[mesh, AXES.index("pp")] = of_stages
+    found: list[str] = []
+    for (where, axis), tensors in copies.items():
+        if where.size(axis) > 1:
+            found += _unlike(_gathered(tensors, where.get_group(axis)).items())
     shared: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(shared, found)
     return list(dict.fromkeys(line for lines in shared for line in lines))
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits, int64.
-
-    Any one flipped bit changes it, and so do two bytes that change places.
-    """
+    """Return an int64 that changes with any one flipped bit, and with two bytes that change places."""
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     before = 0
     # It works in pieces, since int64 copies of the bytes take eight times as much memory.
@@ -112,7 +94,10 @@ def _gathered(
     tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup
 ) -> dict[str, list[tuple[int, int]]]:
     """Return (rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
-    mine = [(name, int(checksum(local_tensor(tensor)))) for name, tensor in tensors]
+    sums = [checksum(tensor) for _, tensor in tensors]
+    # Some may be in host memory; one read waits for the device once.
+    values = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
     everyone: list[list[tuple[str, int]]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everyone, mine, group=group)
     copies: dict[str, list[tuple[int, int]]] = {}
@@ -150,11 +135,10 @@ _COLLECT_EVERY = 100  # steps between two collections of garbage
 
 
 class Hook(HasState):
-    """What a feature does around each step and at a run's ends; here it is nothing.
+    """A feature around each step and at a run's ends; here its methods do nothing.
 
-    All ranks make the same hooks, and call them alike. Steps are counted from 1. What a checkpoint
-    saves of a hook is in :class:`HasState`. No hook holds the trainer: a cycle would keep a run's
-    memory until garbage is collected.
+    All ranks make the same hooks, and call them alike. Steps are counted from 1. No hook holds the
+    trainer: a cycle would keep a run's memory until garbage is collected.
     """
 
     def start(self, done: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run reports of each step (sinks.py writes it), and the peaks of devices."""
+"""The metrics of a step (sinks.py writes them), and the peaks of devices."""
 
 import resource
 import sys
@@ -31,10 +31,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak of a device in FLOP/s, for products of a type such as "bfloat16".
-
-    None if it is not known; then MFU is null.
-    """
+    """Return the dense peak of a device in FLOP/s for products of a type, if it is known."""
     for name, rates in PEAK_FLOPS.items():
         if name in device_name:
             return rates.get(dtype)
@@ -83,7 +80,7 @@ class StepMetrics:
     skipped: int = 0
     """Steps of this process that were not finite."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What routers, saves and hooks report, by key."""
+    """Reports of routers, saves and hooks, by key."""
 
     def values(self) -> dict[str, Any]:
         """Return the values by key, without those that say nothing."""

@@ -21,6 +21,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.ops.torch_versions import default_store
 from compose.train.heartbeat import (
+    SAID,
     Stragglers,
     Watch,
     behind,
@@ -32,7 +33,6 @@ from compose.train.heartbeat import (
 from compose.train.workers import FAILED, Worker, divide
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
-_SAID = "compose/said"
 
 LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is gone; it is not sent
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
@@ -42,14 +42,12 @@ _ECHO = 2.0  # seconds within which a second signal is the first one, passed on 
 
 
 def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
-    """Set how long collectives wait from now on, and how long a rank may be silent.
+    """Set how long collectives wait from now on, but for a group, and how long a rank may be silent.
 
-    Meshes make their groups with PyTorch's own limit, whatever the default group has. On gloo, sends
-    and receives between two ranks, as in a pipeline, keep the limit that their group was made with, and
-    the group ``but`` keeps its own.
+    Meshes make their groups with PyTorch's own limit. On gloo, sends and receives between two ranks, as
+    in a pipeline, keep the limit that their group was made with.
     """
-    # The private list is read, since PyTorch lists the groups of flattened meshes, and those that only
-    # one module knows, nowhere else.
+    # PyTorch lists the groups of flattened meshes, and those that only one module knows, here alone.
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but:
             group.set_timeout(timeout + _backstop("nccl" in dist.get_backend(group)))
@@ -136,8 +134,6 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
             world_size,
             timeout.total_seconds(),
             partial(_report_silent, worker, world_size),
-            failed=_SAID,
-            awaited=lambda store: Stragglers(store, world_size).awaited(),
             kept_by_first=store_in_first_rank() and worker.index == 0,
             parent=launcher(),
         )
@@ -159,9 +155,7 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
         worker.leave(rank, world_size, timeout.total_seconds())
 
 
-def _conclude(
-    error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker | None = None
-) -> None:
+def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker) -> None:
     """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
     stragglers = Stragglers(store, world_size)
     stragglers.give_up(rank)
@@ -169,7 +163,7 @@ def _conclude(
         _report(error, rank)
         if _from_others(error) and (line := stragglers.straggler(wait=_SKEW)):
             print(line, file=sys.stderr)
-        store.set(_SAID, "")
+        store.set(SAID, "")
     else:
         _wait_for_first(store)
     # If the store is in this rank, it stays until the others know that they are not the first.
@@ -178,15 +172,15 @@ def _conclude(
         time.sleep(0.05)
 
 
-def _first_to_fail(store: dist.Store, worker: Worker | None = None) -> bool:
+def _first_to_fail(store: dist.Store, worker: Worker) -> bool:
     """Note that a rank has failed; return whether it is the first, of all workers."""
     first = store.add(FAILED, 1) == 1
-    return first and (worker is None or worker.count == 1 or worker.store.add(FAILED, 1) == 1)
+    return first and (worker.count == 1 or worker.store.add(FAILED, 1) == 1)
 
 
 def _wait_for_first(store: dist.Store) -> None:
     with contextlib.suppress(RuntimeError):
-        store.wait([_SAID], timedelta(seconds=2 * _SKEW))
+        store.wait([SAID], timedelta(seconds=2 * _SKEW))
 
 
 def _report_silent(
@@ -197,7 +191,7 @@ def _report_silent(
         print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
     elif _first_to_fail(store, worker):
         print(Stragglers(store, world_size).silent(rank, seconds), file=sys.stderr, flush=True)
-        store.set(_SAID, "")
+        store.set(SAID, "")
     else:
         _wait_for_first(store)
 
@@ -250,8 +244,6 @@ class Signals:
 
     def asked(self, step: int, code: int) -> signal.Signals | None:
         """Return the signal that asks the run to end, the same on every rank.
-
-        LAUNCHER_DIED is a fault: the others' torchrun must not take the run for finished.
 
         Workers do not wait for each other after each step. If one is asked, they agree on a step.
         ``code`` is the greatest of all ranks, which were asked within the last step.

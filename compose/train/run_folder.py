@@ -34,11 +34,7 @@ _FOLDERS = ("checkpoints", "traces", "tokenizer", "islands")
 
 
 def strangers(folder: Path) -> list[str]:
-    """Return one line for each file or folder of a run in ``folder`` that is not what a run makes.
-
-    It may be a link, which could lead anywhere, or another kind of file. There is a line too for each
-    checkpoint that a link names elsewhere.
-    """
+    """Return a line for each file, folder or checkpoint of a run that is a link or another kind."""
     problems = []
     for name in (*_FILES, *_FOLDERS):
         try:
@@ -64,9 +60,8 @@ def strangers(folder: Path) -> list[str]:
 class RunFolder:
     """``run.dir``, or a new folder named by the time; creating the object is a collective.
 
-    The first rank creates the folder, and holds its lock until :meth:`release` or the end of the
-    process. It raises ConfigError if another run holds the lock, and, if the run ``saves``, unless all
-    ranks see the folder: each saves its own part there.
+    The first rank creates the folder and holds its lock. Raises ConfigError if another run holds it,
+    and, if the run ``saves``, unless all ranks see the folder: each saves its own part there.
     """
 
     def __init__(self, name: str, saves: bool = True, worker: Worker | None = None) -> None:

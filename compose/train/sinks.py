@@ -38,8 +38,7 @@ class JsonLines(Sink):
     """metrics.jsonl: a line for each step, on disk when :meth:`write` returns, if possible.
 
     The file keeps its lines of the steps taken, so that a resumed run leaves one line for each step. If
-    nothing can be written, it says so once, keeps the lines, and writes them when it can. It raises
-    ConfigError if the file that is there cannot be read or replaced.
+    nothing can be written, it says so once, keeps the lines, and writes them when it can.
     """
 
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
@@ -164,8 +163,7 @@ def _scalars(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, 
 def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
     """Return the lines of the first ``steps`` steps, once each, and the number of strange lines.
 
-    A strange line has no step and is not the last line. No run leaves such a line, not even a killed
-    one.
+    No run leaves a strange line, not even a killed one: it has no step and is not the last.
     """
     try:
         with open_own(path) as file:

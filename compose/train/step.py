@@ -71,13 +71,11 @@ def forward_backward(
     batch = _with_masks(composition, local_batch(composition, batch), dropout)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
-    scales, near = (
-        shared_scales(model, composition.float8),
-        hpz_shards([g for data in composition.data for g in data.gathers]),
-    )
-    coded = composition.compression
-    sent = coded.optimizer_step(loss_scale) if coded else nullcontext()
-    with scales, loss_parallel(), near, sent, losses as loss:
+    scales = shared_scales(model, composition.float8)
+    hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
+    compressed = composition.compression
+    sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
+    with scales, loss_parallel(), hpz, sent, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
@@ -87,10 +85,7 @@ def forward_backward(
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
-    """Return ``micro_batch``, or the number of samples in the batch if it is None.
-
-    Raises ValueError if the number is below 1.
-    """
+    """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1."""
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
@@ -114,30 +109,32 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """Return what this rank runs of its share of a batch: with cp, its part of each sequence.
 
-    A model that takes ``positions`` counts them itself if the batch has none. It cannot where it sees a
-    part of a sequence, so there they are added. A model that takes ``documents`` gets the documents
-    (compose.Documents) of the whole sequences in place of ``document_ids``. Raises ConfigError if the
-    ranks of tp cannot share the sequences.
+    A model that sees a part of a sequence cannot count ``positions`` itself, so they are added. A model
+    that takes ``documents`` gets the documents (compose.Documents) of the whole sequences in place of
+    ``document_ids``. Raises ConfigError if the ranks of tp cannot share the sequences.
     """
-    mesh = composition.mesh
-    if axis_size(mesh, "cp") > 1 or composition.pipeline:
-        batch = _with_positions(composition.model, batch)
+    mesh, model = composition.mesh, composition.model
     cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
-    if cp == 1:
-        # Generation has no targets.
+    if cp > 1 or composition.pipeline:
+        batch = _with_positions(model, batch)
+    if cp > 1:
+        batch = _padded(model, batch, chunk_count(cp, composition.balance) * tp)
+    else:  # generation has no targets
         _check_length(batch.get("targets", next(iter(batch.values()))), composition.sequence_ranks)
-    else:
-        batch = _padded(composition, batch, chunk_count(cp, composition.balance) * tp)
-    if "document_ids" not in batch:
-        return batch if cp == 1 else shard_sequence(batch, mesh["cp"], composition.balance)
     rest = {name: value for name, value in batch.items() if name != "document_ids"}
-    ids, device = batch["document_ids"], next(iter(rest.values())).device
-    if "documents" not in signature(type(composition.model).forward).parameters:
-        batch = {**rest, "document_ids": ids.to(device)}
-        return batch if cp == 1 else shard_sequence(batch, mesh["cp"], composition.balance)
+    ids, device = batch.get("document_ids"), next(iter(rest.values())).device
+    documents = {}
+    if ids is not None and _takes(model, "documents"):
+        documents = {"documents": Documents(ids, device)}
+    elif ids is not None:
+        rest["document_ids"] = ids.to(device)
     if cp > 1:
         rest = shard_sequence(rest, mesh["cp"], composition.balance)
-    return {**rest, "documents": Documents(ids, device)}
+    return {**rest, **documents}
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in signature(type(model).forward).parameters
 
 
 def _with_masks(
@@ -159,18 +156,17 @@ def _with_masks(
     return {**batch, **composition.dropout.begin(key, samples, places)}
 
 
-def _padded(composition: Composition, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:
+def _padded(model: nn.Module, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:
     """Pad the sequences of a batch. Attention that is not causal sees padding that is no document."""
     first = next(value for value in batch.values() if value.ndim > 1)
-    takes = "documents" in signature(type(composition.model).forward).parameters
-    if first.shape[1] % unit and takes and "document_ids" not in batch:
+    if first.shape[1] % unit and _takes(model, "documents") and "document_ids" not in batch:
         ids = torch.zeros(first.shape[:2], dtype=torch.int64)  # in host memory, as from the data
         batch = {**batch, "document_ids": ids}
     return pad_sequence(batch, unit)
 
 
 def _with_positions(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if "positions" in batch or "positions" not in signature(type(model).forward).parameters:
+    if "positions" in batch or not _takes(model, "positions"):
         return batch
     tokens = next(value for name, value in batch.items() if name != "targets" and value.ndim > 1)
     counted = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
@@ -227,17 +223,14 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
         ValueError: A gradient has not been summed over ranks yet.
     """
     mesh = composition.mesh
-    found = [
-        (p.grad, composition.holders(name))
-        for name, p in composition.named_parameters()
-        if p.grad is not None
-    ]
     stage = mesh.size() // axis_size(mesh, "pp")
     # Tensors of one list need a few launches together, if they are of one type and device.
     lists: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient, holders in found:
+    for name, parameter in composition.named_parameters():
+        if (gradient := parameter.grad) is None:
+            continue
         # A stage's parameters are on one rank of the pp axis; a tied one is on one rank per holder.
-        local, copies = local_tensor(gradient), stage * holders
+        local, copies = local_tensor(gradient), stage * composition.holders(name)
         if isinstance(gradient, DTensor):
             for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                 if placement.is_partial():
@@ -248,14 +241,11 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
     for (copies, dtype, _), some in lists.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms.setdefault(copies, []).extend(torch._foreach_norm(some, 2, dtype=wide))
-    # Each of the n ranks that hold an element adds 1/n of its square to the sum over all ranks.
+    # Every one of the n ranks that hold an element adds 1/n of its square to the sum over all ranks.
     squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
-    total = (
-        torch.stack(squares).sum().to(mesh.device_type)  # gradients may be in host memory
-        if squares
-        else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
-    )
-    norm = sum_over(total, mesh, AXES).sqrt() / loss_scale
+    total = torch.stack(squares or [torch.zeros((), dtype=torch.float64)]).sum()
+    # Gradients may be in host memory.
+    norm = sum_over(total.to(mesh.device_type), mesh, AXES).sqrt() / loss_scale
     if max_norm > 0 or loss_scale != 1:
         clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
         scale = clipped / loss_scale
@@ -281,10 +271,9 @@ class Reading:
 def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]) -> Reading:
     """Read the numbers of a step from the device at once; a collective.
 
-    On a GPU the host gives work to the device ahead of time, and a read waits until the device has done
-    all of it. So a step has one read: after clipping, and before the optimizer's step, which a loss or
-    gradient that is not finite must not reach. From there on the host is ahead again. ``said`` are
-    numbers that this rank says, such as the code of a signal.
+    A read waits until the device has done all its work. So a step has one read: after clipping, and
+    before the optimizer's step, which a loss or gradient that is not finite must not reach. ``said``
+    are numbers that this rank says, such as the code of a signal.
     """
     # A fill takes its value along. A tensor made of a list would be copied, and waited for.
     words = torch.stack([torch.full((), float(word), device=norm.device) for word in said])
@@ -298,11 +287,7 @@ def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[
 
 
 class StepClock:
-    """Measures steps from one reading to the next, without what goes on between two steps.
-
-    The device may still be in the optimizer's step when the host ends a step. Then that time is in the
-    next reading's.
-    """
+    """Measures steps from one reading to the next, without what goes on between two steps."""
 
     def __init__(self) -> None:
         self.since = self.left = time.perf_counter()

@@ -191,7 +191,7 @@ class Trainer:
         said = (self.signals.code, self.checkpointer.failed_too_often)
         self.read = read = read_step(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()
-        # What else is read is there too: nothing is waited for.
+        # The device has done all work before it, so nothing is waited for.
         routing = self.composition.routing()
         report_phase(step + 1, "the optimizer's part")
         finite = self._may_be_taken(step, read)

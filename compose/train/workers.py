@@ -1,9 +1,8 @@
 """DiLoCo workers: parts of a job, each of several ranks, that train alone between exchanges of weights.
 
-A worker is the world of its own ranks: its default process group has no others. So all that trains
-within a worker needs to know nothing of others. Ranks of different workers meet in the store that all
-of them began with, and in the groups of compose/diloco/loop.py. Messages for users call a worker an
-island, as the keys do.
+A worker's default process group has no ranks of others. Ranks of different workers meet in the store
+that all of them began with, and in the groups of compose/diloco/loop.py. Messages for users call a
+worker an island, as the keys do.
 """
 
 import json

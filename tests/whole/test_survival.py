@@ -20,8 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.train.heartbeat import Silence, Stragglers, Watch, launcher, launcher_died
+from compose.train.heartbeat import SAID, Silence, Stragglers, Watch, launcher, launcher_died
 from compose.train.processes import TrainingError, _conclude, _first_to_fail
+from compose.train.workers import Worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import QUICK, command, free_port, launch
 from tests.support.helpers import ROOT
@@ -304,8 +305,6 @@ def watched(store: dist.Store, rank: int = 0, limit: float = 0.8, **options: Any
         2,
         limit,
         lambda store, rank, seconds: told.append((store is None, rank, seconds)),
-        failed="failed",
-        awaited=lambda store: Stragglers(store, 2).awaited(),
         kept_by_first=True,
         end=ended.set,
         **options,
@@ -402,7 +401,7 @@ def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None
     store = dist.HashStore()
     watch, ended, told = watched(store)
     assert not ended.wait(0.3)
-    store.set("failed", "")
+    store.set(SAID, "")
     begun = time.monotonic()
     assert ended.wait(20)
     assert time.monotonic() - begun >= 0.3
@@ -437,8 +436,6 @@ def test_a_rank_ends_with_its_launcher() -> None:
         1,
         1.0,
         report=lambda *unused: None,
-        failed="",
-        awaited=lambda store: [],
         parent=os.getppid() + 1,
         end=ended.set,
     )
@@ -460,11 +457,11 @@ def test_the_store_stays_until_others_know_that_an_error_is_told(
     """Where it is in rank 0, which fails first: a late rank without the store would tell it again."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(in_torchrun))
     shared = dist.HashStore()
-    first = threading.Thread(target=_conclude, args=(TrainingError("it ends"), shared, 0, 2))
+    first = threading.Thread(target=_conclude, args=(TrainingError("it ends"), shared, 0, 2, Worker()))
     first.start()
     first.join(1.0)
     assert first.is_alive() != in_torchrun
-    assert not _first_to_fail(shared)
+    assert not _first_to_fail(shared, Worker())
     first.join(1.0)
     assert not first.is_alive()
 
@@ -488,7 +485,7 @@ def test_a_launcher_dies_if_the_parent_changes(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_is_heard_of_as_soon_as_it_watches() -> None:
     """One that is stopped before its first word would be waited for as long as the group waits."""
     store = dist.HashStore()
-    watch = Watch(store, 0, 2, 100.0, lambda *unused: None, "failed", lambda store: [])
+    watch = Watch(store, 0, 2, 100.0, lambda *unused: None)
     watch.start()
     try:
         wait_for(lambda: store.check(["compose/runs/0"]), 1.0)
