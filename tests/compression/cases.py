@@ -3,16 +3,13 @@
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from compose import Composition, forward_backward
-from compose.build import build
+from compose import forward_backward
 from compose.data.samples import random_batch
 from compose.parallel.mesh import batch_share
 from compose.proof.comparison import whole
-from tests.support.helpers import make_job
-from tests.support.pool import make_mesh
+from tests.support.helpers import built
 
 Keys = dict[str, object]
 SMALL: Keys = {
@@ -45,11 +42,6 @@ def drawn(kind: str, count: int = 2**18, seed: int = 0) -> Tensor:
     return normal[0] if kind == "normal" else normal[0] / (normal[1:].square().mean(0)).sqrt()
 
 
-def composed(keys: Keys) -> Composition:
-    job = make_job(dist.get_world_size(), **keys)
-    return build(job, make_mesh(job.degrees), torch.device("cpu"))
-
-
 @dataclass
 class Steps:
     """What some steps did: the bytes that each has sent, and the last one's gradients and loss."""
@@ -62,8 +54,7 @@ class Steps:
 
 def take_steps(keys: Keys, count: int, add_up: bool = False) -> Steps:
     """Forward and backward of random batches; gradients are set to zero between steps, or add up."""
-    job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    job, composition = built(keys)
     index, shares = batch_share(composition.mesh)
     train, vocabulary = job.config.train, job.config.model.config.vocab_size
     found = Steps(composition.compression is not None)

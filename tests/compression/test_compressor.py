@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import ConfigError, forward_backward
+from compose import forward_backward
 from compose.compression.packing import UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
 from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
 from compose.planner.trace import sent_bytes
-from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, composed, given, take_steps
-from tests.support.helpers import make_config, make_job, tier
+from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take_steps
+from tests.support.helpers import built, make_job, parallel, ranks_in, refusals, tiered
 from tests.support.pool import Pool
 
 LARGE: Keys = {
@@ -91,7 +91,7 @@ def test_bytes_between_nodes(pool: Pool) -> None:
 
 def _rows(keys: Keys) -> list[int]:
     """Bytes of each unit's row on a rank."""
-    job, composition = make_job(dist.get_world_size(), **keys), composed(keys)
+    job, composition = built(keys)
     sizes = []
     for unit in job.plan.shard:
         names = [unit] if isinstance(unit, str) else list(unit)
@@ -143,43 +143,33 @@ def test_a_step_computes_with_codes(pool: Pool, kind: str, most: float) -> None:
     assert one.loss == pytest.approx(plain.loss, rel=1e-2)
 
 
-RUNS: dict[str, tuple[int, Keys]] = {
-    "zero 3, differences": (2, {"parallel__dp_shard": 2, **comm("int4", "int4_diff")}),
-    "zero 1, powersgd": (2, {"parallel__dp_shard": 2, "parallel__zero": 1, **comm("powersgd", "int8")}),
-    "ddp, top_k": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0, **comm("top_k")}),
-    "hsdp near": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **comm("int4", "int8")}),
-    "two levels": (4, {"parallel__dp_shard": 4, **comm("int4", "int4_diff", near=2)}),
-    "hpz": (4, {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, **comm("int8", "int8")}),
-    "pipeline": (4, {"parallel__dp_shard": 2, "parallel__pp": 2, **comm("int8", "int8")}),
-    "experts": (
-        4,
-        {"parallel__dp_shard": 4, "parallel__ep": 2, **EXPERTS, **comm("int8", "int8")},
-    ),
-    "tp": (2, {"parallel__tp": 2, "parallel__sequence": False, "comm__activations": "int8"}),
-    "tp x zero 3, recomputed": (
-        4,
-        {
-            "parallel__tp": 2,
-            "parallel__dp_shard": 2,
-            "activation_checkpoint__mode": "full",
-            "comm__activations": "float8",
-            **INT8,
-        },
-    ),
-    "tp x pp": (
-        4,
-        {"parallel__tp": 2, "parallel__pp": 2, "parallel__dp_shard": 1, "comm__activations": "int8"},
-    ),
+RUNS: dict[str, Keys] = {
+    "zero 3, differences": parallel(dp_shard=2) | INT4,
+    "zero 1, powersgd": parallel(dp_shard=2, zero=1) | comm("powersgd", "int8"),
+    "ddp, top_k": parallel(dp_replicate=2, zero=0) | comm("top_k"),
+    "hsdp near": parallel(dp_replicate=2, dp_shard=2) | comm("int4", "int8"),
+    "hpz": parallel(dp_shard=4, zero3_reshard=2) | INT8,
+    "pipeline": parallel(dp_shard=2, pp=2) | INT8,
+    "tp": parallel(tp=2, sequence=False) | {"comm__activations": "int8"},
+    "tp x pp": parallel(tp=2, pp=2, dp_shard=1) | {"comm__activations": "int8"},
 }
-LONG = ("experts", "two levels", "tp x zero 3, recomputed")
+LONG: dict[str, Keys] = {
+    "experts": parallel(dp_shard=4, ep=2) | EXPERTS | INT8,
+    "two levels": parallel(dp_shard=4) | comm("int4", "int4_diff", near=2),
+    "tp x zero 3, recomputed": parallel(tp=2, dp_shard=2)
+    | {"activation_checkpoint__mode": "full", "comm__activations": "float8"}
+    | INT8,
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=True, full=n in LONG)) for n in RUNS])
+@pytest.mark.parametrize("name", tiered(RUNS | LONG, RUNS, LONG))
 def test_bytes_are_foretold(pool: Pool, name: str) -> None:
     """The bytes that a dry run foretells are those that a run counts."""
-    ranks, keys = RUNS[name]
-    keys = given(keys) | ({"model__vocab_size": 256} if "activations" in str(keys) else {})
-    if "activations" not in str(keys):
+    keys = given((RUNS | LONG)[name])
+    ranks = ranks_in(keys)
+    if "activations" in str(keys):
+        keys["model__vocab_size"] = 256
+    else:
         # Six micro-batches: more than the dry run runs.
         keys |= {"train__global_batch": 24, "train__micro_batch": 24 // 6 // ranks or 1}
     counted = [steps.sent[-1] for steps in pool.run(take_steps, ranks, keys, 2)]
@@ -217,104 +207,78 @@ def test_a_code_of_gradients_is_a_class_and_an_entry(pool: Pool) -> None:
     assert 0.5 < cosine < 0.95
 
 
-REFUSED: dict[str, tuple[Keys, list[str]]] = {
+# On four ranks.
+SHARDS, TENSOR = parallel(dp_shard=4), parallel(tp=4)
+REFUSED: dict[str, tuple[Keys, str]] = {
     "near": (
-        {"parallel__dp_shard": 4, **comm("int4", near=3)},
-        ["comm.near: 3 does not divide dp_shard x cp = 4, the ranks of data parallel; nearest: 2"],
+        SHARDS | comm("int4", near=3),
+        "comm.near: 3 does not divide dp_shard x cp = 4, the ranks of data parallel; nearest: 2",
     ),
     "near with replicas": (
-        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **comm("int8", near=2)},
-        [
-            "comm.near: 2, and with parallel.dp_replicate = 2 the ranks of dp_shard are the neighbours;"
-            " use comm.near = 1"
-        ],
+        parallel(dp_replicate=2, dp_shard=2) | comm("int8", near=2),
+        "comm.near: 2, and with parallel.dp_replicate = 2 the ranks of dp_shard are the neighbours;"
+        " use comm.near = 1",
     ),
     "offload": (
-        {"parallel__dp_shard": 4, "parallel__offload": "cpu", **comm("off", "int4_diff")},
-        [
-            'comm.weights: "int4_diff" keeps what it sent last on the device, and parallel.offload ='
-            ' "cpu" is to keep weights off it; use comm.weights = "int8"'
-        ],
+        SHARDS | parallel(offload="cpu") | comm("off", "int4_diff"),
+        'comm.weights: "int4_diff" keeps what it sent last on the device, and parallel.offload = "cpu"'
+        ' is to keep weights off it; use comm.weights = "int8"',
     ),
     "kept twice": (
-        {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, **comm("off", "int4_diff")},
-        [
-            'comm.weights: "int4_diff" keeps weights near by comm.near, and parallel.zero3_reshard = 2'
-            " would keep them twice; use parallel.zero3_reshard = 0"
-        ],
+        SHARDS | parallel(zero3_reshard=2) | comm("off", "int4_diff"),
+        'comm.weights: "int4_diff" keeps weights near by comm.near, and parallel.zero3_reshard = 2'
+        " would keep them twice; use parallel.zero3_reshard = 0",
     ),
     "bytes": (
-        {"parallel__dp_shard": 4, "precision__float8": "tensorwise", **comm("off", "int8")},
-        [
-            'comm.weights: "int8" codes numbers, and precision.float8 = "tensorwise" sends weights as'
-            ' bytes; use comm.weights = "off", or precision.float8 = "rowwise"'
-        ],
+        SHARDS | {"precision__float8": "tensorwise"} | comm("off", "int8"),
+        'comm.weights: "int8" codes numbers, and precision.float8 = "tensorwise" sends weights as'
+        ' bytes; use comm.weights = "off", or precision.float8 = "rowwise"',
     ),
     "block": (
-        {"parallel__dp_shard": 4, **comm("int8", block=100)},
-        ["comm.block: 100 is no power of two from 16; nearest: 128"],
+        SHARDS | comm("int8", block=100),
+        "comm.block: 100 is no power of two from 16; nearest: 128",
     ),
     "no weights are sent": (
-        {"parallel__dp_shard": 4, "parallel__zero": 0, **comm("int8", "int8")},
-        [
-            'comm.weights: "int8", and parallel.zero = 0 sends no weights; use comm.weights = "off"',
-        ],
+        SHARDS | parallel(zero=0) | INT8,
+        'comm.weights: "int8", and parallel.zero = 0 sends no weights; use comm.weights = "off"',
     ),
     "one rank": (
-        {"parallel__tp": 4, "parallel__dp_shard": 1, **INT8},
-        [
-            'comm.weights: "int8", and dp_shard x cp is 1, and no weights are sent; use comm.weights ='
-            ' "off"',
-            'comm.gradients: "int8", and dp_replicate x dp_shard x cp is 1, so that no gradients are'
-            ' sent; use comm.gradients = "off"',
-        ],
+        TENSOR | parallel(dp_shard=1) | INT8,
+        'comm.weights: "int8", and dp_shard x cp is 1, and no weights are sent; use comm.weights ='
+        ' "off"\n'
+        'comm.gradients: "int8", and dp_replicate x dp_shard x cp is 1, so that no gradients are sent;'
+        ' use comm.gradients = "off"',
     ),
     "read by others": (
-        {"parallel__dp_shard": 4, **comm("int8", rank=2, density=0.5)},
-        [
-            'comm.rank: 2 is read with other messages; set comm.gradients = "powersgd"',
-            'comm.density: 0.5 is read with other messages; set comm.gradients = "top_k"',
-        ],
+        SHARDS | comm("int8", rank=2, density=0.5),
+        'comm.rank: 2 is read with other messages; set comm.gradients = "powersgd"\n'
+        'comm.density: 0.5 is read with other messages; set comm.gradients = "top_k"',
     ),
     "no gradients": (
-        {"parallel__dp_shard": 4, **comm("off", "int8", start_step=3)},
-        ["comm.start_step: 3 is for compressed gradients; set comm.gradients"],
+        SHARDS | comm("off", "int8", start_step=3),
+        "comm.start_step: 3 is for compressed gradients; set comm.gradients",
     ),
     "no activations are sent": (
-        {"parallel__dp_shard": 4, "comm__activations": "int8"},
-        [
-            'comm.activations: "int8", and parallel.tp and parallel.ep are 1, so that no activations'
-            ' are sent; use comm.activations = "off"'
-        ],
+        SHARDS | {"comm__activations": "int8"},
+        'comm.activations: "int8", and parallel.tp and parallel.ep are 1, so that no activations are'
+        ' sent; use comm.activations = "off"',
     ),
     "activations in float8": (
-        {"parallel__tp": 4, "precision__float8": "rowwise", "comm__activations": "int8"},
-        [
-            'comm.activations: "int8", and with parallel.tp = 4 precision.float8 = "rowwise" has'
-            ' messages of its own; use comm.activations = "off"'
-        ],
+        TENSOR | {"precision__float8": "rowwise", "comm__activations": "int8"},
+        'comm.activations: "int8", and with parallel.tp = 4 precision.float8 = "rowwise" has messages'
+        ' of its own; use comm.activations = "off"',
     ),
     "styles of PyTorch": (
-        {"parallel__dp_shard": 2, "parallel__tp": 2, **EXPERTS, "comm__activations": "float8"},
-        [
-            'comm.activations: "float8", and plan.tensor gives layers.0.attention a style of PyTorch,'
-            " whose messages have no code; use LocalInput or LocalRowwise, or use comm.activations ="
-            ' "off"'
-        ],
+        parallel(dp_shard=2, tp=2) | EXPERTS | {"comm__activations": "float8"},
+        'comm.activations: "float8", and plan.tensor gives layers.0.attention a style of PyTorch, whose'
+        ' messages have no code; use LocalInput or LocalRowwise, or use comm.activations = "off"',
     ),
     "no such code": (
-        {"parallel__tp": 4, "comm__activations": "int4"},
-        ['command line: comm.activations: expected "off" | "int8" | "float8", got "int4"'],
+        TENSOR | {"comm__activations": "int4"},
+        'command line: comm.activations: expected "off" | "int8" | "float8", got "int4"',
     ),
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name: str) -> None:
-    keys, lines = REFUSED[name]
-    with pytest.raises(ConfigError) as caught:
-        make_config(4, **keys)
-    assert caught.value.problems == lines
+test_what_cannot_work_is_refused = refusals([*REFUSED.values()], names=REFUSED)
 
 
 def test_a_parameter_without_gradient_is_named(pool: Pool) -> None:
@@ -322,7 +286,7 @@ def test_a_parameter_without_gradient_is_named(pool: Pool) -> None:
 
 
 def _unused() -> str:
-    composition = composed(given({"parallel__dp_shard": 2, **comm("int8")}))
+    _, composition = built(given(parallel(dp_shard=2) | comm("int8")))
     batch = random_batch(1, 16, 256, seed=0)
     norm = composition.model.get_submodule("layers.0.ffn_norm")
     norm.forward = lambda x: x * 1.0  # type: ignore[method-assign]

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.checkpoints import SAVING, resume, train_on
-from tests.support.helpers import Keys, tier
+from tests.support.checkpoints import SAVING, goes_on_bitwise, resume, train_on
+from tests.support.helpers import Keys, tiered
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines
 
@@ -26,14 +25,10 @@ RUNS: dict[str, tuple[Keys, Keys]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n != "zero 3")) for n in RUNS])
+@pytest.mark.parametrize("name", tiered(RUNS, RUNS.keys() - {"zero 3"}))
 def test_goes_on_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
     keys, mesh = RUNS[name]
-    expected = train_on(pool, tmp_path / "whole", WIDE | keys, mesh, 4)
-    train_on(pool, tmp_path / "parts", WIDE | keys, mesh, 2)
-    found = train_on(pool, tmp_path / "parts", WIDE | keys, mesh, 4)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+    goes_on_bitwise(pool, tmp_path, WIDE | keys, mesh)
     one, other = (lines(tmp_path / run)[-1]["comm"] for run in ("whole", "parts"))
     assert one == other
 

@@ -11,155 +11,87 @@ from compose.proof.observers import CODES as ROUNDING
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given
-from tests.support.helpers import agreed, make_job, prove_case, prove_whole, tier
+from tests.support.helpers import (
+    make_job,
+    parallel,
+    prove_case,
+    prove_on,
+    prove_whole,
+    ranks_in,
+    tier,
+    tiered,
+)
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, DIT, GPT_OSS, MIXTRAL, QWEN
 
 ROWS: dict[str, Keys] = {kind: {"comm__activations": kind} for kind in ("int8", "float8")}
-CASES: dict[str, tuple[int, Keys]] = {
-    "zero 3, int8": (4, {"parallel__dp_shard": 4, **INT8}),
-    "zero 3 uneven, int4": (3, {"parallel__dp_shard": 3, "train__global_batch": 6, **INT4}),
-    "zero 2, bfloat16": (2, {"parallel__dp_shard": 2, "parallel__zero": 2, **comm("bfloat16")}),
-    "zero 1 x tp, powersgd": (
-        4,
-        {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__zero": 1, **comm("powersgd", "int8")},
-    ),
-    "zero 3, top_k": (2, {"parallel__dp_shard": 2, **comm("top_k", "int4_diff")}),
-    "ddp, int4": (4, {"parallel__dp_replicate": 4, "parallel__zero": 0, **comm("int4")}),
-    "ddp near 2, int4": (4, {"parallel__dp_replicate": 4, "parallel__zero": 0, **comm("int4", near=2)}),
-    "ddp, powersgd": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0, **comm("powersgd")}),
-    "ddp, top_k": (
-        3,
-        {"parallel__dp_replicate": 3, "train__global_batch": 6, "parallel__zero": 0, **comm("top_k")},
-    ),
-    "hsdp, int4": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **INT4}),
-    "hsdp, top_k": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **comm("top_k")}),
-    "hsdp zero 1, powersgd": (
-        4,
-        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__zero": 1, **comm("powersgd")},
-    ),
-    "near 2, int4": (4, {"parallel__dp_shard": 4, **INT4, "comm__near": 2}),
-    "hpz, int8": (4, {"parallel__dp_shard": 4, "parallel__zero3_reshard": 2, **INT8}),
-    "bfloat16, int4": (2, {"parallel__dp_shard": 2, "precision__param": "bfloat16", **INT4}),
-    "float16, int4": (2, {"parallel__dp_shard": 2, "precision__param": "float16", **INT4}),
-    "bfloat16 reduction, int8": (
-        2,
-        {
-            "parallel__dp_shard": 2,
-            "precision__param": "bfloat16",
-            "precision__reduce": "bfloat16",
-            **INT8,
-        },
-    ),
-    "offload, int8": (2, {"parallel__dp_shard": 2, "parallel__offload": "cpu", **INT8}),
-    "muon, int4": (2, {"parallel__dp_shard": 2, "optimizer__name": "muon", **INT4}),
-    "chunked loss, recomputed, int4": (
-        2,
-        {
-            "parallel__dp_shard": 2,
-            "train__loss_chunk": 16,
-            "activation_checkpoint__mode": "selective",
-            **INT4,
-        },
-    ),
-    "compiled, int8": (2, {"parallel__dp_shard": 2, "compile__mode": "block", **INT8}),
-    "cp, int4": (4, {"parallel__dp_shard": 2, "parallel__cp": 2, **INT4}),
-    "tied over a V, int4": (
-        4,
-        {
-            "parallel__dp_shard": 2,
-            "parallel__pp": 2,
-            "parallel__pp_schedule": "ZBVZeroBubble",
-            "model__n_layers": 4,
-            "model__tie_embeddings": True,
-            **INT4,
-        },
-    ),
-    "tied in one unit, int8": (
-        2,
-        {"parallel__dp_shard": 2, "parallel__zero": 2, "model__tie_embeddings": True, **INT8},
-    ),
-    "experts, hsdp, int4": (
-        4,
-        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__ep": 2, **EXPERTS, **INT4},
-    ),
-    "experts x tp, int8": (
-        4,
-        {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2, **EXPERTS, **INT8},
-    ),
-    "activations, tp": (2, {"parallel__tp": 2, "parallel__sequence": False, **ROWS["int8"]}),
-    "activations, tp 4, odd, float8": (
-        4,
-        {"parallel__tp": 4, "parallel__sequence": False, "train__seq_len": 31, **ROWS["float8"]},
-    ),
-    "activations, tp and sequence, float8": (2, {"parallel__tp": 2, **ROWS["float8"]}),
-    "activations, tp x zero 3, all int8": (
-        4,
-        {"parallel__tp": 2, "parallel__dp_shard": 2, **ROWS["int8"], **INT8},
-    ),
-    "activations, tp, compiled": (2, {"parallel__tp": 2, "compile__mode": "block", **ROWS["int8"]}),
-    "activations, tp x pp, recomputed": (
-        4,
-        {
-            "parallel__tp": 2,
-            "parallel__pp": 2,
-            "parallel__dp_shard": 1,
-            "activation_checkpoint__mode": "full",
-            **ROWS["int8"],
-            "comm__block": 16,
-        },
-    ),
-    "activations, tp, bfloat16": (
-        2,
-        {"parallel__tp": 2, "precision__param": "bfloat16", **ROWS["int8"]},
-    ),
-    "activations, tp, float16": (2, {"parallel__tp": 2, "precision__param": "float16", **ROWS["int8"]}),
-    "activations, tp x cp": (
-        4,
-        {"parallel__tp": 2, "parallel__cp": 2, "parallel__dp_shard": 1, **ROWS["int8"]},
-    ),
-    "activations, experts": (
-        2,
-        {"parallel__dp_shard": 2, "parallel__ep": 2, **EXPERTS, **ROWS["int8"]},
-    ),
-    "activations, experts x tp, float8": (
-        4,
-        {
-            "parallel__dp_shard": 2,
-            "parallel__tp": 2,
-            "parallel__ep": 4,
-            "model__name": "qwen3",
-            "model__preset": "debug_moe",
-            **ROWS["float8"],
-        },
-    ),
+BFLOAT16: Keys = {"precision__param": "bfloat16"}
+FLOAT16: Keys = {"precision__param": "float16"}
+TIED: Keys = {"model__tie_embeddings": True}
+BLOCK: Keys = {"compile__mode": "block"}
+# Short for the meshes of many cases.
+SHARDED, HSDP = parallel(dp_shard=2), parallel(dp_replicate=2, dp_shard=2)
+REPLICAS, TENSOR = parallel(dp_replicate=2, zero=0), parallel(tp=2)
+V = parallel(dp_shard=2, pp=2, pp_schedule="ZBVZeroBubble") | {"model__n_layers": 4}
+CASES: dict[str, Keys] = {
+    "zero 3, int8": parallel(dp_shard=4) | INT8,
+    "zero 3 uneven, int4": parallel(dp_shard=3) | INT4 | {"train__global_batch": 6},
+    "zero 2, bfloat16": parallel(dp_shard=2, zero=2) | comm("bfloat16"),
+    "zero 1 x tp, powersgd": parallel(dp_shard=2, tp=2, zero=1) | comm("powersgd", "int8"),
+    "zero 3, top_k": SHARDED | comm("top_k", "int4_diff"),
+    "ddp, int4": parallel(dp_replicate=4, zero=0) | comm("int4"),
+    "ddp near 2, int4": parallel(dp_replicate=4, zero=0) | comm("int4", near=2),
+    "ddp, powersgd": REPLICAS | comm("powersgd"),
+    "ddp, top_k": parallel(dp_replicate=3, zero=0) | comm("top_k") | {"train__global_batch": 6},
+    "hsdp, int4": HSDP | INT4,
+    "hsdp, top_k": HSDP | comm("top_k"),
+    "hsdp zero 1, powersgd": HSDP | parallel(zero=1) | comm("powersgd"),
+    "near 2, int4": parallel(dp_shard=4) | INT4 | {"comm__near": 2},
+    "hpz, int8": parallel(dp_shard=4, zero3_reshard=2) | INT8,
+    "bfloat16, int4": SHARDED | BFLOAT16 | INT4,
+    "float16, int4": SHARDED | FLOAT16 | INT4,
+    "bfloat16 reduction, int8": SHARDED | BFLOAT16 | INT8 | {"precision__reduce": "bfloat16"},
+    "offload, int8": parallel(dp_shard=2, offload="cpu") | INT8,
+    "muon, int4": SHARDED | INT4 | {"optimizer__name": "muon"},
+    "chunked loss, recomputed, int4": SHARDED
+    | INT4
+    | {"train__loss_chunk": 16, "activation_checkpoint__mode": "selective"},
+    "compiled, int8": SHARDED | BLOCK | INT8,
+    "cp, int4": parallel(dp_shard=2, cp=2) | INT4,
+    "tied over a V, int4": V | TIED | INT4,
+    "tied in one unit, int8": parallel(dp_shard=2, zero=2) | TIED | INT8,
+    "experts, hsdp, int4": HSDP | parallel(ep=2) | EXPERTS | INT4,
+    "experts x tp, int8": parallel(dp_shard=2, tp=2, ep=2) | EXPERTS | INT8,
+    "activations, tp": parallel(tp=2, sequence=False) | ROWS["int8"],
+    "activations, tp 4, odd, float8": parallel(tp=4, sequence=False)
+    | ROWS["float8"]
+    | {"train__seq_len": 31},
+    "activations, tp and sequence, float8": TENSOR | ROWS["float8"],
+    "activations, tp x zero 3, all int8": TENSOR | SHARDED | ROWS["int8"] | INT8,
+    "activations, tp, compiled": TENSOR | BLOCK | ROWS["int8"],
+    "activations, tp x pp, recomputed": parallel(tp=2, pp=2, dp_shard=1)
+    | ROWS["int8"]
+    | {"activation_checkpoint__mode": "full", "comm__block": 16},
+    "activations, tp, bfloat16": TENSOR | BFLOAT16 | ROWS["int8"],
+    "activations, tp, float16": TENSOR | FLOAT16 | ROWS["int8"],
+    "activations, tp x cp": parallel(tp=2, cp=2, dp_shard=1) | ROWS["int8"],
+    "activations, experts": parallel(dp_shard=2, ep=2) | EXPERTS | ROWS["int8"],
+    "activations, experts x tp, float8": parallel(dp_shard=2, tp=2, ep=4)
+    | ROWS["float8"]
+    | {"model__name": "qwen3", "model__preset": "debug_moe"},
 }
-IN_THE_SUITE = ("ddp, top_k", "tied in one unit, int8", "activations, experts")
+SUITE = ("ddp, top_k", "tied in one unit, int8", "activations, experts")
 SLOW = (
-    "zero 3 uneven, int4",
-    "hsdp zero 1, powersgd",
-    "zero 3, int8",
-    "near 2, int4",
-    "tied over a V, int4",
-    "float16, int4",
-    "activations, tp 4, odd, float8",
-    "activations, tp and sequence, float8",
-    "activations, tp x pp, recomputed",
+    *("zero 3 uneven, int4", "hsdp zero 1, powersgd", "zero 3, int8", "near 2, int4"),
+    *("tied over a V, int4", "float16, int4", "activations, tp 4, odd, float8"),
+    *("activations, tp and sequence, float8", "activations, tp x pp, recomputed"),
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=tier(slow=n in SLOW, full=n not in IN_THE_SUITE and n not in SLOW))
-        for n in CASES
-    ],
-)
+@pytest.mark.parametrize("name", tiered(CASES, SLOW, CASES.keys() - {*SLOW, *SUITE}))
 def test_equals_one_process(pool: Pool, name: str) -> None:
-    ranks, keys = CASES[name]
-    report = agreed(pool.run(prove_case, ranks, given(keys)))
-    assert report.ok, str(report)
+    report = prove_on(pool, given(CASES[name]))
     if name.startswith("activations"):
         for what in ("lost of activations", "lost of activations' gradients"):
             rows = [row for row in report.rows if row.quantity.endswith(what)]
@@ -170,134 +102,114 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 
 def test_one_process_takes_the_same_steps(pool: Pool) -> None:
     """Else AdamW would step otherwise where bfloat16 gradients are only rounding."""
-    ranks, keys = CASES["activations, tp, bfloat16"]
     small: Keys = {"model__n_layers": 1, "train__seq_len": 16, "train__global_batch": 2}
-    report = agreed(pool.run(prove_case, ranks, given(keys) | small))
-    assert report.ok, str(report)
+    report = prove_on(pool, given(CASES["activations, tp, bfloat16"]) | small)
     assert max(row.error for row in report.rows if row.quantity == "update") < 1e-3, str(report)
 
 
-FAULTS: dict[str, tuple[str, str, str, str, str]] = {
+# By name: the case and what its report names; the place in compose.compression, and what stands there
+# and what in its place.
+FAULTS: dict[str, tuple[tuple[str, str], tuple[str, str, str]]] = {
     "a neighbour's scale": (
-        "near 2, int4",
-        "compose.compression.codec:read_steps",
-        "= codes[..., -SCALE_BYTES:]",
-        "= codes[..., -SCALE_BYTES:].roll(1, -2)",
-        "lost of gradients",
+        ("near 2, int4", "lost of gradients"),
+        ("codec:read_steps", "= codes[..., -SCALE_BYTES:]", "= codes[..., -SCALE_BYTES:].roll(1, -2)"),
     ),
     "a block off by one": (
-        "zero 3, int8",
-        "compose.compression.packing:Packing._write",
-        ".unflatten(-1, (self.blocks, width))",
-        ".unflatten(-1, (self.blocks, width)).roll(1, -2)",
-        "lost of",
+        ("zero 3, int8", "lost of"),
+        (
+            "packing:Packing._write",
+            ".unflatten(-1, (self.blocks, width))",
+            ".unflatten(-1, (self.blocks, width)).roll(1, -2)",
+        ),
     ),
     "integer sums": (
-        "zero 3, int8",
-        "compose.compression.codec:_decode_into",
-        "out.add_(found)",
-        "out.add_(found.sign())",
-        "gradient",
+        ("zero 3, int8", "gradient"),
+        ("codec:_decode_into", "out.add_(found)", "out.add_(found.sign())"),
     ),
     "a sum that is a mean": (
-        "zero 3, int8",
-        "compose.compression.codec:decode_into",
-        "_sum_into(place, terms, bits, add, compiled)",
-        "_sum_into(place, terms, bits, add, compiled).div_(len(terms))",
-        "gradient",
+        ("zero 3, int8", "gradient"),
+        (
+            "codec:decode_into",
+            "_sum_into(place, terms, bits, add, compiled)",
+            "_sum_into(place, terms, bits, add, compiled).div_(len(terms))",
+        ),
     ),
     "feedback added twice": (
-        "zero 3 uneven, int4",
-        "compose.compression.codec:_round_with_residual",
-        ".mul_(kept_steps * scale)",
-        ".mul_(2 * kept_steps * scale)",
-        "lost of remainders",
+        ("zero 3 uneven, int4", "lost of remainders"),
+        ("codec:_round_with_residual", ".mul_(kept_steps * scale)", ".mul_(2 * kept_steps * scale)"),
     ),
     "what was sent stays in the remainder": (
-        "zero 3 uneven, int4",
-        "compose.compression.codec:_round_with_residual",
-        "rest.add_(x).sub_(rounded * steps)",
-        "rest.add_(x).sub_(rounded * steps * (1 - ADDED))",
-        "lost of remainders",
+        ("zero 3 uneven, int4", "lost of remainders"),
+        (
+            "codec:_round_with_residual",
+            "rest.add_(x).sub_(rounded * steps)",
+            "rest.add_(x).sub_(rounded * steps * (1 - ADDED))",
+        ),
     ),
     "a stale base": (
-        "zero 3 uneven, int4",
-        "compose.compression.gather:DifferenceGather.fill",
-        'self.kept["base"], self.sent = base, True',
-        "self.kept['base'] = self.__dict__.setdefault('first', base.clone()).clone(); self.sent = True",
-        "gradient",
+        ("zero 3 uneven, int4", "gradient"),
+        (
+            "gather:DifferenceGather.fill",
+            'self.kept["base"], self.sent = base, True',
+            "self.kept['base'] = self.__dict__.setdefault('first', base.clone()).clone()"
+            "; self.sent = True",
+        ),
     ),
     "own weights that stay exact": (
-        "zero 3 uneven, int4",
-        "compose.compression.gather:DifferenceGather.fill",
-        "base[group.rank()], self.writes_base = self.own, False",
-        "self.writes_base = False",
-        "gradient",
+        ("zero 3 uneven, int4", "gradient"),
+        (
+            "gather:DifferenceGather.fill",
+            "base[group.rank()], self.writes_base = self.own, False",
+            "self.writes_base = False",
+        ),
     ),
     "replicas left out": (
-        "hsdp zero 1, powersgd",
-        "compose.compression.compressor:ReplicaSum.hook",
-        "    self.sum(flat)",
-        "    pass",
-        "gradient",
+        ("hsdp zero 1, powersgd", "gradient"),
+        ("compressor:ReplicaSum.hook", "    self.sum(flat)", "    pass"),
     ),
     "a neighbour's scale of a row": (
-        "activations, tp 4, odd, float8",
-        "compose.compression.activations:_decoded_float8",
-        "* scales",
-        "* scales.roll(1, 0)",
-        "lost of activations",
+        ("activations, tp 4, odd, float8", "lost of activations"),
+        ("activations:_decoded_float8", "* scales", "* scales.roll(1, 0)"),
     ),
     "a neighbour's rows": (
-        "activations, tp 4, odd, float8",
-        "compose.compression.activations:_sum",
-        "list(codes)",
-        "list(codes.roll(1, 0))",
-        "lost of activations",
+        ("activations, tp 4, odd, float8", "lost of activations"),
+        ("activations:_sum", "list(codes)", "list(codes.roll(1, 0))"),
     ),
     "a rank left out": (
-        "activations, tp 4, odd, float8",
-        "compose.compression.activations:_sum",
-        "got[1:]",
-        "got[2:]",
-        "lost of activations",
+        ("activations, tp 4, odd, float8", "lost of activations"),
+        ("activations:_sum", "got[1:]", "got[2:]"),
     ),
     "a gradient that is summed twice": (
-        "activations, experts",
-        "compose.compression.activations:_exchange_rows",
-        "found = code.decode(",
-        "found = (1 + gradient) * code.decode(",
-        "lost of activations' gradients",
+        ("activations, experts", "lost of activations' gradients"),
+        ("activations:_exchange_rows", "found = code.decode(", "found = (1 + gradient) * code.decode("),
     ),
 }
 QUICK = ("feedback added twice", "a rank left out")
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=tier(slow=name not in QUICK)) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", tiered(FAULTS, FAULTS.keys() - QUICK))
 def test_faults_are_named(pool: Pool, fault: str) -> None:
-    case, place, old, new, quantity = FAULTS[fault]
-    ranks, keys = CASES[case]
-    report = pool.run(_with_fault, ranks, place, old, new, given(keys))[0]
+    (case, quantity), change = FAULTS[fault]
+    keys = given(CASES[case])
+    report = pool.run(_with_fault, ranks_in(keys), *change, keys)[0]
     assert not report.ok
     assert any(quantity in row.quantity for row in report.failed), str(report)
 
 
 def _with_fault(place: str, old: str, new: str, keys: Keys) -> Report:
-    with mutated(place, old, new):
+    with mutated(f"compose.compression.{place}", old, new):
         return prove_case(keys)
 
 
 # Faults of one in 10^8 and of one in 10^5, in the sums of what travels plain and of codes.
 TINY: dict[str, tuple[str, str, str]] = {
     "plain": (
-        "compose.compression.packing:Packing._write",
+        "packing:Packing._write",
         "terms.sum(0, dtype=out.dtype)",
         "terms.sum(0, dtype=out.dtype) * (1 + 1e-8)",
     ),
     "coded": (
-        "compose.compression.codec:decode_into",
+        "codec:decode_into",
         "add else total)",
         "add else total * (1 + 1e-5 * (len(terms) > 1)))",
     ),
@@ -327,7 +239,8 @@ def test_only_what_is_coded_may_be_rounded(pool: Pool, fault: str, pp: int) -> N
 
 
 def _with_tiny_fault(fault: str, keys: Keys) -> Report:
-    with mutated(*TINY[fault]) if fault else nullcontext():
+    place, *change = TINY.get(fault, ("", "", ""))
+    with mutated(f"compose.compression.{place}", *change) if fault else nullcontext():
         job = make_job(dist.get_world_size(), **keys)
         return prove(job, make_mesh(job.degrees), torch.device("cpu"), steps=1)
 
@@ -336,18 +249,15 @@ def _with_tiny_fault(fault: str, keys: Keys) -> Report:
 @pytest.mark.parametrize("code", ["powersgd", "top_k", "int4"])
 def test_remainders_of_replicas_in_float64(pool: Pool, code: str) -> None:
     """The account's sum over replicas once changed what a remainder was compared with."""
-    keys = given(comm(code)) | {"parallel__dp_replicate": 2, "model__n_layers": 1}
-    report = agreed(pool.run(prove_whole, 2, keys))
-    assert report.ok, str(report)
+    prove_on(pool, given(comm(code)) | parallel(dp_replicate=2) | {"model__n_layers": 1}, prove_whole)
 
 
 def test_remainders_of_gradients_in_bfloat16(pool: Pool) -> None:
     """The account once rounded what was sent to the type of gradients, which remainders do not do."""
     keys = given(comm("int4", block=16)) | {"parallel__dp_shard": 2, "model__n_layers": 1}
     keys |= {"precision__param": "bfloat16", "precision__reduce": "bfloat16"}
-    report = agreed(pool.run(prove_case, 2, keys))
+    report = prove_on(pool, keys)
     assert any(row.quantity == "lost of remainders" for row in report.rows)
-    assert report.ok, str(report)
 
 
 FEW: Keys = {"train__global_batch": 4, "train__micro_batch": 1, "train__seq_len": 16}
@@ -366,13 +276,12 @@ MODELS: dict[str, Keys] = {
     "dit": DIT | FEW | {"train__seq_len": 9, "model__dim": 64, "model__hidden_dim": 96},
 }
 CODES: dict[str, Keys] = {
-    "int8": comm("int8", "int8"),
-    "int4": comm("int4", "int4_diff"),
+    "int8": INT8,
+    "int4": INT4,
     "bfloat16": comm("bfloat16", "int8"),
     "powersgd": comm("powersgd", "int4_diff"),
     "top_k": comm("top_k", "int4_diff"),
 }
-SHARDED: Keys = {"parallel__dp_shard": 2}
 # Every model once, and every code.
 ONE_EACH = {(model, list(CODES)[i % len(CODES)]) for i, model in enumerate(MODELS)}
 
@@ -382,17 +291,13 @@ ONE_EACH = {(model, list(CODES)[i % len(CODES)]) for i, model in enumerate(MODEL
     [pytest.param(m, c, marks=tier(full=(m, c) not in ONE_EACH)) for m in MODELS for c in CODES],
 )
 def test_weights_and_gradients(pool: Pool, model: str, code: str) -> None:
-    report = agreed(pool.run(prove_case, 2, MODELS[model] | SHARDED | CODES[code]))
-    assert report.ok, str(report)
+    prove_on(pool, MODELS[model] | SHARDED | CODES[code])
 
 
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "dit"])  # a rule refuses it
-@pytest.mark.parametrize(
-    "code", [pytest.param(code, marks=tier(slow=True, full=code == "float8")) for code in ROWS]
-)
+@pytest.mark.parametrize("code", tiered(ROWS, slow=ROWS, full=("float8",)))
 def test_activations(pool: Pool, model: str, code: str) -> None:
     """Experts send their rows, with weights and gradients in codes too; other models the stream."""
     experts = "model__n_experts" in MODELS[model]
-    mesh = SHARDED | CODES["int4"] | {"parallel__ep": 2} if experts else {"parallel__tp": 2}
-    report = agreed(pool.run(prove_case, 2, MODELS[model] | mesh | ROWS[code]))
-    assert report.ok, str(report)
+    mesh = SHARDED | CODES["int4"] | {"parallel__ep": 2} if experts else TENSOR
+    prove_on(pool, MODELS[model] | mesh | ROWS[code])

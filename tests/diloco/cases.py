@@ -7,26 +7,19 @@ import torch.distributed as dist
 
 from compose.diloco.proof import prove_outer_loop
 from compose.proof.report import Report
-from tests.support.helpers import Keys, make_job
+from tests.support.helpers import Keys, make_job, parallel, ranks_in
 from tests.support.pool import Pool, make_mesh
 
-INSIDE: dict[str, tuple[int, Keys]] = {
-    "one rank": (1, {}),
-    "zero 3": (2, {"parallel__dp_shard": 2}),
-    "tp x zero 3": (4, {"parallel__dp_shard": 2, "parallel__tp": 2}),
-    "replicas": (2, {"parallel__dp_shard": 2, "parallel__zero": 0}),
-    "cp": (2, {"parallel__cp": 2}),
-    "experts": (
-        4,
-        {
-            "model__name": "deepseek_v3",
-            "model__preset": "debug",
-            "parallel__dp_shard": 2,
-            "parallel__tp": 2,
-            "parallel__ep": 2,
-        },
-    ),
-    "pp x tp": (4, {"parallel__pp": 2, "parallel__tp": 2}),
+BATCH: Keys = {"train__global_batch": 8, "train__micro_batch": 1}
+EXPERTS: Keys = {"model__name": "deepseek_v3", "model__preset": "debug"}
+INSIDE: dict[str, Keys] = {
+    "one rank": {},
+    "zero 3": parallel(dp_shard=2),
+    "tp x zero 3": parallel(dp_shard=2, tp=2),
+    "replicas": parallel(dp_shard=2, zero=0),
+    "cp": parallel(cp=2),
+    "experts": EXPERTS | parallel(dp_shard=2, tp=2, ep=2),
+    "pp x tp": parallel(pp=2, tp=2),
 }
 
 
@@ -49,12 +42,11 @@ def outer(**keys: object) -> Keys:
 def prove(
     pool: Pool, islands: int, inside: str, keys: Keys, missed: bool = False, unused: str = ""
 ) -> None:
-    ranks, mesh = INSIDE[inside]
-    given: Keys = {"train__global_batch": 8, "train__micro_batch": 1, **mesh, **keys}
-    for report in pool.run(proof, ranks * islands, islands, given, missed, islands=islands):
+    given = BATCH | INSIDE[inside] | keys
+    ranks = ranks_in(INSIDE[inside]) * islands
+    for report in pool.run(proof, ranks, islands, given, missed, islands=islands):
         assert not report.failed, str(report)
         assert report.unused == ([unused] if unused else [])
 
 
-EXPERTS: Keys = {"model__name": "deepseek_v3", "model__preset": "debug"}
 STREAMING = outer(every=4, fragments=1, delay=1, mix=0.5)

@@ -4,17 +4,15 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from compose.build import build
 from compose.diloco.fragments import Part, rows_of, shares
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
 from compose.diloco.proof import messages_of
 from compose.train.workers import Worker
 from tests.diloco.cases import INSIDE
-from tests.support.helpers import Keys, make_job, tier
-from tests.support.pool import Pool, make_mesh
+from tests.support.helpers import Keys, built, ranks_in, tiered
+from tests.support.pool import Pool
 
 FEW = 4
 """Rows by which a fragment's part of a parameter may be off its share."""
@@ -87,8 +85,7 @@ def test_have_every_nth_layer() -> None:
 
 
 def _messages(keys: Keys) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], dict[str, int]]:
-    job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    job, composition = built(keys)
     options = Outer(every=4, fragments=1)
     layers = list(job.resolved.checkpoint)
     timeout = job.config.comm.first_step_timeout
@@ -97,15 +94,13 @@ def _messages(keys: Keys) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], d
     return found, {name: p.numel() for name, p in job.model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "inside", [pytest.param(n, marks=tier(slow=n != "tp x zero 3")) for n in INSIDE]
-)
+@pytest.mark.parametrize("inside", tiered(INSIDE, INSIDE.keys() - {"tp x zero 3"}))
 def test_each_element_is_sent_by_one_rank_of_an_island(pool: Pool, inside: str) -> None:
-    ranks, mesh = INSIDE[inside]
+    mesh = INSIDE[inside]
     keys: Keys = {"model__dim": 64, "model__hidden_dim": 190, **mesh}
     if "model__name" in mesh:
         keys = mesh
-    messages, sizes = pool.run(_messages, ranks, {"train__global_batch": 8, **keys})[0]
+    messages, sizes = pool.run(_messages, ranks_in(mesh), {"train__global_batch": 8, **keys})[0]
     times = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
     for fragment in messages:
         for message in fragment:

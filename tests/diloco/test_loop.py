@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.build import build
 from compose.composition import Composition
 from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
@@ -23,22 +22,20 @@ from compose.train.processes import TrainingError
 from compose.train.step import forward_backward
 from compose.train.trainer import Trainer
 from compose.train.workers import this_worker
-from tests.diloco.cases import INSIDE, STREAMING, outer, proof
-from tests.support.helpers import Keys, make_job, tier
+from tests.diloco.cases import BATCH, INSIDE, STREAMING, outer, proof
+from tests.support.helpers import Keys, built, make_job, parallel, ranks_in, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for
 
-SAMPLES, STEPS = 8, 4
-BATCH: Keys = {"train__global_batch": SAMPLES, "train__micro_batch": 1}
+SAMPLES, STEPS = 8, 5
 AVERAGE = {"lr": 1.0, "momentum": 0.0}
 
 
 def trained(keys: Keys, outer: dict[str, Any] | None, same_samples: bool = False) -> dict[str, Tensor]:
     """The weights after some steps of plain SGD, and the loss of each, on this rank's island."""
     islands = this_worker()
-    job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    job, composition = built(keys)
     optimizer = torch.optim.SGD(composition.model.parameters(), lr=0.1, foreach=False)
     loop = _loop(composition, list(job.resolved.checkpoint), outer) if outer else None
     index, count = batch_share(composition.mesh)
@@ -67,13 +64,13 @@ def _loop(composition: Composition, layers: list[str], outer: dict[str, Any]) ->
 
 
 # Routers count the samples of their island alone.
-DENSE = [name for name, (_, mesh) in INSIDE.items() if "model__name" not in mesh]
+DENSE = INSIDE.keys() - {"experts"}
 
 
-@pytest.mark.parametrize("inside", [pytest.param(n, marks=tier(slow=n != "zero 3")) for n in DENSE])
+@pytest.mark.parametrize("inside", tiered(sorted(DENSE), DENSE - {"zero 3"}))
 def test_each_step_with_sgd_is_data_parallel(pool: Pool, inside: str) -> None:
-    ranks, mesh = INSIDE[inside]
-    keys: Keys = {**BATCH, **mesh}
+    keys = BATCH | INSIDE[inside]
+    ranks = ranks_in(keys)
     found = pool.run(trained, 2 * ranks, keys, {"every": 1, **AVERAGE}, islands=2)
     right = pool.run(trained, ranks, keys, None)
     for rank, weights in enumerate(found):
@@ -84,7 +81,7 @@ def test_each_step_with_sgd_is_data_parallel(pool: Pool, inside: str) -> None:
 
 @pytest.mark.parametrize("fragments", [0, 1])
 def test_one_island_that_takes_the_mean_is_bitwise_no_islands(pool: Pool, fragments: int) -> None:
-    keys: Keys = {**BATCH, "parallel__dp_shard": 2}
+    keys = BATCH | parallel(dp_shard=2)
     outer = {"every": 2, "fragments": fragments, **AVERAGE}
     found, right = pool.run(trained, 2, keys, outer)[0], pool.run(trained, 2, keys, None)[0]
     for name, value in right.items():
@@ -93,7 +90,7 @@ def test_one_island_that_takes_the_mean_is_bitwise_no_islands(pool: Pool, fragme
 
 @pytest.mark.parametrize("islands", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_islands_with_the_same_samples_are_bitwise_one(pool: Pool, islands: int) -> None:
-    keys: Keys = {**BATCH, "parallel__dp_shard": 2}
+    keys = BATCH | parallel(dp_shard=2)
     outer = {"every": 2, "lr": 0.7, "momentum": 0.9}
     found = pool.run(trained, 2 * islands, keys, outer, True, islands=islands)
     right = pool.run(trained, 2, keys, outer)[0]
@@ -102,31 +99,20 @@ def test_islands_with_the_same_samples_are_bitwise_one(pool: Pool, islands: int)
             assert torch.equal(weights[name], value), name
 
 
-TENSOR: Keys = {"parallel__tp": 2, "parallel__dp_shard": 1}
-
-
 @pytest.mark.parametrize("fragments", [1, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "inside",
-    [
-        INSIDE["zero 3"][1],
-        pytest.param(TENSOR, marks=pytest.mark.slow),
-        pytest.param(INSIDE["pp x tp"][1], marks=pytest.mark.slow),
-    ],
-    ids=["zero 3", "tp", "pp x tp"],
-)
-def test_the_mesh_inside_islands_changes_nothing(pool: Pool, inside: Keys, fragments: int) -> None:
+@pytest.mark.parametrize("inside", tiered(("zero 3", "tp", "pp x tp"), slow=("tp", "pp x tp")))
+def test_the_mesh_inside_islands_changes_nothing(pool: Pool, inside: str, fragments: int) -> None:
     """With fragments as without: these are parts of the whole model, not of what a rank holds."""
     outer = {"every": 2, "fragments": fragments, "mix": 0.5, "momentum": 0.9, "lr": 0.7}
     right = pool.run(trained, 2, BATCH, outer, islands=2)
-    ranks = 8 if "parallel__pp" in inside else 4
-    found = pool.run(trained, ranks, {**BATCH, **inside}, outer, islands=2)
+    keys = BATCH | (INSIDE | {"tp": parallel(tp=2, dp_shard=1)})[inside]
+    ranks = 2 * ranks_in(keys)
+    found = pool.run(trained, ranks, keys, outer, islands=2)
     for rank, values in enumerate(found):
         for name, value in values.items():
             torch.testing.assert_close(value, right[rank * 2 // ranks][name], rtol=1e-6, atol=1e-6)
 
 
-STEPS = 5
 MEAN = outer(every=2, lr=1.0, momentum=0.0)
 FP16: Keys = {"precision__param": "float16", "precision__reduce": "float32"}
 OPTIONS: dict[str, tuple[str, Keys]] = {
@@ -181,19 +167,12 @@ def a_run(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str, 
     return weights, [{"loss": m.loss, "scale": m.loss_scale} for m in found], trainer.skipped
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=tier(slow=True, full=n == "compile")) for n in OPTIONS]
-)
+@pytest.mark.parametrize("name", tiered(OPTIONS, slow=OPTIONS, full=("compile",)))
 def test_islands_that_see_the_same_are_one_run(pool: Pool, tmp_path: Path, name: str) -> None:
     inside, options = OPTIONS[name]
-    ranks, mesh = INSIDE[inside]
-    keys: Keys = {
-        "train__steps": STEPS,
-        "train__seq_len": 16,
-        "train__micro_batch": 1,
-        **mesh,
-        **options,
-    }
+    keys: Keys = {"train__steps": STEPS, "train__seq_len": 16, "train__micro_batch": 1}
+    keys |= INSIDE[inside] | options
+    ranks = ranks_in(keys)
     skips = name == "float16"
     plain = {k: v for k, v in keys.items() if not k.startswith("outer__")}
     one = pool.run(a_run, ranks, keys_for(tmp_path / "one", train__global_batch=4, **plain), skips)
@@ -211,7 +190,7 @@ END = "compose.diloco.loop:OuterLoop._end"
 
 
 def _one_island_alone() -> str:
-    keys: Keys = {"train__global_batch": 8, "train__micro_batch": 1, **STREAMING}
+    keys = BATCH | STREAMING
     if this_worker().index == 0:
         return _message(keys)
     with mutated(END, "for message in there:", "for message in there[1:]:"):
@@ -228,9 +207,5 @@ def _message(keys: Keys) -> str:
 
 def test_islands_that_differ_stop_the_run(pool: Pool) -> None:
     """The next exchange of that fragment sees it."""
-    said = pool.run(_one_island_alone, 2, islands=2)
-    assert (
-        said
-        == ["the outer weights of islands differ: silent corruption; go on from the last checkpoint"]
-        * 2
-    )
+    line = "the outer weights of islands differ: silent corruption; go on from the last checkpoint"
+    assert pool.run(_one_island_alone, 2, islands=2) == [line] * 2

@@ -15,7 +15,7 @@ from compose.diloco.proof import received
 from compose.proof.observers import allowed
 from compose.train.workers import this_worker
 from tests.diloco.cases import INSIDE, outer
-from tests.support.helpers import Keys, make_job, tier
+from tests.support.helpers import Keys, make_job, ranks_in, tiered
 from tests.support.pool import Pool, make_mesh
 
 CODES: dict[str, Code] = {
@@ -120,13 +120,6 @@ def test_bytes_are_the_published_ones() -> None:
     assert Int8().size(many) / many == 1 + 2 / 256
 
 
-CODED: dict[str, Keys] = {
-    "float32": {},
-    "bfloat16": outer(dtype="bfloat16"),
-    "int8": outer(dtype="int8"),
-    "e3m0": outer(dtype="e3m0"),
-    "top_k": outer(dtype="top_k"),
-}
 ODD: Keys = {"model__n_layers": 5, "model__hidden_dim": 90, "train__global_batch": 24}
 
 
@@ -155,11 +148,12 @@ def _said(keys: Keys, capsys: pytest.CaptureFixture[str]) -> list[int]:
     return [int(lines[begin + i][22:].split()[0].replace(",", "")) for i in (1, 2)]
 
 
-def _compare(pool: Pool, inside: str, codes: Keys, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks, mesh = INSIDE[inside]
+def _compare(pool: Pool, inside: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = INSIDE[inside]
+    ranks = ranks_in(mesh)
     islands = 2 if ranks == 4 else 3
     keys: dict[str, Any] = {"world_size": islands * ranks, "parallel__dp_replicate": islands}
-    keys |= {"train__micro_batch": 1, **outer(every=6, fragments=2), **ODD, **mesh, **codes}
+    keys |= {"train__micro_batch": 1, **outer(every=6, fragments=2, dtype=code), **ODD, **mesh}
     if "model__name" in mesh:
         del keys["model__hidden_dim"]
     if "parallel__pp" in mesh:
@@ -170,13 +164,11 @@ def _compare(pool: Pool, inside: str, codes: Keys, capsys: pytest.CaptureFixture
     assert _said(keys, capsys) == [sum(most), max(most)]
 
 
-@pytest.mark.parametrize(
-    "inside", [pytest.param(n, marks=tier(slow=n != "tp x zero 3")) for n in INSIDE]
-)
+@pytest.mark.parametrize("inside", tiered(INSIDE, INSIDE.keys() - {"tp x zero 3"}))
 def test_as_sent_from_each_mesh(pool: Pool, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _compare(pool, inside, CODED["int8"], capsys)
+    _compare(pool, inside, "int8", capsys)
 
 
-@pytest.mark.parametrize("code", CODED)
+@pytest.mark.parametrize("code", CODES)
 def test_as_sent_in_each_code(pool: Pool, code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _compare(pool, "zero 3", CODED[code], capsys)
+    _compare(pool, "zero 3", code, capsys)

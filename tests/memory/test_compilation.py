@@ -9,13 +9,22 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from compose import ConfigError, forward_backward
+from compose import forward_backward
 from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
 from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
 from compose.parallel.mesh import batch_share
 from compose.proof.one_process import EXACT
-from tests.support.helpers import make_config, make_job, prove_step, tier
+from tests.support.helpers import (
+    Keys,
+    make_job,
+    parallel,
+    prove_on,
+    prove_step,
+    ranks_in,
+    refusals,
+    tiered,
+)
 from tests.support.pool import Pool, make_mesh
 
 
@@ -48,81 +57,65 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     return graphs_compiled(), sum(counters["graph_break"].values()), max(errors)
 
 
-MOE = {"model__name": "qwen3", "model__preset": "debug_moe"}
-LATENT = {"model__name": "deepseek_v3", "model__preset": "debug"}
-# By name: ranks, keys, graphs on each rank.
-CASES: dict[str, tuple[int, dict[str, Any], int]] = {
-    "fsdp x tp": (4, {"parallel__dp_shard": 2, "parallel__tp": 2}, 1),
-    "selective": (1, {"activation_checkpoint__mode": "selective"}, 1),
-    "ring": (2, {"parallel__cp": 2}, 1),
+MOE: Keys = {"model__name": "qwen3", "model__preset": "debug_moe"}
+LATENT: Keys = {"model__name": "deepseek_v3", "model__preset": "debug"}
+SELECTIVE: Keys = {"activation_checkpoint__mode": "selective"}
+BUDGET: Keys = {"activation_checkpoint__mode": "budget", "activation_checkpoint__budget": 0.5}
+WINDOW: Keys = {"model__window": 5, "model__sinks": True}
+# By name: keys, and graphs on each rank.
+CASES: dict[str, tuple[Keys, int]] = {
+    "fsdp x tp": (parallel(dp_shard=2, tp=2), 1),
+    "selective": (SELECTIVE, 1),
+    "ring": (parallel(cp=2), 1),
     # The norms, attention, and the experts: as one kernel, and as an operator that is a loop.
-    "experts": (1, {**MOE, "precision__param": "bfloat16"}, 3),
-    "experts, float32": (1, MOE, 3),
+    "experts": (MOE | {"precision__param": "bfloat16"}, 3),
+    "experts, float32": (MOE, 3),
 }
-METHODS = ("allgather", "ulysses")
-WINDOW: dict[str, Any] = {"model__window": 5, "model__sinks": True}
-MORE: dict[str, tuple[int, dict[str, Any], int]] = {
-    "tp without sequence": (2, {"parallel__tp": 2, "parallel__sequence": False}, 1),
+MORE: dict[str, tuple[Keys, int]] = {
+    "tp without sequence": (parallel(tp=2, sequence=False), 1),
     # The stream's shape is tried without gradients first: one graph more on the first stage.
-    "pp": (2, {"parallel__pp": 2, "parallel__pp_layers": "[2, 1]"}, 2),
-    "replicas": (2, {"parallel__dp_replicate": 2, "parallel__zero": 0}, 1),
-    "every_k": (1, {"activation_checkpoint__mode": "every_k"}, 2),
-    "full, fsdp": (2, {"activation_checkpoint__mode": "full", "parallel__dp_shard": 2}, 1),
-    **{name: (2, {"parallel__cp": 2, "parallel__cp_method": name}, 1) for name in METHODS},
-    "window": (1, WINDOW, 1),
-    "ring, window": (2, {"parallel__cp": 2, **WINDOW}, 1),
-    "qwen3 x tp": (2, {"model__name": "qwen3", "parallel__tp": 2}, 1),
-    "ring, selective": (2, {"parallel__cp": 2, "activation_checkpoint__mode": "selective"}, 1),
-    "tp, selective": (2, {"parallel__tp": 2, "activation_checkpoint__mode": "selective"}, 1),
-    "allgather, budget": (
-        2,
-        {
-            "parallel__cp": 2,
-            "parallel__cp_method": "allgather",
-            "activation_checkpoint__mode": "budget",
-            "activation_checkpoint__budget": 0.5,
-        },
-        2,
-    ),
+    "pp": (parallel(pp=2, pp_layers="[2, 1]"), 2),
+    "replicas": (parallel(dp_replicate=2, zero=0), 1),
+    "every_k": ({"activation_checkpoint__mode": "every_k"}, 2),
+    "full, fsdp": (parallel(dp_shard=2) | {"activation_checkpoint__mode": "full"}, 1),
+    **{name: (parallel(cp=2, cp_method=name), 1) for name in ("allgather", "ulysses")},
+    "window": (WINDOW, 1),
+    "ring, window": (parallel(cp=2) | WINDOW, 1),
+    "qwen3 x tp": (parallel(tp=2) | {"model__name": "qwen3"}, 1),
+    "ring, selective": (parallel(cp=2) | SELECTIVE, 1),
+    "tp, selective": (parallel(tp=2) | SELECTIVE, 1),
+    "allgather, budget": (parallel(cp=2, cp_method="allgather") | BUDGET, 2),
     # The norms, and attention; and what only some layers have.
-    "ep x tp": (2, {**MOE, "parallel__ep": 2, "parallel__tp": 2}, 3),
-    "deepseek": (2, {**LATENT, "parallel__ep": 2}, 4),
-    "ep, bfloat16": (2, {**MOE, "parallel__ep": 2, "precision__param": "bfloat16"}, 3),
-    "gpt-oss": (2, {"model__name": "gpt_oss", "parallel__cp": 2}, 4),
-    "experts x tp": (2, {**MOE, "parallel__tp": 2}, 3),
-    "capacity": (1, {**MOE, "model__capacity_factor": 1.0}, 3),
+    "ep x tp": (MOE | parallel(ep=2, tp=2), 3),
+    "deepseek": (LATENT | parallel(dp_shard=2, ep=2), 4),
+    "ep, bfloat16": (MOE | parallel(dp_shard=2, ep=2) | {"precision__param": "bfloat16"}, 3),
+    "gpt-oss": (parallel(cp=2) | {"model__name": "gpt_oss"}, 4),
+    "experts x tp": (MOE | parallel(tp=2), 3),
+    "capacity": (MOE | {"model__capacity_factor": 1.0}, 3),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=tier(n != "experts", full=n in MORE)) for n in CASES | MORE],
-)
+@pytest.mark.parametrize("name", tiered(CASES | MORE, (CASES | MORE).keys() - {"experts"}, MORE))
 def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
-    ranks, keys, graphs = (CASES | MORE)[name]
-    for found, breaks, error in pool.run(_compiled, ranks, keys, "block"):
+    keys, graphs = (CASES | MORE)[name]
+    for found, breaks, error in pool.run(_compiled, ranks_in(keys), keys, "block"):
         assert (found if name != "pp" else graphs, breaks) == (graphs, 0)
         assert error < 1e-12
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{}, {"parallel__cp": 2}, MOE],
-    ids=["alone", "ring", "experts"],
-)
+@pytest.mark.parametrize("name", ["alone", "ring", "experts"])
 @pytest.mark.slow
-def test_whole_model(pool: Pool, keys: dict[str, Any]) -> None:
-    graphs, breaks, error = pool.run(_compiled, keys.get("parallel__cp", 1), keys, "model")[0]
+def test_whole_model(pool: Pool, name: str) -> None:
+    keys = {"alone": {}, "ring": parallel(cp=2), "experts": MOE}[name]
+    graphs, breaks, error = pool.run(_compiled, ranks_in(keys), keys, "model")[0]
     assert error < 1e-12
-    if "parallel__cp" not in keys:  # FSDP's hooks end graphs
+    if name != "ring":  # FSDP's hooks end graphs
         assert (graphs, breaks) == (1, 0)
 
 
 @pytest.mark.full
 def test_inductor_equals_one_process(pool: Pool) -> None:
-    keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "compile__mode": "block"}
-    reports = pool.run(prove_step, 4, keys)
-    assert reports[0].ok, str(reports[0])
+    prove_on(pool, parallel(dp_shard=2, tp=2) | {"compile__mode": "block"}, prove_step)
 
 
 def _many_steps() -> tuple[int, int]:
@@ -182,34 +175,26 @@ def test_graphs_compiled_late_are_told() -> None:
     counters.clear()
 
 
-@pytest.mark.parametrize(
-    ("message", "keys"),
-    [
-        (
-            "compile.async_tp: true needs CUDA; use compile.async_tp = false",
-            {"compile__async_tp": True, "compile__mode": "block", "parallel__tp": 2},
-        ),
-        (
-            'compile.mode: "block" makes graphs whose backward cannot run in two parts, as'
-            ' ZBVZeroBubble does; use parallel.pp_schedule = "Interleaved1F1B", or'
-            ' compile.mode = "off"',
-            {"compile__mode": "block", "parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble"}
-            | {"model__n_layers": 4},
-        ),
-        (
-            'compile.mode: "model" with parallel.tp = 2: Dynamo cannot trace the hooks by which'
-            ' styles change tensors between modules; use compile.mode = "block"',
-            {"compile__mode": "model", "parallel__tp": 2},
-        ),
-        (
-            'activation_checkpoint.mode: "budget" does not see into the parts of a layer that are'
-            " compiled alone, as with experts; use activation_checkpoint.mode ="
-            ' "full" or "every_k", or compile.mode = "off"',
-            {"activation_checkpoint__mode": "budget", "compile__mode": "block", **MOE},
-        ),
-    ],
-)
-def test_refused(message: str, keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_config(2, run__device="cpu", **keys)
-    assert caught.value.problems == [message]
+REFUSED: list[tuple[Keys, str]] = [
+    (
+        parallel(tp=2) | {"compile__async_tp": True, "compile__mode": "block"},
+        "compile.async_tp: true needs CUDA; use compile.async_tp = false",
+    ),
+    (
+        parallel(pp=2, pp_schedule="ZBVZeroBubble") | {"compile__mode": "block", "model__n_layers": 4},
+        'compile.mode: "block" makes graphs whose backward cannot run in two parts, as ZBVZeroBubble'
+        ' does; use parallel.pp_schedule = "Interleaved1F1B", or compile.mode = "off"',
+    ),
+    (
+        parallel(tp=2) | {"compile__mode": "model"},
+        'compile.mode: "model" with parallel.tp = 2: Dynamo cannot trace the hooks by which styles'
+        ' change tensors between modules; use compile.mode = "block"',
+    ),
+    (
+        MOE | {"activation_checkpoint__mode": "budget", "compile__mode": "block"},
+        'activation_checkpoint.mode: "budget" does not see into the parts of a layer that are compiled'
+        ' alone, as with experts; use activation_checkpoint.mode = "full" or "every_k", or compile.mode'
+        ' = "off"',
+    ),
+]
+test_refused = refusals(REFUSED, {"run__device": "cpu"})

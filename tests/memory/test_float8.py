@@ -2,23 +2,19 @@
 
 import importlib
 import importlib.util
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.torch_version import TorchVersion
 
 import compose.memory.float8 as float8
-from compose import ConfigError, Options, Parallel, Plan, Precision, apply, forward_backward
-from compose.build import build
+from compose import Options, Parallel, Plan, Precision, apply, forward_backward
 from compose.config.job import Job
 from compose.config.models import find_model
 from compose.data.samples import random_batch
@@ -27,16 +23,28 @@ from compose.ops.torch_versions import splits_functions
 from compose.plan import resolve
 from compose.planner.trace import RankStep, trace
 from compose.proof.report import Report
-from tests.support.checkpoints import shards, train_on
+from tests.support.checkpoints import goes_on_bitwise, shards, train_on
 from tests.support.faults import (
     assert_named,
     gradients_are_averaged_over_ranks,
     partial_gradients_are_taken_as_whole,
     with_fault,
 )
-from tests.support.helpers import FLOAT8_SHAPE, make_config, make_job, prove_step, tier
+from tests.support.helpers import (
+    FLOAT8_SHAPE,
+    Keys,
+    built,
+    make_config,
+    make_job,
+    parallel,
+    prove_on,
+    prove_step,
+    refused,
+    tiered,
+)
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
+from tests.support.training import lines
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_gw_hp")
 
@@ -198,9 +206,7 @@ def test_the_first_layer_and_the_last_are_left_out(name: str) -> None:
 def test_a_plan_that_leaves_out_all(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = importlib.import_module("models.llama.plan")
     monkeypatch.setattr(plans, "outermost", lambda n_layers: ["layers.0", "layers.1"])
-    with pytest.raises(ConfigError) as caught:
-        make_config(1, precision__float8="rowwise")
-    assert caught.value.problems == [
+    assert refused(make_config, 1, precision__float8="rowwise") == [
         "precision.float8: rowwise would change none of 14 linear layers: they are in the plan's"
         ' float8_except; use precision.float8 = "off"'
     ]
@@ -237,40 +243,29 @@ def test_styles_of_tensor_parallel_send_8_bits() -> None:
     assert float8_styles(styles, modules, rows) == styles
 
 
-CASES: dict[str, tuple[int, dict[str, object]]] = {
-    "zero 3": (2, {"parallel__dp_shard": 2}),
-    "uneven shards, rowwise": (3, {"precision__float8": "rowwise", "train__global_batch": 6}),
-    "uneven shards": (3, {"train__global_batch": 6}),
-    "fsdp x tp, selective": (
-        4,
-        {"parallel__dp_shard": 2, "parallel__tp": 2, "activation_checkpoint__mode": "selective"},
-    ),
-    "tp without sequence": (2, {"parallel__tp": 2, "parallel__sequence": False}),
-    "tp, rowwise": (2, {"parallel__tp": 2, "precision__float8": "rowwise"}),
-    "tp, gw_hp": (2, {"parallel__tp": 2, "precision__float8": "rowwise_gw_hp"}),
-    "tp, key/value heads left out": (4, {"parallel__tp": 4, "model__hidden_dim": 256}),
-    "ring": (2, {"parallel__cp": 2, "train__seq_len": 30}),
-    "ZBVZeroBubble": (
-        2,
-        {"parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble", "model__n_layers": 4},
-    ),
-    "hsdp, bfloat16": (
-        4,
-        {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "precision__param": "bfloat16"},
-    ),
-    "float16, tied, alone": (1, {"precision__param": "float16", "model__tie_embeddings": True}),
-    "experts with a shared one": (
-        4,
-        {
-            "model__name": "deepseek_v3",
-            "model__preset": "debug",
-            "parallel__tp": 2,
-            "parallel__ep": 2,
-            "parallel__dp_shard": 2,
-        },
-    ),
-    "offloaded": (2, {"parallel__dp_shard": 2, "parallel__offload": "cpu"}),
+LLAMA = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2}
+SELECTIVE: Keys = {"activation_checkpoint__mode": "selective"}
+EXPERTS: Keys = {"model__name": "deepseek_v3", "model__preset": "debug"}
+V = parallel(pp=2, pp_schedule="ZBVZeroBubble") | {"model__n_layers": 4}
+IN_THE_SUITE: dict[str, Keys] = {
+    "uneven shards": parallel(dp_shard=3) | {"train__global_batch": 6},
+    "tp, rowwise": parallel(tp=2) | {"precision__float8": "rowwise"},
+    "ring": parallel(cp=2) | {"train__seq_len": 30},
+    "ZBVZeroBubble": V,
 }
+FULL: dict[str, Keys] = {
+    "zero 3": parallel(dp_shard=2),
+    "uneven shards, rowwise": IN_THE_SUITE["uneven shards"] | {"precision__float8": "rowwise"},
+    "fsdp x tp, selective": parallel(dp_shard=2, tp=2) | SELECTIVE,
+    "tp without sequence": parallel(tp=2, sequence=False),
+    "tp, gw_hp": parallel(tp=2) | {"precision__float8": "rowwise_gw_hp"},
+    "tp, key/value heads left out": parallel(tp=4) | {"model__hidden_dim": 256},
+    "hsdp, bfloat16": parallel(dp_replicate=2, dp_shard=2) | {"precision__param": "bfloat16"},
+    "float16, tied, alone": {"precision__param": "float16", "model__tie_embeddings": True},
+    "experts with a shared one": parallel(tp=2, ep=2, dp_shard=2) | EXPERTS,
+    "offloaded": parallel(dp_shard=2, offload="cpu"),
+}
+CASES = IN_THE_SUITE | FULL
 
 
 def _without_noise(keys: dict[str, object]) -> Report:
@@ -280,37 +275,25 @@ def _without_noise(keys: dict[str, object]) -> Report:
         return prove_step(keys)
 
 
-def proved(pool: Pool, name: str, prove: Callable[..., Report] = prove_step) -> Report:
-    ranks, keys = CASES[name]
-    given = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2} | keys
+def keys_for(name: str) -> Keys:
+    given = LLAMA | CASES[name]
     if given.get("model__name"):
         given = {key: v for key, v in given.items() if key not in ("model__dim", "model__hidden_dim")}
-    return pool.run(prove, ranks, given)[0]
+    return given
 
 
-IN_THE_SUITE = ("uneven shards", "tp, rowwise", "ring", "ZBVZeroBubble")
-SLOW = ("uneven shards", "ring", "ZBVZeroBubble")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=tier(slow=name in SLOW, full=name not in IN_THE_SUITE))
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", tiered(CASES, IN_THE_SUITE.keys() - {"tp, rowwise"}, FULL))
 def test_equals_one_process(pool: Pool, name: str) -> None:
     if name == "ZBVZeroBubble" and not splits_functions():
         pytest.skip("torch before 2.13 cannot run backward of a float8 layer in two parts")
-    report = proved(pool, name)
-    assert report.ok, str(report)
+    prove_on(pool, keys_for(name), prove_step)
 
 
 @pytest.mark.slow
 def test_scales_are_those_of_the_whole(pool: Pool) -> None:
     """Where all scales are those of one process and nothing else is rounded, hardly a rounding falls
     apart; each tp rank's own scales of its part would make errors of 0.1."""
-    report = proved(pool, "fsdp x tp, selective", _without_noise)
+    report = pool.run(_without_noise, 4, keys_for("fsdp x tp, selective"))[0]
     assert max(row.error for row in report.rows if row.quantity == "gradient") < 2e-2
 
 
@@ -327,8 +310,7 @@ def test_faults_are_above_its_tolerance(pool: Pool, fault: Any) -> None:
 
 def _bytes_gathered(keys: dict[str, object]) -> int:
     """Bytes that this rank's all-gathers of parameters send in a step."""
-    job = make_job(dist.get_world_size(), **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    job, composition = built(keys)
     sent: list[int] = []
     real = DefaultAllGather.__call__
 
@@ -365,77 +347,62 @@ def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
 
 @pytest.mark.full
 def test_checkpoints_hold_plain_weights_and_go_on_bitwise(pool: Pool, tmp_path: Path) -> None:
-    mesh: dict[str, object] = {"parallel__dp_shard": 2, "parallel__tp": 2}
-    model = FLOAT8_SHAPE | {"train__global_batch": 8, "train__micro_batch": 2}
-    whole = train_on(pool, tmp_path / "whole", model, mesh, 4)
-    train_on(pool, tmp_path / "parts", model, mesh, 2)
-    again = train_on(pool, tmp_path / "parts", model, mesh, 4)
-    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    mesh = parallel(dp_shard=2, tp=2)
+    goes_on_bitwise(pool, tmp_path, LLAMA, mesh)
     saved = [tmp_path / run / "checkpoints" / "step-00000004" for run in ("whole", "parts")]
     assert shards(saved[0]) == shards(saved[1])
     # On one process, without the subclass, and without torchao.
-    plain = train_on(pool, tmp_path / "parts", {**model, "precision__float8": "off"}, {}, 6)
+    plain = train_on(pool, tmp_path / "parts", LLAMA | {"precision__float8": "off"}, {}, 6)
     assert all(value.isfinite().all() for value in plain.values())
-    said = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    assert len(said) == 4
-    assert json.loads(said[-1])["loss"] < json.loads(said[0])["loss"]
+    losses = [line["loss"] for line in lines(tmp_path / "whole")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
     ("message", "keys", "emulate"),
     [
         (
-            "precision.float8: rowwise would change none of 14 linear layers: the first's part of"
-            ' 72 x 72 is no multiple of 16; use precision.float8 = "off"',
+            "rowwise would change none of 14 linear layers: the first's part of 72 x 72 is no multiple"
+            ' of 16; use precision.float8 = "off"',
             {"precision__float8": "rowwise", "model__dim": 72, "model__n_heads": 4},
             True,
         ),
         (
-            "precision.float8: tensorwise would change none of 14 linear layers: the first's part of"
-            ' 64 x 64 is too small to gain; use precision.float8 = "off"',
+            "tensorwise would change none of 14 linear layers: the first's part of 64 x 64 is too small"
+            ' to gain; use precision.float8 = "off"',
             {"precision__float8": "tensorwise"},
             False,
         ),
     ],
 )
-def test_refused(message: str, keys: dict[str, Any], emulate: bool) -> None:
-    with (
-        mock.patch.object(float8, "emulated", return_value=emulate),
-        pytest.raises(ConfigError) as caught,
-    ):
-        make_config(1, **keys)
-    assert caught.value.problems == [message]
+def test_refused(message: str, keys: Keys, emulate: bool) -> None:
+    with mock.patch.object(float8, "emulated", return_value=emulate):
+        assert refused(make_job, 1, **keys) == [f"precision.float8: {message}"]
 
 
 def test_scales_of_offloaded_weights_are_refused_on_gpus() -> None:
-    keys = FLOAT8_SHAPE | {"parallel__dp_shard": 2, "parallel__offload": "cpu"}
+    keys = FLOAT8_SHAPE | parallel(dp_shard=2, offload="cpu")
     with (
         mock.patch.object(Job, "on_cuda", new=True),
         mock.patch.object(float8, "emulated", return_value=True),
     ):
-        with pytest.raises(ConfigError) as caught:
-            make_config(2, **keys)
-        make_config(2, **keys | {"precision__float8": "rowwise"})
-    assert caught.value.problems == [
-        'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of weights in'
-        ' host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
-    ]
+        assert refused(make_job, 2, **keys) == [
+            'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of'
+            ' weights in host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
+        ]
+        make_job(2, **keys | {"precision__float8": "rowwise"})
 
 
-@pytest.mark.parametrize(("version", "refused"), [("2.12.1", True), ("2.13.0", False)])
-def test_backward_in_two_parts(monkeypatch: pytest.MonkeyPatch, version: str, refused: bool) -> None:
+@pytest.mark.parametrize(("version", "fails"), [("2.12.1", True), ("2.13.0", False)])
+def test_backward_in_two_parts(monkeypatch: pytest.MonkeyPatch, version: str, fails: bool) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    problems: list[str] = []
-    try:
-        make_config(2, **FLOAT8_SHAPE | CASES["ZBVZeroBubble"][1])
-    except ConfigError as error:
-        problems = error.problems
     message = (
         "precision.float8: tensorwise makes a layer one function of input and weight, whose backward"
         f" torch {version} cannot run in two parts, as ZBVZeroBubble does; use torch 2.13, or"
         ' parallel.pp_schedule = "Interleaved1F1B"'
     )
-    assert problems == ([message] if refused else [])
+    assert refused(make_job, 2, **FLOAT8_SHAPE | V) == ([message] if fails else [])
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,44 +410,28 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda n, *a: None if n == "torchao" else real(n, *a)
     )
-    with pytest.raises(ConfigError) as caught:
-        make_config(1, precision__float8="rowwise")
-    assert caught.value.problems == [
+    assert refused(make_job, 1, precision__float8="rowwise") == [
         "precision.float8: needs torchao; pip install 'dtensor-compose[float8]', or use"
         ' precision.float8 = "off"'
     ]
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.act = nn.Linear(16, 16), nn.ReLU()
-
-
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("names", "message"),
     [
+        (["act"], "act is ReLU: neither an nn.Linear nor a module with PrepareModuleInput"),
+        (["iner"], "pattern 'iner' matches no module; did you mean inner?"),
         (
-            Plan(float8=["act"]),
-            "plan.float8: act is ReLU: neither an nn.Linear nor a module with PrepareModuleInput",
-        ),
-        (
-            Plan(float8=["iner"]),
-            "plan.float8: pattern 'iner' matches no module; did you mean inner?",
-        ),
-        (
-            Plan(),
-            "plan.float8: the model's plan has nothing under it; add it, or use precision.float8 ="
-            ' "off"',
+            [],
+            'the model\'s plan has nothing under it; add it, or use precision.float8 = "off"',
         ),
     ],
 )
-def test_plans_are_strict(pool: Pool, plan: Plan, message: str) -> None:
-    assert pool.run(_problems, 1, plan)[0] == [message]
+def test_plans_are_strict(pool: Pool, names: list[str], message: str) -> None:
+    assert pool.run(_problems, 1, Plan(float8=names))[0] == [f"plan.float8: {message}"]
 
 
 def _problems(plan: Plan) -> list[str]:
+    model = nn.ModuleDict({"inner": nn.Linear(16, 16), "act": nn.ReLU()})
     options = Options(precision=Precision(float8="rowwise"))
-    with pytest.raises(ConfigError) as caught:
-        apply(Two(), plan, make_mesh(Parallel()), options)
-    return caught.value.problems
+    return refused(apply, model, plan, make_mesh(Parallel()), options)

@@ -7,39 +7,25 @@ import pytest
 
 import compose.memory.precision as loss_scale
 from compose.memory.precision import LossScale, Precision, first_scale
-from tests.support.helpers import prove_case, tier
+from tests.support.helpers import Keys, parallel, proofs
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines, train, train_until_error
 
-HALF: dict[str, object] = {"precision__param": "float16"}
-CASES: dict[str, dict[str, object]] = {
-    "zero 3": {"parallel__dp_shard": 2, "train__micro_batch": 4},
-    "tp": {"parallel__tp": 2, "train__micro_batch": 4, "model__tie_embeddings": True},
-    "zero-bubble": {
-        "parallel__pp": 2,
-        "parallel__dp_shard": 1,
-        "parallel__pp_schedule": "ZBVZeroBubble",
-        "model__n_layers": 4,
-    },
-    "in chunks": {"parallel__cp": 2, "train__loss_chunk": 13, "train__z_loss": 0.01},
-    "experts": {
-        "parallel__dp_shard": 2,
-        "parallel__ep": 2,
-        "model__name": "qwen3",
-        "model__preset": "debug_moe",
-        "model__balance_weight": 0.1,
-        "model__z_weight": 0.01,
-    },
+HALF: Keys = {"precision__param": "float16"}
+ROUTED: Keys = {"model__balance_weight": 0.1, "model__z_weight": 0.01}
+CASES: dict[str, Keys] = {
+    "zero 3": parallel(dp_shard=2) | {"train__micro_batch": 4},
+    "tp": parallel(tp=2) | {"train__micro_batch": 4, "model__tie_embeddings": True},
+    "zero-bubble": parallel(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble") | {"model__n_layers": 4},
+    "in chunks": parallel(cp=2) | {"train__loss_chunk": 13, "train__z_loss": 0.01},
+    "experts": parallel(dp_shard=2, ep=2)
+    | {"model__name": "qwen3", "model__preset": "debug_moe"}
+    | ROUTED,
+    "alone": {"train__global_batch": 4},  # one process casts too, as a run on one device does
 }
-
-
-SLOW = ("tp", "in chunks", "experts")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in CASES])
-def test_equals_one_process(pool: Pool, case: str) -> None:
-    for report in pool.run(prove_case, 2, HALF | {"train__global_batch": 8} | CASES[case]):
-        assert report.ok, str(report)
+test_equals_one_process = proofs(
+    CASES, HALF | {"train__global_batch": 8}, slow=("tp", "in chunks", "experts")
+)
 
 
 def test_halves_after_an_overflow_and_grows_after_many_steps() -> None:
@@ -104,8 +90,3 @@ def test_overflow_is_seen_by_all_ranks_and_stages(pool: Pool, tmp_path: Path) ->
     keys |= {"train__global_batch": 8, "parallel__tp": 2}
     pool.run(_train_from, 2, keys, 2.0**30)
     assert lines(tmp_path / "one")[-1]["loss_scale"] == scales[-1]
-
-
-def test_alone(pool: Pool) -> None:
-    """One process casts too, as a run on one device does."""
-    assert all(report.ok for report in pool.run(prove_case, 1, HALF | {"train__global_batch": 4}))

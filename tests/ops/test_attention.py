@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from benchmarks.context import peak_of
-from compose import AttentionOptions, ConfigError, Documents, attention, forward_backward
+from compose import AttentionOptions, Documents, attention, forward_backward
 from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
 from compose.ops import attention_kernels, gpu_attention, operators
 from compose.ops.attention import attention_forward, tensors_of
 from compose.proof.one_process import PlainAttention
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
-from tests.support.helpers import agreed, make_job, parallel, prove_step, tier
+from tests.support.helpers import Keys, make_job, parallel, proofs, prove_step, refused, tier
 from tests.support.plain_attention import plain
 from tests.support.pool import Pool, make_mesh
 
@@ -215,58 +215,35 @@ def test_documents() -> None:
     assert (len(documents), documents.shape) == (2, (2, 4))
 
 
-@pytest.mark.parametrize(
-    ("message", "given"),
-    [
-        (
-            "attention: window 0 should be at least 1, or None for all",
-            {"options": AttentionOptions(window=0)},
-        ),
-        (
-            "attention: a window needs causal = True",
-            {"options": AttentionOptions(causal=False, window=3)},
-        ),
-        (
-            "attention: sinks (3,) should be (4,), one for each query head",
-            {"sinks": torch.zeros(3)},
-        ),
-        (
-            "attention: documents of 1 x 6 tokens, and keys of 2 x 5",
-            {"documents": Documents(torch.zeros(1, 6))},
-        ),
-        (
-            "attention: 4 query heads cannot share 3 heads of keys and 3 of values",
-            {"k": torch.randn(2, 5, 3, 8), "v": torch.randn(2, 5, 3, 8)},
-        ),
-        (
-            "attention: queries are 8 wide and keys 9; they should be alike",
-            {"k": torch.randn(2, 5, 2, 9)},
-        ),
-        (
-            "attention: 5 queries and 6 keys are not one sequence; causal attention needs as many",
-            {"k": torch.randn(2, 6, 2, 8), "v": torch.randn(2, 6, 2, 8)},
-        ),
-        (
-            "attention: q, k and v are float32, float32, float16; give them one floating-point type",
-            {"v": torch.randn(2, 5, 2, 8).half()},
-        ),
-        (
-            "attention: q, k and v are int64, int64, int64; give them one floating-point type",
-            dict.fromkeys("qkv", torch.zeros(2, 5, 4, 8, dtype=torch.long)),
-        ),
-    ],
-)
-def test_refused(message: str, given: dict[str, Any]) -> None:
+REFUSED: dict[str, dict[str, Any]] = {
+    "window 0 should be at least 1, or None for all": {"options": AttentionOptions(window=0)},
+    "a window needs causal = True": {"options": AttentionOptions(causal=False, window=3)},
+    "sinks (3,) should be (4,), one for each query head": {"sinks": torch.zeros(3)},
+    "documents of 1 x 6 tokens, and keys of 2 x 5": {"documents": Documents(torch.zeros(1, 6))},
+    "4 query heads cannot share 3 heads of keys and 3 of values": dict.fromkeys(
+        "kv", torch.randn(2, 5, 3, 8)
+    ),
+    "queries are 8 wide and keys 9; they should be alike": {"k": torch.randn(2, 5, 2, 9)},
+    "5 queries and 6 keys are not one sequence; causal attention needs as many": dict.fromkeys(
+        "kv", torch.randn(2, 6, 2, 8)
+    ),
+    "q, k and v are float32, float32, float16; give them one floating-point type": {
+        "v": torch.randn(2, 5, 2, 8).half()
+    },
+    "q, k and v are int64, int64, int64; give them one floating-point type": dict.fromkeys(
+        "qkv", torch.zeros(2, 5, 4, 8, dtype=torch.long)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message: str) -> None:
     inputs = {name: torch.randn(2, 5, n, 8) for name, n in zip("qkv", (4, 2, 2), strict=True)}
-    with pytest.raises(ConfigError) as caught:
-        attention(**{**inputs, **given})
-    assert caught.value.problems == [message]
+    assert refused(attention, **{**inputs, **REFUSED[message]}) == [f"attention: {message}"]
 
 
 def test_a_model_refuses_a_window_below_1() -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_job(1, model__window=-2)
-    assert caught.value.problems == [
+    assert refused(make_job, 1, model__window=-2) == [
         "command line: model.window: -2 should be at least 1, or 0 for all keys"
     ]
 
@@ -307,72 +284,45 @@ def test_a_step_reads_nothing(pool: Pool) -> None:
 
 
 # Windows and sinks on every mesh: each composition equals one process, with documents.
-WINDOW_KEYS: dict[str, Any] = {
+WINDOW_KEYS: Keys = {
     "model__n_layers": 2,
     "model__n_heads": 8,
     "model__n_kv_heads": 2,
     "train__micro_batch": 1,
     "train__global_batch": 4,
 }
-# Within a chunk, over an edge of chunks, and over several.
-WINDOWS = (3, 12, 25)
 
 
-def _windowed(name: str, ranks: int, window: int, sinks: bool, **axes: Any) -> Any:
-    """A row of the table."""
-    keys = WINDOW_KEYS | {"model__window": window, "model__sinks": sinks} | parallel(**axes)
-    return pytest.param(ranks, keys, id=name)
+def _windowed(window: int, sinks: bool = True, **axes: object) -> Keys:
+    return {"model__window": window, "model__sinks": sinks} | parallel(**axes)
 
 
-# Every method meets both balances, tp, pp, a window and sinks.
-COVERING = [
-    _windowed("one process's types", 1, 3, True),
-    _windowed("zero 3", 2, 3, True, dp_shard=2),
-    _windowed("tp", 4, 12, True, tp=4),
-    _windowed("ring", 4, 12, True, cp=4, cp_balance="headtail"),
-    _windowed("ring in pieces x tp", 4, 3, True, cp=2, tp=2, cp_balance="none"),
-    _windowed("ring x pp", 4, 25, False, cp=2, pp=2),
-    _windowed("allgather x tp", 4, 12, True, cp=2, tp=2, cp_method="allgather"),
-    _windowed(
-        "allgather in pieces x pp", 4, 3, True, cp=2, pp=2, cp_method="allgather", cp_balance="none"
-    ),
-    _windowed("ulysses x pp", 4, 12, True, cp=2, pp=2, cp_method="ulysses"),
-    _windowed(
-        "ulysses in pieces x tp", 4, 25, True, cp=2, tp=2, cp_method="ulysses", cp_balance="none"
-    ),
-]
-ALL = [
-    _windowed(
-        f"{method} {balance} window {window} sinks {sinks} {axes}",
-        8,
-        window,
-        sinks,
-        cp=2,
-        cp_method=method,
-        cp_balance=balance,
-        **axes,
+# Every method meets both balances, tp, pp, a window and sinks. Windows end within a chunk (3), over an
+# edge of chunks (12), and over several (25).
+COVERING: dict[str, Keys] = {
+    "one process's types": _windowed(3),
+    "zero 3": _windowed(3, dp_shard=2),
+    "tp": _windowed(12, tp=4),
+    "ring": _windowed(12, cp=4, cp_balance="headtail"),
+    "ring in pieces x tp": _windowed(3, cp=2, tp=2, cp_balance="none"),
+    "ring x pp": _windowed(25, False, cp=2, pp=2),
+    "allgather x tp": _windowed(12, cp=2, tp=2, cp_method="allgather"),
+    "allgather in pieces x pp": _windowed(3, cp=2, pp=2, cp_method="allgather", cp_balance="none"),
+    "ulysses x pp": _windowed(12, cp=2, pp=2, cp_method="ulysses"),
+    "ulysses in pieces x tp": _windowed(25, cp=2, tp=2, cp_method="ulysses", cp_balance="none"),
+}
+ALL: dict[str, Keys] = {
+    f"{method} {balance} window {window} sinks {sinks} {axes}": _windowed(
+        window, sinks, cp=2, cp_method=method, cp_balance=balance, **axes
     )
     for method, balance, window, sinks, axes in itertools.product(
         ("ring", "allgather", "ulysses"),
         ("headtail", "none"),
-        WINDOWS,
+        (3, 12, 25),
         (False, True),
         ({"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 4}),
     )
-]
-SOFT = ("zero 3", "ring", "tp")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "keys"),
-    [
-        *(
-            pytest.param(*row.values, id=row.id, marks=tier(slow=row.id not in SOFT))
-            for row in COVERING
-        ),
-        *(pytest.param(*row.values, id=row.id, marks=tier(full=True)) for row in ALL),
-    ],
+}
+test_windows_and_sinks_equal_one_process = proofs(
+    COVERING | ALL, WINDOW_KEYS, COVERING.keys() - {"zero 3", "ring", "tp"}, ALL, prove_step
 )
-def test_windows_and_sinks_equal_one_process(pool: Pool, ranks: int, keys: dict[str, Any]) -> None:
-    report = agreed(pool.run(prove_step, ranks, keys))
-    assert report.ok, str(report)

@@ -1,8 +1,8 @@
 """The loss that never holds the logits: equal to the one that does, alone and in any composition."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,26 +18,30 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compose import ConfigError, Parallel, Plan, apply, forward_backward
-from compose.build import build, loss_function
+from compose import Parallel, Plan, apply, forward_backward
+from compose.build import loss_function
 from compose.data.samples import random_batch
 from compose.ops import compiled
 from compose.ops import cross_entropy as passes
 from compose.ops.batch import IGNORE
-from compose.ops.cross_entropy import (
-    VocabularyRows,
-    _Known,
-    chunked_cross_entropy,
-    cross_entropy,
-    log_z,
-    token_losses,
-)
-from compose.parallel.output_projection import CrossEntropy, StepLoss
+from compose.ops.cross_entropy import chunked_cross_entropy, cross_entropy, log_z, token_losses
+from compose.parallel.output_projection import CrossEntropy
 from compose.proof.one_process import PlainAttention
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
-from tests.support.faults import Fault, assert_named, with_fault
-from tests.support.helpers import agreed, make_config, make_job, prove_step, tier
+from tests.support.faults import assert_named, with_fault
+from tests.support.helpers import (
+    Keys,
+    built,
+    make_config,
+    parallel,
+    prove_step,
+    proved,
+    ranks_in,
+    refused,
+    tier,
+)
+from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
 
@@ -218,9 +222,9 @@ def _sharded(rows: int, z_loss: float) -> None:
     torch.testing.assert_close(found, whole.logsumexp(-1))
     assert isinstance(logits.grad, DTensor)
     torch.testing.assert_close(logits.grad.full_tensor(), whole.grad)
-    with pytest.raises(ConfigError) as caught:
-        chunked_cross_entropy(hidden, distribute_tensor(weight, mesh, [Shard(1)]), targets, 4)
-    assert caught.value.problems == [
+    assert refused(
+        chunked_cross_entropy, hidden, distribute_tensor(weight, mesh, [Shard(1)]), targets, 4
+    ) == [
         "plan.output: a weight placed (Shard(dim=1),) is neither whole nor sharded over the vocabulary"
     ]
 
@@ -231,135 +235,93 @@ def test_vocabulary_over_ranks(pool: Pool, ranks: int, rows: int) -> None:
 
 
 # 24 of the 64 tokens of a micro-batch, 2 samples: neither divides the other.
-CHUNKED: dict[str, object] = {"train__loss_chunk": 24, "train__global_batch": 8, "train__z_loss": 0.1}
-TIED: dict[str, object] = {"model__tie_embeddings": True}
-CASES: dict[int, list[dict[str, object]]] = {
-    1: [{}, {"precision__param": "bfloat16", **TIED}],
+CHUNKED: Keys = {"train__loss_chunk": 24, "train__global_batch": 8, "train__z_loss": 0.1}
+TIED: Keys = {"model__tie_embeddings": True}
+TP = parallel(tp=2)
+CASES: dict[int, list[Keys]] = {
+    1: [{}, TIED | {"precision__param": "bfloat16"}],
     2: [
-        {"parallel__zero": 3, "train__global_batch": 12},  # three micro-batches
-        {"parallel__zero": 0, **TIED},
-        {"parallel__tp": 2, "train__global_batch": 6, **TIED},
-        {"parallel__tp": 2, "parallel__loss": False, "activation_checkpoint__mode": "full"},
-        {"parallel__tp": 2, "parallel__sequence": False, "train__seq_len": 31, **TIED},
-        {"parallel__cp": 2, "train__seq_len": 37},
-        {"parallel__pp": 2, "train__loss_chunk": 1000, "train__z_loss": 0.0, **TIED},
-        {"parallel__pp": 2, "parallel__pp_schedule": "ZBVZeroBubble", "model__n_layers": 4, **TIED},
-        {"parallel__tp": 2, "precision__param": "bfloat16", "precision__reduce": "bfloat16"},
-        {"parallel__tp": 2, "precision__param": "float16", "precision__reduce": "float32"},
-        {"parallel__tp": 2, "train__loss_chunk": 0},  # the z-loss alone
+        parallel(zero=3) | {"train__global_batch": 12},  # three micro-batches
+        parallel(zero=0) | TIED,
+        TP | TIED | {"train__global_batch": 6},
+        TP | parallel(loss=False) | {"activation_checkpoint__mode": "full"},
+        TP | parallel(sequence=False) | TIED | {"train__seq_len": 31},
+        parallel(cp=2) | {"train__seq_len": 37},
+        parallel(pp=2) | TIED | {"train__loss_chunk": 1000, "train__z_loss": 0.0},
+        parallel(pp=2, pp_schedule="ZBVZeroBubble") | TIED | {"model__n_layers": 4},
+        TP | {"precision__param": "bfloat16", "precision__reduce": "bfloat16"},
+        TP | {"precision__param": "float16", "precision__reduce": "float32"},
+        TP | {"train__loss_chunk": 0},  # the z-loss alone
     ],
-    4: [
-        {"parallel__tp": 2, "parallel__pp": 2, **TIED},
-        {"parallel__tp": 4, "model__name": "qwen3", "parallel__loss": False},
-    ],
+    4: [parallel(tp=2, pp=2) | TIED, parallel(tp=4, loss=False) | {"model__name": "qwen3"}],
 }
-MOE: dict[str, object] = {"model__name": "deepseek_v3", "parallel__tp": 2, "parallel__ep": 2}
+MOE: Keys = {"model__name": "deepseek_v3"} | parallel(tp=2, ep=2)
 
 
-def _prove_all(cases: list[dict[str, object]]) -> list[Report]:
-    return [prove_step({**CHUNKED, **keys}) for keys in cases]
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=n in (2, 4))) for n in CASES])
-def test_equals_one_process(pool: Pool, ranks: int) -> None:
-    found = pool.run(_prove_all, ranks, CASES[ranks])
-    for keys, *reports in zip(CASES[ranks], *found, strict=True):
-        report = agreed(reports)
-        assert report.ok, f"{keys}\n{report}"
-
-
-@pytest.mark.slow
-def test_with_experts(pool: Pool) -> None:
-    (report,) = pool.run(_prove_all, 2, [MOE])[0]
-    assert report.ok, str(report)
-
-
-@contextmanager
-def each_rank_normalises_by_its_own_rows() -> Iterator[None]:
-    """The sum of exponentials is not reduced over tp; the target's logit is."""
-    real = VocabularyRows.gathered
-
-    def fake(self: VocabularyRows, tensor: Tensor) -> Tensor:
-        parts = real(self, tensor)
-        if self.group is None:
-            return parts
-        parts[:, 0] = tensor[0]
-        parts[1:, 0] = -torch.inf
-        return parts
-
-    with mock.patch.object(VocabularyRows, "gathered", fake):
-        yield
-
-
-@contextmanager
-def the_targets_logit_is_not_subtracted() -> Iterator[None]:
-    """From the gradient."""
-    real = passes._differentiate
-
-    def fake(logits: Tensor, targets: Tensor, z_loss: float, rows: VocabularyRows) -> Any:
-        found = real(logits, targets, z_loss, rows)
-        row = torch.arange(len(targets))[targets != IGNORE]
-        logits[row, targets[targets != IGNORE]] += 1
-        return found
-
-    with mock.patch.object(passes, "_differentiate", fake):
-        yield
-
-
-@contextmanager
-def backward_forgets_what_the_loss_is_divided_by() -> Iterator[None]:
-    def fake(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.saved_tensors[0], None
-
-    with mock.patch.object(_Known, "backward", staticmethod(fake)):
-        yield
-
-
-@contextmanager
-def gradients_of_hidden_states_are_taken_as_whole() -> Iterator[None]:
-    """What each tp rank's rows add to them is not summed."""
-    with mock.patch.object(passes, "Partial", Replicate):
-        yield
-
-
-@contextmanager
-def targets_are_those_of_the_first_micro_batch() -> Iterator[None]:
-    real, seen = StepLoss.expect, []
-
-    def fake(self: StepLoss, targets: Tensor) -> None:
-        seen.append(targets)
-        real(self, seen[0])
-
-    with mock.patch.object(StepLoss, "expect", fake):
-        yield
-
-
-TP: dict[str, object] = {"parallel__tp": 2}
-FAULTS: list[tuple[Fault, dict[str, object], int, str, set[str]]] = [
-    (each_rank_normalises_by_its_own_rows, TP, 2, "loss", {"step *"}),
-    (each_rank_normalises_by_its_own_rows, TP, 2, "gradient", {"*"}),
-    (the_targets_logit_is_not_subtracted, {}, 1, "gradient", {"*"}),
-    (backward_forgets_what_the_loss_is_divided_by, {}, 1, "gradient", {"*"}),
-    (
-        gradients_of_hidden_states_are_taken_as_whole,
-        TP,
-        2,
-        "gradient",
-        {"tok_embeddings.weight", "layers.*", "norm.weight"},
-    ),
-    (targets_are_those_of_the_first_micro_batch, {"parallel__pp": 2}, 2, "gradient", {"*"}),
-]
+def _prove_all(cases: list[Keys]) -> list[Report]:
+    return [prove_step(CHUNKED | keys) for keys in cases]
 
 
 @pytest.mark.parametrize(
-    ("fault", "keys", "ranks", "quantity", "names"),
-    FAULTS,
-    ids=[f"{f[0].__name__}-{f[3]}" for f in FAULTS],
+    ("ranks", "cases"),
+    [pytest.param(n, cases, id=str(n), marks=tier(slow=n > 1)) for n, cases in CASES.items()]
+    + [pytest.param(2, [MOE], id="experts", marks=tier(slow=True))],
 )
-def test_fault_is_named(
-    pool: Pool, fault: Fault, keys: dict[str, object], ranks: int, quantity: str, names: set[str]
-) -> None:
-    assert_named(pool.run(with_fault, ranks, fault, {**CHUNKED, **keys})[0], quantity, names)
+def test_equals_one_process(pool: Pool, ranks: int, cases: list[Keys]) -> None:
+    for keys, *reports in zip(cases, *pool.run(_prove_all, ranks, cases), strict=True):
+        proved(reports, keys)
+
+
+# By name: the place and the change, the keys, and the rows that fail by their quantity.
+FAULTS: dict[str, tuple[tuple[str, str, str], Keys, dict[str, set[str]]]] = {
+    # The sum of exponentials is not reduced over tp; the target's logit is.
+    "each rank normalises by its own rows": (
+        (
+            "compose.ops.cross_entropy:_differentiate",
+            "log_zs, target = parts[:, 0].logsumexp(0), parts",
+            "target = parts",
+        ),
+        TP,
+        {"loss": {"step *"}, "gradient": {"*"}},
+    ),
+    "the target's logit is not subtracted from the gradient": (
+        ("compose.ops.cross_entropy:_differentiate", "0.0), at, here)", "0.0), at, here & False)"),
+        {},
+        {"gradient": {"*"}},
+    ),
+    "backward forgets what the loss is divided by": (
+        (
+            "compose.ops.cross_entropy:_Known.backward",
+            "torch.mul(gradient, grads[0], out=scaled)",
+            "scaled.copy_(gradient)",
+        ),
+        {},
+        {"gradient": {"*"}},
+    ),
+    # What each tp rank's rows add to them is not summed.
+    "gradients of hidden states are taken as whole": (
+        ("compose.ops.cross_entropy:chunked_cross_entropy", "Partial() if", "Replicate() if"),
+        TP,
+        {"gradient": {"tok_embeddings.weight", "layers.*", "norm.weight"}},
+    ),
+    "targets are those of the first micro-batch": (
+        (
+            "compose.parallel.output_projection:StepLoss.expect",
+            "self.output.targets = targets",
+            "self.output.targets = self.__dict__.setdefault('first', targets)",
+        ),
+        parallel(pp=2),
+        {"gradient": {"*"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_named(pool: Pool, fault: str) -> None:
+    change, keys, named = FAULTS[fault]
+    report = pool.run(with_fault, ranks_in(keys), partial(mutated, *change), CHUNKED | keys)[0]
+    for quantity, names in named.items():
+        assert_named(report, quantity, names)
 
 
 class _Largest(TorchDispatchMode):
@@ -381,10 +343,9 @@ class _Largest(TorchDispatchMode):
         return found
 
 
-def _largest(keys: dict[str, object]) -> int:
-    job = make_job(dist.get_world_size(), **keys)
+def _largest(keys: Keys) -> int:
+    job, composition = built(keys)
     config, train = job.config, job.config.train
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     batch = random_batch(train.global_batch, train.seq_len, config.model.config.vocab_size, seed=0)
     with _Largest() as largest:
         forward_backward(
@@ -398,7 +359,7 @@ def _largest(keys: dict[str, object]) -> int:
     [({}, 1), (TP, 2), ({**TP, "parallel__loss": False}, 2), ({"parallel__pp": 2}, 2)],
     ids=["alone", "tp", "tp, logits gathered", "pp"],
 )
-def test_no_tensor_is_as_large_as_the_logits(pool: Pool, keys: dict[str, object], ranks: int) -> None:
+def test_no_tensor_is_as_large_as_the_logits(pool: Pool, keys: Keys, ranks: int) -> None:
     tokens, rows = 32 * 16, 257
     keys = {
         "train__seq_len": 16,
@@ -415,11 +376,10 @@ def test_no_tensor_is_as_large_as_the_logits(pool: Pool, keys: dict[str, object]
     assert max(chunked) < tokens * rows // 2 - tokens
 
 
-def _logits_again(keys: dict[str, object]) -> None:
+def _logits_again(keys: Keys) -> None:
     """Outside of a step the model returns logits, as before it was cut."""
-    job = make_job(dist.get_world_size(), **keys)
+    job, composition = built(keys)
     config, vocabulary = job.config, job.config.model.config.vocab_size
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     batch = random_batch(2, config.train.seq_len, vocabulary, seed=0)
     inputs = {name: value for name, value in batch.items() if name != "targets"}
     before = composition.model(**inputs)
@@ -434,7 +394,7 @@ def test_logits_outside_of_a_step(pool: Pool) -> None:
 
 
 def test_run_reports_cross_entropy_and_log_z_apart(pool: Pool, tmp_path: Path) -> None:
-    whole: dict[str, object] = {"train__steps": 2, "train__z_loss": 0.01, "train__global_batch": 4}
+    whole: Keys = {"train__steps": 2, "train__z_loss": 0.01, "train__global_batch": 4}
     cut = {**whole, "train__loss_chunk": 24, "parallel__pp": 2}
     pool.run(train, 1, keys_for(tmp_path / "whole", **whole))
     pool.run(train, 2, keys_for(tmp_path / "chunked", **cut))
@@ -454,9 +414,8 @@ def _without_output() -> list[str]:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     mesh = make_mesh(Parallel())
     batch = {"input": torch.randn(1, 2, 4), "targets": torch.tensor([[0, 1]])}
-    with pytest.raises(ConfigError) as caught:
-        forward_backward(apply(model, Plan(), mesh), batch, loss_function=CrossEntropy(2))
-    return caught.value.problems
+    composition = apply(model, Plan(), mesh)
+    return refused(forward_backward, composition, batch, loss_function=CrossEntropy(2))
 
 
 def test_plan_without_output(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,9 +423,7 @@ def test_plan_without_output(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Non
         ["plan.output: names no projection, which a loss in chunks needs"]
     ]
     monkeypatch.setattr("models.llama.plan", _plan_without_output)
-    with pytest.raises(ConfigError) as caught:
-        make_config(1, train__loss_chunk=8)
-    assert caught.value.problems == [
+    assert refused(make_config, 1, train__loss_chunk=8) == [
         "train.loss_chunk: 8 needs a projection whose output are the logits, and the model's plan names"
         " none (plan.output); use train.loss_chunk = 0"
     ]

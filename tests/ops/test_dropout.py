@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from compose import (
     ActivationCheckpoint,
     Compile,
-    ConfigError,
     DropoutKey,
     Options,
     Parallel,
@@ -50,7 +44,7 @@ from compose.train import trainer
 from models import gpt2
 from models.layers.attention import AttentionCore
 from tests.support import training
-from tests.support.helpers import agreed, small_ones_move, tier
+from tests.support.helpers import agreed, proved, refused, small_ones_move, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 
@@ -166,110 +160,86 @@ def _proof(options: Options, layers: int = 2, plan: Plan = PLAN) -> Report:
 
 P = Parallel
 FULL, SELECTIVE = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
-CASES: dict[str, tuple[Options, int]] = {
-    **{f"zero {zero}": (Options(P(dp_shard=2, zero=zero)), 2) for zero in (0, 1, 2, 3)},  # type: ignore[arg-type]
-    "replicas": (Options(P(dp_replicate=2, dp_shard=1)), 2),
-    "1F1B": (Options(P(pp=2, dp_shard=1)), 2),
-    "1F1B, full": (Options(P(pp=2, dp_shard=1), activation_checkpoint=FULL), 2),
+OFFLOAD = ActivationCheckpoint("full", offload=True)
+
+
+def _recomputed(parallel: Parallel, how: ActivationCheckpoint = FULL) -> Options:
+    return Options(parallel, activation_checkpoint=how)
+
+
+CASES: dict[str, tuple[Options, int, Plan]] = {
+    **{f"zero {zero}": (Options(P(dp_shard=2, zero=zero)), 2, PLAN) for zero in (0, 1, 2, 3)},  # type: ignore[arg-type]
+    "replicas": (Options(P(dp_replicate=2, dp_shard=1)), 2, PLAN),
+    "1F1B": (Options(P(pp=2, dp_shard=1)), 2, PLAN),
+    "1F1B, full": (_recomputed(P(pp=2, dp_shard=1)), 2, PLAN),
     "interleaved, selective": (
-        Options(P(pp=2, dp_shard=1, pp_schedule="Interleaved1F1B"), activation_checkpoint=SELECTIVE),
+        _recomputed(P(pp=2, dp_shard=1, pp_schedule="Interleaved1F1B"), SELECTIVE),
         4,
+        PLAN,
     ),
-    "zero bubble, full": (
-        Options(P(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble"), activation_checkpoint=FULL),
-        4,
-    ),
-    "offload": (
-        Options(P(dp_shard=2), activation_checkpoint=ActivationCheckpoint("full", offload=True)),
-        2,
-    ),
+    "zero bubble, full": (_recomputed(P(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble")), 4, PLAN),
+    "offload": (_recomputed(P(dp_shard=2), OFFLOAD), 2, PLAN),
+    "tp sequence": (_recomputed(P(tp=2, dp_shard=1)), 2, TENSOR["sequence"]),
+    "tp whole": (_recomputed(P(tp=2, dp_shard=1)), 2, TENSOR["whole"]),
+    # The length is no multiple of the chunks, so that it is padded.
+    "cp headtail": (_recomputed(P(cp=2, dp_shard=1)), 2, RING),
+    "cp none": (_recomputed(P(cp=2, dp_shard=1)), 2, FLAT),
+    "cp x tp": (Options(P(cp=2, tp=2, dp_shard=1)), 2, RING),
+    "dp x tp, pp": (_recomputed(P(dp_shard=2, tp=2, pp=2)), 2, TENSOR["sequence"]),
+    "hsdp x cp": (Options(P(dp_shard=2, dp_replicate=2, cp=2)), 2, RING),
+    "bfloat16": (Options(P(dp_shard=2), Precision("bfloat16")), 2, PLAN),
 }
-
-
-SLOW = ("zero 0", "zero 1", "zero 2", "1F1B", "interleaved, selective", "offload")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=tier(slow=n in SLOW)) for n in CASES])
-def test_equals_one_process(pool: Pool, name: str) -> None:
-    options, layers = CASES[name]
-    report = agreed(pool.run(_proof, 2, options, layers))
-    assert report.ok, str(report)
-
-
-@pytest.mark.parametrize("name", TENSOR)
-def test_tensor_parallel(pool: Pool, name: str) -> None:
-    options = Options(P(tp=2, dp_shard=1), activation_checkpoint=FULL)
-    report = agreed(pool.run(_proof, 2, options, 2, TENSOR[name]))
-    assert report.ok, str(report)
-
-
-@pytest.mark.parametrize(
-    "plan", [pytest.param(RING, id="headtail"), pytest.param(FLAT, id="none", marks=pytest.mark.slow)]
+QUICK = (
+    "zero 3",
+    "replicas",
+    "1F1B, full",
+    "zero bubble, full",
+    "tp sequence",
+    "tp whole",
+    "cp headtail",
 )
-def test_context_parallel(pool: Pool, plan: Plan) -> None:
-    """The length is no multiple of the chunks, so that it is padded."""
-    options = Options(P(cp=2, dp_shard=1), activation_checkpoint=FULL)
-    report = agreed(pool.run(_proof, 2, options, 2, plan))
-    assert report.ok, str(report)
 
 
-MORE = {
-    "cp x tp": (4, Options(P(cp=2, tp=2, dp_shard=1)), 2, RING),
-    "dp x tp, pp": (
-        8,
-        Options(P(dp_shard=2, tp=2, pp=2), activation_checkpoint=FULL),
-        2,
-        TENSOR["sequence"],
-    ),
-    "hsdp x cp": (8, Options(P(dp_shard=2, dp_replicate=2, cp=2)), 2, RING),
-    "bfloat16": (2, Options(P(dp_shard=2), Precision("bfloat16")), 2, PLAN),
-}
+@pytest.mark.parametrize("name", tiered(CASES, CASES.keys() - QUICK))
+def test_equals_one_process(pool: Pool, name: str) -> None:
+    options, layers, plan = CASES[name]
+    p = options.parallel
+    ranks = p.dp_replicate * p.dp_shard * p.cp * p.tp * p.pp
+    proved(pool.run(_proof, ranks, options, layers, plan))
 
 
-@pytest.mark.parametrize("name", MORE)
-@pytest.mark.slow
-def test_several_axes(pool: Pool, name: str) -> None:
-    ranks, *case = MORE[name]
-    report = agreed(pool.run(_proof, ranks, *case))
-    assert report.ok, str(report)
-
-
-FAULTS: dict[str, tuple[str, str, str, str]] = {
+FAULTS: dict[str, tuple[str, str, str, tuple[Options, int, Plan]]] = {
     "another rank's samples": (
         "compose.train.step:_with_masks",
         "index * len(first)",
         "0 * index",
-        "zero 2",
+        CASES["zero 2"],
     ),
     "a rank's tokens begin at 0": (
         "compose.ops.dropout:Masks.drop",
         "mesh.get_local_rank()",
         "0",
-        "sequence",
+        (Options(P(tp=2, dp_shard=1)), 2, TENSOR["sequence"]),
     ),
     "the tokens of a rank of cp in another order": (
         "compose.train.step:_with_masks",
         "for start in starts]",
         "for start in starts[::-1]]",
-        "cp",
+        (Options(P(cp=2, dp_shard=1)), 2, RING),
     ),
     "another micro-batch when it runs again": (
         "compose.ops.dropout:Masks.in_recomputation",
         "self.samples = samples",
         "pass",
-        "1F1B, full",
+        CASES["1F1B, full"],
     ),
 }
 
 
 def _faulty(fault: str) -> Report:
-    place, old, new, name = FAULTS[fault]
-    cases: dict[str, Any] = CASES | {
-        "sequence": (Options(P(tp=2, dp_shard=1)), 2, TENSOR["sequence"]),
-        "cp": (Options(P(cp=2, dp_shard=1)), 2, RING),
-    }
+    place, old, new, case = FAULTS[fault]
     with mutated(place, old, new):
-        return _proof(*cases[name])
+        return _proof(*case)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -390,12 +360,6 @@ def test_p_of_one_and_none() -> None:
     assert dropouts(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.2), nn.Linear(2, 2))) == ["1"]
 
 
-def _said(call: Callable[[], Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return str(caught.value)
-
-
 class Flat(Small):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.drop(self.into(x).flatten(0, 1))).view(*x.shape[:2], 3)
@@ -406,9 +370,9 @@ def _refused() -> list[str]:
     batch = {"x": torch.randn(2, 3, 5), "targets": torch.randint(3, (2, 3))}
     composition, flat = apply(Small(), Plan(), mesh), apply(Flat(), Plan(), mesh)
     found = [
-        _said(lambda: forward_backward(composition, batch)),
-        _said(lambda: composition.model(batch["x"])),
-        _said(lambda: forward_backward(flat, batch, dropout=DropoutKey(0))),
+        *refused(forward_backward, composition, batch),
+        *refused(composition.model, batch["x"]),
+        *refused(forward_backward, flat, batch, dropout=DropoutKey(0)),
     ]
     composition.model.eval()
     forward_backward(composition, batch)
@@ -431,11 +395,11 @@ def test_tensor_parallel_without_a_place() -> None:
     model = Model()
     options = Options(P(tp=2, dp_shard=1))
     setup = Setup(model, resolve(plan, model), options, 2, "cpu")
-    assert _said(lambda: check_setup(setup)) == (
+    assert refused(check_setup, setup) == [
         "plan.tensor: no style says which part of its input the dropout drop has on a rank; list it in"
         " replicate if all, or give it SequenceParallel(sequence_dim=n, use_local_output=True) if a"
         " part of dim n"
-    )
+    ]
 
 
 def _evaluated() -> tuple[float, float, bool]:
@@ -489,21 +453,18 @@ def _twice() -> tuple[Report, float]:
 
 def test_a_module_that_drops_twice(pool: Pool) -> None:
     results = pool.run(_twice, 2)
-    report = agreed([report for report, _ in results])
-    assert report.ok, str(report)
+    proved([report for report, _ in results])
     assert abs(results[0][1] - 0.5) < 5 * 0.5 / 20_000**0.5
 
 
-def _functions_refused() -> str:
+def _functions_refused() -> list[str]:
     model, mesh = Twice(), make_mesh(Parallel(tp=2, dp_shard=1))
     plan = Plan(
         tensor={"into": ColwiseParallel(output_layouts=Replicate())}, replicate=["drop", "head"]
     )
     composition = apply(model, plan, mesh, Options(Parallel(tp=2, dp_shard=1)))
     batch = {"x": torch.randn(2, 5), "targets": torch.arange(2)}
-    return _said(
-        lambda: forward_backward(composition, batch, loss_function=_summed, dropout=DropoutKey(0))
-    )
+    return refused(forward_backward, composition, batch, loss_function=_summed, dropout=DropoutKey(0))
 
 
 def test_a_function_under_tensor_parallel(pool: Pool) -> None:
@@ -511,7 +472,7 @@ def test_a_function_under_tensor_parallel(pool: Pool) -> None:
         "dropout: with tp, Twice calls torch.nn.functional.dropout, and no style says on which part of"
         " a tensor; use nn.Dropout with a style of plan.tensor"
     )
-    assert pool.run(_functions_refused, 2) == [line] * 2
+    assert pool.run(_functions_refused, 2) == [[line]] * 2
 
 
 def _compiled(backend: str, recompute: str) -> tuple[bool, int, int]:
@@ -531,17 +492,15 @@ def _compiled(backend: str, recompute: str) -> tuple[bool, int, int]:
     return same, graphs_compiled(), sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("backend", "recompute"),
+    [("aot_eager", mode) for mode in ("none", "full", "selective")]
+    + [("inductor", mode) for mode in ("none", "full")],
+)
 @pytest.mark.slow
-def test_layers_share_a_graph_for_all_steps(pool: Pool, recompute: str) -> None:
-    assert pool.run(_compiled, 1, "aot_eager", recompute) == [(True, 1, 0)]
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.slow
-def test_inductor_drops_the_same_elements(pool: Pool, recompute: str) -> None:
+def test_layers_share_a_graph_for_all_steps(pool: Pool, backend: str, recompute: str) -> None:
     """In C++ a product of int32 that overflows is undefined, and compilers make use of that."""
-    assert pool.run(_compiled, 1, "inductor", recompute) == [(True, 1, 0)]
+    assert pool.run(_compiled, 1, backend, recompute) == [(True, 1, 0)]
 
 
 @pytest.mark.parametrize("shape", [(4, 12), (4, 5, 12), (2, 33, 12), (3, 7, 5, 12)])

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,13 +31,14 @@ from compose.optim.muon import (
 )
 from compose.optim.optimizers import Optimizer as Options
 from compose.optim.optimizers import ParameterRule
-from compose.optim.rounding import lengths, random_bits, size, within
+from compose.optim.rounding import lengths, random_bits, size
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import Parallel
 from compose.proof.optimizers import Reference
 from compose.proof.report import Report
-from tests.support.faults import Fault, assert_named, with_fault
-from tests.support.helpers import agreed, prove_case, tier
+from tests.support.faults import Fault, assert_named, replaces, with_fault
+from tests.support.helpers import Keys, parallel, proofs, prove_case, proved
+from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import QWEN
 
@@ -118,10 +120,9 @@ def _refusals() -> list[str]:
     ):
         whole = distribute_tensor(torch.ones(4, 4), where, [Replicate()] * where.ndim)
         parameter = nn.Parameter(DTensor.from_local(whole.to_local(), where, placements))
-        try:
+        with pytest.raises(ValueError, match=r"a parameter is") as caught:
             Muon([("w", parameter)])
-        except ValueError as error:
-            said.append(str(error).partition(":")[0].partition(" on ")[0])
+        said.append(str(caught.value).partition(":")[0].partition(" on ")[0])
     return said
 
 
@@ -299,128 +300,74 @@ def test_flops() -> None:
     assert math.isclose(flops(4096, 4096) / 4096**2, 30 * 4096)
 
 
-MUON: dict[str, object] = {"optimizer__name": "muon", "train__global_batch": 8}
-HALF: dict[str, object] = {
+MUON: Keys = {"optimizer__name": "muon", "train__global_batch": 8}
+HALF: Keys = {
     "precision__param": "bfloat16",
     "precision__master": "bfloat16",
     "precision__optimizer_state": "bfloat16",
 }
-EXPERTS: dict[str, object] = {**QWEN, "model__n_layers": 2, "train__seq_len": 16}
-PROOFS: dict[str, tuple[int, dict[str, object]]] = {
-    "one process": (1, {"optimizer__momentum": 0.8}),
-    "zero 0": (2, {"parallel__dp_shard": 2, "parallel__zero": 0}),
-    "zero 3": (2, {"parallel__dp_shard": 2}),
-    "tp": (2, {"parallel__tp": 2, "precision__optimizer_state": "bfloat16"}),
-    "replicas": (
-        4,
-        {
-            "parallel__dp_replicate": 2,
-            "parallel__dp_shard": 2,
-            "optimizer__lr_scale": '["layers.*.attention=0.5", "output=2"]',
-            "optimizer__weight_decay_scale": '["layers.*.*_norm=3", "layers.1.feed_forward=4"]',
-            "optimizer__muon_except": '["layers.*.feed_forward.w2"]',
-        },
-    ),
-    "a tied pipeline": (2, {"parallel__pp": 2, "model__tie_embeddings": True}),
-    # 90 columns over tp 2 and then 4: 12, 12, 12 and 9.
-    "uneven and strided": (
-        8,
-        {"parallel__dp_shard": 4, "parallel__tp": 2, "model__hidden_dim": 90},
-    ),
-    "experts": (4, {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 2, **EXPERTS}),
-    "experts and a pipeline": (
-        8,
-        {"parallel__pp": 2, "parallel__dp_shard": 4, "parallel__ep": 2, **EXPERTS},
-    ),
-    "copies of experts": (4, {"parallel__dp_replicate": 4, "parallel__ep": 2, **EXPERTS}),
-    "all in bfloat16": (2, {"parallel__pp": 2, "model__tie_embeddings": True, **HALF}),
-    "AdamW in bfloat16": (
-        4,
-        {"parallel__dp_shard": 2, "parallel__tp": 2, "optimizer__name": "adamw", **HALF},
-    ),
-    "AdamW with means in bfloat16": (
-        2,
-        {"parallel__tp": 2, "optimizer__name": "adamw", "precision__optimizer_state": "bfloat16"},
-    ),
+EXPERTS: Keys = QWEN | {"model__n_layers": 2, "train__seq_len": 16}
+REPLICAS: Keys = {
+    "optimizer__lr_scale": '["layers.*.attention=0.5", "output=2"]',
+    "optimizer__weight_decay_scale": '["layers.*.*_norm=3", "layers.1.feed_forward=4"]',
+    "optimizer__muon_except": '["layers.*.feed_forward.w2"]',
 }
-
-
-# Of eight ranks, or of what two others have together.
-SLOW = (
-    "uneven and strided",
-    "experts",
-    "experts and a pipeline",
-    "copies of experts",
-    "AdamW in bfloat16",
-    "AdamW with means in bfloat16",
-    "all in bfloat16",
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=tier(slow=c in SLOW)) for c in PROOFS])
-def test_equals_one_process(pool: Pool, case: str) -> None:
-    ranks, keys = PROOFS[case]
-    report = agreed(pool.run(prove_case, ranks, {**MUON, **keys}))
-    assert report.ok, str(report)
+TIED = parallel(pp=2) | {"model__tie_embeddings": True}
+MEANS: Keys = {"precision__optimizer_state": "bfloat16"}
+ADAMW: Keys = {"optimizer__name": "adamw"}
+PROOFS: dict[str, Keys] = {
+    "one process": {"optimizer__momentum": 0.8},
+    "zero 0": parallel(dp_shard=2, zero=0),
+    "zero 3": parallel(dp_shard=2),
+    "tp": parallel(tp=2) | MEANS,
+    "replicas": parallel(dp_replicate=2, dp_shard=2) | REPLICAS,
+    "a tied pipeline": TIED,
+}
+SLOW: dict[str, Keys] = {
+    # 90 columns over tp 2 and then 4: 12, 12, 12 and 9.
+    "uneven and strided": parallel(dp_shard=4, tp=2) | {"model__hidden_dim": 90},
+    "experts": parallel(dp_shard=2, tp=2, ep=2) | EXPERTS,
+    "experts and a pipeline": parallel(pp=2, dp_shard=4, ep=2) | EXPERTS,
+    "copies of experts": parallel(dp_replicate=4, ep=2) | EXPERTS,
+    "all in bfloat16": TIED | HALF,
+    "AdamW in bfloat16": parallel(dp_shard=2, tp=2) | ADAMW | HALF,
+    "AdamW with means in bfloat16": parallel(tp=2) | ADAMW | MEANS,
+}
+test_equals_one_process = proofs(PROOFS | SLOW, MUON, slow=SLOW)
 
 
 def _proved_as_on_a_gpu() -> Report:
     """Products in bfloat16, in the composition and on one process."""
-    kind = mock.Mock(return_value=torch.bfloat16)
-    with (
-        mock.patch("compose.optim.muon.product_dtype", kind),
-        mock.patch("compose.proof.prove.product_dtype", kind),
-    ):
-        return prove_case({**MUON, "parallel__dp_shard": 2, "precision__param": "bfloat16"})
+    keys = MUON | parallel(dp_shard=2) | {"precision__param": "bfloat16"}
+    with mutated("compose.optim.muon:product_dtype", 'device_type == "cpu"', "False"):
+        return prove_case(keys)
 
 
 def test_products_in_bfloat16_equal_one_process_s(pool: Pool) -> None:
-    report = agreed(pool.run(_proved_as_on_a_gpu, 2))
-    assert report.ok, str(report)
+    proved(pool.run(_proved_as_on_a_gpu, 2))
 
 
-@contextmanager
-def nothing_is_gathered() -> Iterator[None]:
-    """The owner orthogonalizes its own part alone, zeros for the rest."""
-    real = Muon._gather
-
-    def fake(self: Muon, slabs: Any) -> Tensor | None:
-        own = real(self, slabs)
-        if own is None:
-            return None
-        slab = next(slab for slab in slabs if slab.owner == self.rank)
-        region = self.layouts[slab.parameter].part(self.rank, slab.region)
-        assert region
-        mine = torch.zeros_like(own)
-        mine[within(region, slab.region)] = own[within(region, slab.region)]
-        return mine
-
-    with mock.patch.object(Muon, "_gather", fake):
-        yield
-
-
-@contextmanager
-def each_shard_is_a_matrix() -> Iterator[None]:
+@replaces(muon, "layout_of")
+def each_shard_is_a_matrix(_: Any, parameter: Any, group: dist.ProcessGroup, mesh: Any) -> MatrixLayout:
     """Every rank orthogonalizes what it holds."""
-
-    def fake(parameter: Any, group: dist.ProcessGroup, mesh: Any) -> MatrixLayout:
-        shape = (1, *parameter.to_local().shape)
-        me = dist.get_rank(group)
-        return MatrixLayout(shape, {me: tuple(slice(0, n) for n in shape)}, {me: 0})
-
-    with mock.patch.object(muon, "layout_of", fake):
-        yield
+    shape, me = (1, *parameter.to_local().shape), dist.get_rank(group)
+    return MatrixLayout(shape, {me: tuple(slice(0, n) for n in shape)}, {me: 0})
 
 
-@contextmanager
-def shards_change_places() -> Iterator[None]:
-    """Of what an owner has found each half goes to the other's rank."""
-
-    def fake(matrices: Tensor) -> Tensor:
-        return orthogonalized(matrices).roll(matrices.shape[-2] // 2, -2)
-
-    with mock.patch.object(muon, "orthogonalized", fake):
-        yield
+WRONG_MATRICES: dict[str, Fault] = {
+    # The owner orthogonalizes its own part alone, zeros for the rest.
+    "nothing is gathered": partial(
+        mutated, "compose.optim.muon:Muon._gather", "own[place] = piece", "own[place] = 0"
+    ),
+    "each shard is a matrix": each_shard_is_a_matrix,
+    # Of what an owner has found each half goes to the other's rank.
+    "shards change places": partial(
+        mutated,
+        "compose.optim.muon:Muon.step",
+        "orthogonalized(own)",
+        "orthogonalized(own).roll(own.shape[-2] // 2, -2)",
+    ),
+}
 
 
 @contextmanager
@@ -444,9 +391,9 @@ def one_rank_rounds_otherwise() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", [nothing_is_gathered, each_shard_is_a_matrix, shards_change_places])
-def test_a_wrong_matrix_is_named(pool: Pool, fault: Fault) -> None:
-    report = pool.run(with_fault, 2, fault, {**MUON, "parallel__dp_shard": 2})[0]
+@pytest.mark.parametrize("fault", WRONG_MATRICES)
+def test_a_wrong_matrix_is_named(pool: Pool, fault: str) -> None:
+    report = pool.run(with_fault, 2, WRONG_MATRICES[fault], MUON | parallel(dp_shard=2))[0]
     errors = {row.name: row.error for row in report.rows if row.quantity == "update"}
     matrices = {name for name in errors if name.startswith("layers.") and "norm" not in name}
     assert len(matrices) == 14
@@ -455,7 +402,7 @@ def test_a_wrong_matrix_is_named(pool: Pool, fault: Fault) -> None:
 
 
 def test_copies_rounded_otherwise_are_named(pool: Pool) -> None:
-    keys = {**MUON, **PROOFS["all in bfloat16"][1]}
+    keys = MUON | SLOW["all in bfloat16"]
     for fault in (a_stage_has_names_of_its_own, one_rank_rounds_otherwise):
         report = pool.run(with_fault, 2, fault, keys)[0]
         assert_named(report, "tied copies", {"tok_embeddings.weight"})

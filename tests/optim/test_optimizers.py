@@ -23,8 +23,8 @@ from compose.optim.optimizers import (
     grouped,
     make_state,
 )
-from tests.support.checkpoints import MESHES, SAVING, refusal, train_on
-from tests.support.helpers import Keys, make_job
+from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, refusal, train_on
+from tests.support.helpers import Keys, built, make_job
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines
 
@@ -52,8 +52,7 @@ def _described(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _state(keys: Keys, folder: Path, stepped: bool) -> dict[str, tuple[object, ...]]:
-    job = make_job(4, **MESH, **keys)
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    job, composition = built(MESH | keys)
     model = composition.model
     frozen = model.get_parameter("layers.0.attention.wq.weight").requires_grad_(False)
     optimizer = build_optimizer(composition, job, folder=folder)
@@ -98,8 +97,8 @@ def test_state_that_there_is_stays() -> None:
 
 
 def _seeds(keys: Keys) -> list[int]:
-    job = make_job(1, **keys)
-    optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
+    job, composition = built(keys)
+    optimizer = build_optimizer(composition, job)
     parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     return [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
 
@@ -111,8 +110,8 @@ def test_roundings_seed_is_the_runs(pool: Pool, name: str) -> None:
 
 
 def _options(keys: Keys) -> list[dict[str, object]]:
-    job = make_job(1, **keys)
-    optimizer = build_optimizer(build(job, make_mesh(job.degrees), torch.device("cpu")), job)
+    job, composition = built(keys)
+    optimizer = build_optimizer(composition, job)
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -160,12 +159,7 @@ def test_an_optimizer_from_outside(pool: Pool) -> None:
 def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     """With weights and state that are rounded at random."""
     keys = HALF | {"optimizer__name": "muon"}
-    expected = train_on(pool, tmp_path / "whole", keys, MESH, 4)
-    train_on(pool, tmp_path / "parts", keys, MESH, 2)
-    found = train_on(pool, tmp_path / "parts", keys, MESH, 4)
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+    found = goes_on_bitwise(pool, tmp_path, keys, MESH)
     kinds = {key.rpartition(".")[2] for key in found if key.startswith("optimizer.")}
     assert kinds == {"step", "momentum_buffer", "exp_avg", "exp_avg_sq"}
 

@@ -10,7 +10,7 @@ from compose import ConfigError, Parallel, Pipeline, Plan
 from compose.config.models import find_model
 from compose.optim.optimizers import Optimizer, ParameterRule
 from compose.optim.parameter_rules import parameter_rules
-from tests.support.helpers import make_config
+from tests.support.helpers import Keys, parallel, refusals
 
 MUON = Optimizer(name="muon", weight_decay=0.5)
 
@@ -100,51 +100,46 @@ def test_a_tied_weight_has_one_rule_by_any_name() -> None:
     assert found["output.weight"] == found["tok_embeddings.weight"] == ParameterRule("adamw", 0.5, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (
-            {"optimizer__lr_scale": '["outptu=0.5"]'},
-            "optimizer.lr_scale: pattern 'outptu' matches no module or parameter; did you mean output?",
-        ),
-        (
-            {"optimizer__weight_decay_scale": '["layers.*.attention.wg.weight=0"]'},
-            "optimizer.weight_decay_scale: pattern 'layers.*.attention.wg.weight' matches no module or"
-            " parameter; did you mean layers.*.attention.wv.weight?",
-        ),
-        (
-            {"optimizer__muon_except": '["layers.*.feed_forwrd"]', "optimizer__name": "muon"},
-            "optimizer.muon_except: pattern 'layers.*.feed_forwrd' matches no module or parameter;"
-            " did you mean layers.*.feed_forward?",
-        ),
-        (
-            {"optimizer__lr_scale": '["output"]'},
-            'optimizer.lr_scale: \'output\' is not "PATTERN=NUMBER", as "output=0.5", with a number of'
-            " at least 0",
-        ),
-        (
-            {"optimizer__lr_scale": '["output=-1"]'},
-            'optimizer.lr_scale: \'output=-1\' is not "PATTERN=NUMBER", as "output=0.5", with a number'
-            " of at least 0",
-        ),
-        (
-            {"optimizer__name": "muon", "optimizer__muon_except": '["layers"]'},
-            "optimizer.name: muon trains matrices in layers, and finds none (Plan.pipeline names the"
-            ' layers); use "adamw"',
-        ),
-        (
-            {"precision__master": "bfloat16"},
-            "precision.master: bfloat16 keeps less than precision.param = float32 uses; use"
-            ' precision.param = "bfloat16"',
-        ),
-    ],
+REFUSED: list[tuple[Keys, str]] = [
+    (
+        {"optimizer__lr_scale": '["outptu=0.5"]'},
+        "optimizer.lr_scale: pattern 'outptu' matches no module or parameter; did you mean output?",
+    ),
+    (
+        {"optimizer__weight_decay_scale": '["layers.*.attention.wg.weight=0"]'},
+        "optimizer.weight_decay_scale: pattern 'layers.*.attention.wg.weight' matches no module or"
+        " parameter; did you mean layers.*.attention.wv.weight?",
+    ),
+    (
+        {"optimizer__muon_except": '["layers.*.feed_forwrd"]', "optimizer__name": "muon"},
+        "optimizer.muon_except: pattern 'layers.*.feed_forwrd' matches no module or parameter;"
+        " did you mean layers.*.feed_forward?",
+    ),
+    (
+        {"optimizer__lr_scale": '["output"]'},
+        'optimizer.lr_scale: \'output\' is not "PATTERN=NUMBER", as "output=0.5", with a number of'
+        " at least 0",
+    ),
+    (
+        {"optimizer__lr_scale": '["output=-1"]'},
+        'optimizer.lr_scale: \'output=-1\' is not "PATTERN=NUMBER", as "output=0.5", with a number'
+        " of at least 0",
+    ),
+    (
+        {"optimizer__name": "muon", "optimizer__muon_except": '["layers"]'},
+        "optimizer.name: muon trains matrices in layers, and finds none (Plan.pipeline names the"
+        ' layers); use "adamw"',
+    ),
+    (
+        {"precision__master": "bfloat16"},
+        "precision.master: bfloat16 keeps less than precision.param = float32 uses; use"
+        ' precision.param = "bfloat16"',
+    ),
+]
+# In a pipeline too, of which no rank holds all names.
+test_refused_before_training = refusals(
+    [(keys | parallel(pp=pp), line) for pp in (1, 2) for keys, line in REFUSED]
 )
-@pytest.mark.parametrize("pp", [1, 2])
-def test_refused_before_training(keys: dict[str, object], words: str, pp: int) -> None:
-    """In a pipeline too, of which no rank holds all names."""
-    with pytest.raises(ConfigError) as refused:
-        make_config(pp, parallel__pp=pp, **keys)
-    assert refused.value.problems == [words]
 
 
 def test_a_plan_without_layers_has_no_muon() -> None:

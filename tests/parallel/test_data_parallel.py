@@ -9,22 +9,17 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from compose import Composition
-from compose.errors import ConfigError
 from compose.parallel import data_parallel
 from compose.proof.report import Report
 from compose.weights import materialize
-from tests.support.helpers import Keys, agreed, make_config, prove_case
+from tests.support.helpers import Keys, make_job, parallel, prove_case, proved, ranks_in, refused
 from tests.support.pool import Pool
 
 MESHES: dict[str, Keys] = {
     "one": {},
-    "data and tensor": {"parallel__dp_shard": 2, "parallel__tp": 2, "train__micro_batch": 4},
-    "pipeline": {
-        "parallel__pp": 2,
-        "parallel__dp_replicate": 2,
-        "model__tie_embeddings": True,
-        "optimizer__offload": "cpu",
-    },
+    "data and tensor": parallel(dp_shard=2, tp=2) | {"train__micro_batch": 4},
+    "pipeline": parallel(pp=2, dp_replicate=2)
+    | {"model__tie_embeddings": True, "optimizer__offload": "cpu"},
 }
 
 
@@ -35,9 +30,8 @@ def _prove(keys: Keys) -> tuple[Report, bool]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_as_one_process(pool: Pool, mesh: str) -> None:
-    found = pool.run(_prove, 1 if mesh == "one" else 4, MESHES[mesh] | {"parallel__offload": "cpu"})
-    report = agreed([report for report, _ in found])
-    assert report.ok, report
+    found = pool.run(_prove, ranks_in(MESHES[mesh]), MESHES[mesh] | parallel(offload="cpu"))
+    proved([report for report, _ in found])
     assert all(used for _, used in found)
 
 
@@ -53,10 +47,8 @@ def test_parameters_are_made_in_host_memory_and_buffers_are_not() -> None:
 
 
 def test_what_cannot_be_offloaded() -> None:
-    keys: dict[str, Any] = {"parallel__offload": "cpu", "optimizer__name": "muon"}
-    with pytest.raises(ConfigError) as refused:
-        make_config(2, **keys, parallel__zero=2)
-    assert refused.value.problems == [
+    keys = parallel(offload="cpu", zero=2) | {"optimizer__name": "muon"}
+    assert refused(make_job, 2, **keys) == [
         'parallel.zero: 2 keeps whole parameters on the device, and parallel.offload = "cpu" none; use'
         ' parallel.zero = 3, or parallel.offload = "none"',
         'optimizer.name: muon sends matrices from device to device, and parallel.offload = "cpu" has'

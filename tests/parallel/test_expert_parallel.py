@@ -14,13 +14,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose import Options, Parallel, Plan, forward_backward, init_mesh, verify
-from compose.build import build
 from compose.config.rules import meshes
 from compose.data.samples import random_batch
-from compose.errors import ConfigError
 from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
 from models.layers.moe import Experts
-from tests.support.helpers import agreed, make_config, make_job, prove_case, tier
+from tests.support.helpers import built, make_job, prove_case, proved, refused, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import AXES, DEEPSEEK, QWEN, Tiny, keys_of
 
@@ -85,8 +83,7 @@ def test_equals_one_process(pool: Pool, model: str, case: str) -> None:
     ranks, keys = keys_of(MODELS[model], case)
     if model == "deepseek_v3" and "model__n_experts" in case:
         keys |= {"model__n_groups": 1, "model__top_groups": 1}
-    report = agreed(pool.run(prove_case, ranks, keys))
-    assert report.ok, str(report)
+    report = proved(pool.run(prove_case, ranks, keys))
     routers = {row.name for row in report.rows if row.quantity == "routing"}
     assert len(routers) == 2 * (int(str(keys["model__n_layers"])) - (model == "deepseek_v3"))
     assert {"buffer after", "gradient", "update"} <= {row.quantity for row in report.rows}
@@ -99,7 +96,7 @@ SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 @pytest.mark.parametrize("model", MODELS)
 def test_every_mesh_of_eight_ranks(pool: Pool, model: str) -> None:
     """Every ep on every mesh; ZeRO stages, schedules and cp methods in turn."""
-    proved, turn = 0, 0
+    turn = 0
     for degrees in meshes(8):
         if degrees["pp"] == 8:
             continue  # needs more layers than the models here have
@@ -112,10 +109,9 @@ def test_every_mesh_of_eight_ranks(pool: Pool, model: str) -> None:
             case += f" pp_schedule {'1F1B' if degrees['pp'] > 2 else SCHEDULES[turn % 4]}"
             count, keys = keys_of(MODELS[model], f"{case} model__n_layers 4 model__n_heads 8")
             keys |= {"model__n_kv_heads": 8} if model == "qwen3" else {}
-            report = agreed(pool.run(prove_case, count, keys))
-            assert report.ok, f"{case}\n{report}"
-            proved, turn = proved + 1, turn + 1
-    assert proved == 84
+            proved(pool.run(prove_case, count, keys), case)
+            turn += 1
+    assert turn == 84
 
 
 def _groups() -> dict[str, Any]:
@@ -215,8 +211,7 @@ def test_rows_by_rank_become_rows_by_expert_and_back() -> None:
 def _gathers() -> list[str]:
     """Of a step with three layers: when units are gathered, and when experts compute."""
     _, keys = keys_of(QWEN, "ds 2 ep 2 model__n_layers 3")
-    job, found = make_job(2, **keys), list[str]()
-    composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+    (job, composition), found = built(keys), list[str]()
     real = FSDPParamGroup.unshard
 
     def unshard(group: Any, *args: Any) -> None:
@@ -256,48 +251,36 @@ def _own_model() -> Any:
 
 
 def test_a_plan_of_experts_alone(pool: Pool) -> None:
-    report = agreed(pool.run(_own_model, 4))
-    assert report.ok, str(report)
-
-
-def problems(world_size: int, case: str, model: dict[str, object] = QWEN) -> list[str]:
-    _, keys = keys_of(model, case)
-    with pytest.raises(ConfigError) as error:
-        make_config(world_size, **keys)
-    return error.value.problems
+    proved(pool.run(_own_model, 4))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "case", "message"),
+    ("case", "message"),
     [
         (
-            4,
             "ds 4 ep 3",
             "parallel.ep: 3 does not divide dp_replicate x dp_shard x cp x tp = 4, the ranks it is"
             " taken from; nearest: 2",
         ),
         (
-            4,
             "pp 2 ds 2 ep 4",
             "parallel.ep: 4 does not divide dp_replicate x dp_shard x cp x tp = 2, the ranks it is"
             " taken from; nearest: 2",
         ),
-        (6, "ds 6 ep 6", "parallel.ep: 6 does not divide 8 experts (allowed: 1, 2, 4, 8)"),
+        ("ds 6 ep 6", "parallel.ep: 6 does not divide 8 experts (allowed: 1, 2, 4, 8)"),
         (
-            2,
             "tp 2 sequence false train__seq_len 15",
             "train.seq_len: 15 is not a multiple of parallel.tp 2, which a mixture of experts needs;"
             " nearest: 16",
         ),
     ],
 )
-def test_refused(world_size: int, case: str, message: str) -> None:
-    assert message in problems(world_size, case)
+def test_refused(case: str, message: str) -> None:
+    ranks, keys = keys_of(QWEN, case)
+    assert message in refused(make_job, ranks, **keys)
 
 
 def test_dense_model_has_no_experts_to_spread() -> None:
-    with pytest.raises(ConfigError) as error:
-        make_config(2, parallel__ep=2)
-    assert error.value.problems == [
+    assert refused(make_job, 2, parallel__ep=2) == [
         "plan.expert: the model's plan has nothing under it; add it, or use parallel.ep = 1"
     ]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from compose import Parallel
 from compose.parallel import gradient_sum
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
+from tests.support.helpers import gradients_of
 from tests.support.pool import Pool, make_mesh
 
 
@@ -40,16 +41,11 @@ def _wanted(batches: list[Tensor]) -> dict[str, Tensor]:
     model = _made()
     for batch in batches:
         model(batch).square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def _assert_equal(model: nn.Module, wanted: dict[str, Tensor]) -> None:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(
-            gradient, wanted[name], msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(gradients_of(model), wanted)
 
 
 def _applied(cp: int = 1) -> DataParallel:

@@ -13,74 +13,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
-from compose.errors import ConfigError
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.hpz import check_hpz, hpz_experts
 from tests.support.command_lines import answered
-from tests.support.helpers import agreed, prove_case, tier
+from tests.support.helpers import Keys, parallel, proofs, refused
 from tests.support.pool import Pool, make_mesh
 
-NEAR: dict[str, object] = {"parallel__zero3_reshard": 2, "train__micro_batch": 1}
-MOE: dict[str, object] = {"model__name": "qwen3", "model__preset": "debug_moe", "parallel__dp_shard": 4}
-CASES: dict[str, tuple[int, dict[str, object]]] = {
-    "data": (4, {"parallel__dp_shard": 4, "train__global_batch": 12}),
-    "context, offload": (
-        4,
-        {
-            "parallel__dp_shard": 2,
-            "parallel__cp": 2,
-            "parallel__offload": "cpu",
-            "model__vocab_size": 259,
-            "model__hidden_dim": 90,
-            "comm__prefetch": 3,
-        },
-    ),
-    "pipeline": (
-        8,
-        {
-            "parallel__pp": 2,
-            "parallel__dp_shard": 4,
-            "parallel__pp_schedule": "ZBVZeroBubble",
-            "model__n_layers": 4,
-            "model__tie_embeddings": True,
-            "comm__prefetch": 1,
-        },
-    ),
-    "experts": (8, MOE | {"parallel__tp": 2, "parallel__ep": 2, "comm__prefetch": 1}),
+NEAR = parallel(zero3_reshard=2) | {"train__micro_batch": 1, "train__global_batch": 8}
+MOE: Keys = {"model__name": "qwen3", "model__preset": "debug_moe", "parallel__dp_shard": 4}
+FLOAT8: Keys = {"precision__float8": "tensorwise", "model__dim": 128, "model__hidden_dim": 192}
+RECOMPUTED: Keys = {"activation_checkpoint__mode": "full", "comm__prefetch": 1}
+QUICK: dict[str, Keys] = {"data": parallel(dp_shard=4) | {"train__global_batch": 12}}
+SLOW: dict[str, Keys] = {  # two are of eight ranks
+    "context, offload": parallel(dp_shard=2, cp=2, offload="cpu")
+    | {"model__vocab_size": 259, "model__hidden_dim": 90, "comm__prefetch": 3},
+    "pipeline": parallel(pp=2, dp_shard=4, pp_schedule="ZBVZeroBubble")
+    | {"model__n_layers": 4, "model__tie_embeddings": True, "comm__prefetch": 1},
+    "experts": MOE | parallel(tp=2, ep=2) | {"comm__prefetch": 1},
 }
-SLOW = ("pipeline", "experts", "context, offload")  # two are of eight ranks
-MORE: dict[str, tuple[int, dict[str, object]]] = {
-    "replicas": (8, {"parallel__dp_replicate": 2, "parallel__dp_shard": 4}),
-    "experts that stay": (8, MOE | {"parallel__tp": 2, "parallel__ep": 4}),
-    "experts of all": (8, MOE | {"parallel__tp": 2, "parallel__ep": 8}),
-    "tensor, bfloat16": (
-        8,
-        {"parallel__dp_shard": 4, "parallel__tp": 2, "precision__param": "bfloat16"},
-    ),
-    "float8": (
-        4,
-        {
-            "parallel__dp_shard": 4,
-            "precision__float8": "tensorwise",
-            "model__dim": 128,
-            "model__hidden_dim": 192,
-        },
-    ),
-    "1F1B": (8, {"parallel__pp": 2, "parallel__dp_shard": 4, "comm__prefetch": 2}),
-    "recomputation": (
-        8,
-        MOE | {"parallel__tp": 2, "activation_checkpoint__mode": "full", "comm__prefetch": 1},
-    ),
+FULL: dict[str, Keys] = {
+    "replicas": parallel(dp_replicate=2, dp_shard=4),
+    "experts that stay": MOE | parallel(tp=2, ep=4),
+    "experts of all": MOE | parallel(tp=2, ep=8),
+    "tensor, bfloat16": parallel(dp_shard=4, tp=2) | {"precision__param": "bfloat16"},
+    "float8": parallel(dp_shard=4) | FLOAT8,
+    "1F1B": parallel(pp=2, dp_shard=4) | {"comm__prefetch": 2},
+    "recomputation": MOE | parallel(tp=2) | RECOMPUTED,
 }
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=tier(c in SLOW, full=c in MORE)) for c in CASES | MORE]
-)
-def test_as_one_process(pool: Pool, case: str) -> None:
-    ranks, keys = (CASES | MORE)[case]
-    report = agreed(pool.run(prove_case, ranks, NEAR | {"train__global_batch": 8} | keys))
-    assert report.ok, report
+test_as_one_process = proofs(QUICK | SLOW | FULL, NEAR, SLOW, FULL)
 
 
 class _Layers(nn.Module):
@@ -222,9 +182,7 @@ def test_experts_of_the_same_span() -> None:
     ],
 )
 def test_what_cannot_be(near: int, zero: int, ranks: int, problem: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_hpz(near, zero, ranks)
-    assert refused.value.problems == [f"parallel.zero3_reshard: {problem}"]
+    assert refused(check_hpz, near, zero, ranks) == [f"parallel.zero3_reshard: {problem}"]
 
 
 def test_refused_before_it_starts() -> None:

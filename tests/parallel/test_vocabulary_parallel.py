@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import compose.ops.cross_entropy as vocabulary_module
-from compose.errors import ConfigError
 from compose.ops import compiled
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import log_z, token_losses
 from compose.parallel.stream_messages import send_stream
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
+from tests.support.helpers import gradients_of, refused
 from tests.support.mutation import mutated
 from tests.support.pool import Pool
 
@@ -48,7 +48,7 @@ def _differences(vocabulary: int, sequence: bool, sharded: bool) -> list[str]:
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     (loss + logits.logsumexp(-1).square().sum()).backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    wanted = gradients_of(model)
     model.zero_grad()
     styles: dict[str, Any] = {
         "embed": LocalEmbedding(stream),
@@ -61,11 +61,9 @@ def _differences(vocabulary: int, sequence: bool, sharded: bool) -> list[str]:
     here = token_losses(found.flatten(0, 1), targets.flatten())
     (here + log_z(found).square().sum()).backward()
     wrong = [] if torch.allclose(here, loss) else ["loss"]
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        assert isinstance(gradient, DTensor)
-        whole = gradient.full_tensor()
-        wrong += [] if torch.allclose(whole, wanted[name], rtol=1e-4, atol=1e-6) else [name]
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+    for name, gradient in gradients_of(model).items():
+        wrong += [] if torch.allclose(gradient, wanted[name], rtol=1e-4, atol=1e-6) else [name]
     return wrong
 
 
@@ -170,15 +168,12 @@ def test_a_target_that_no_rank_has_makes_an_infinite_loss(pool: Pool) -> None:
 
 def _refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    said = []
-    for module, style in [
+    pairs = [
         (nn.Linear(4, 4), LocalEmbedding(Replicate())),
         (nn.Embedding(4, 4, padding_idx=0), LocalEmbedding(Replicate())),
         (nn.Linear(4, 4), LocalOutput(Replicate())),
-    ]:
-        with pytest.raises(ConfigError) as caught:
-            parallelize_module(module, mesh, style)
-        said.append(str(caught.value))
+    ]
+    said = [line for pair in pairs for line in refused(parallelize_module, pair[0], mesh, pair[1])]
     with pytest.raises(ValueError, match="sharded otherwise") as wrong:
         token_losses(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]), torch.zeros(4).long())
     return [*said, str(wrong.value)]

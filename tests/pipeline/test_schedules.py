@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from compose.errors import ConfigError
 from compose.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -19,6 +18,7 @@ from compose.pipeline.schedules import (
     stages_per_rank,
     write_table,
 )
+from tests.support.helpers import refusal, refused
 
 ALL = [(name, pp, m) for name in SCHEDULES for pp in (2, 3, 4) for m in (1, 2, 3, 4, 6, 8, 12, 24)]
 
@@ -27,12 +27,6 @@ def accepted(name: str, pp: int, micro_batches: int) -> bool:
     if name in ("Interleaved1F1B", "InterleavedZeroBubble"):  # whole rounds of about pp each
         return micro_batches % max(1, micro_batches // pp) == 0
     return name != "DualPipeV" or micro_batches >= 2 * pp
-
-
-def refusal(call, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    return str(caught.value)
 
 
 def write_rows(*rows: str) -> None:
@@ -159,34 +153,24 @@ def test_refused_by_name(
 
 
 def test_unreadable_csv(folder: Path) -> None:
-    assert refusal(read_table, "none.csv") == (
-        "parallel.pp_schedule: cannot read none.csv: No such file or directory"
-    )
     Path("bytes.csv").write_bytes(b"0F0,\xff\xfe\n")
-    assert refusal(read_table, "bytes.csv") == (
-        "parallel.pp_schedule: cannot read bytes.csv: not a text file"
-    )
     Path("long.csv").write_text(" " * 140_000, encoding="utf-8")
-    assert refusal(read_table, "long.csv") == (
-        "parallel.pp_schedule: cannot read long.csv: field larger than field limit (131072)"
-    )
     os.mkfifo("pipe.csv")
-    assert refusal(read_table, "pipe.csv") == ("parallel.pp_schedule: cannot read pipe.csv: is no file")
+    for name, why in (
+        ("none.csv", "No such file or directory"),
+        ("bytes.csv", "not a text file"),
+        ("long.csv", "field larger than field limit (131072)"),
+        ("pipe.csv", "is no file"),
+    ):
+        assert refusal(read_table, name) == f"parallel.pp_schedule: cannot read {name}: {why}"
 
 
-def test_a_number_of_many_digits(folder: Path) -> None:
-    write_rows("0F0 0B0", f"{'9' * 5000}F0")
-    assert refusal(read_table, "table.csv") == (
-        f"parallel.pp_schedule: table.csv, row 2: '{'9' * 199}... is not an action"
-        " (stage, F, B, I or W, micro-batch: 2F0)"
-    )
-
-
-@pytest.mark.parametrize("cell", ["1G0", "F0", "1F", "1f0", "-1F0", "1F0B1"])
+@pytest.mark.parametrize("cell", ["1G0", "F0", "1F", "1f0", "-1F0", "1F0B1", f"{'9' * 5000}F0"])
 def test_bad_cell(cell: str, folder: Path) -> None:
     write_rows("0F0 0B0", f"1F0 {cell}")
+    shown = f"'{cell}'" if len(cell) < 9 else f"'{'9' * 199}..."
     assert refusal(read_table, "table.csv") == (
-        f"parallel.pp_schedule: table.csv, row 2: '{cell}' is not an action"
+        f"parallel.pp_schedule: table.csv, row 2: {shown} is not an action"
         " (stage, F, B, I or W, micro-batch: 2F0)"
     )
 
@@ -232,35 +216,26 @@ def test_impossible_tables(rows: tuple[str, ...], message: str, folder: Path) ->
 
 
 def test_csv_of_another_size(folder: Path) -> None:
-    write_table(build_table("1F1B", 2, 0, 4), "table.csv")
     start = "parallel.pp_schedule: table.csv has"
-    assert refusal(build_table, "table.csv", 4, 0, 4).splitlines() == [
-        f"{start} 2 rows, one for each rank; parallel.pp is 4",
-        f"{start} stages 0 to 1; parallel.pp 4 and parallel.pp_virtual_stages ask for 0 to 3",
-    ]
-    assert refusal(build_table, "table.csv", 2, 0, 6) == (
-        f"{start} micro-batches 0 to 3; train.global_batch and train.micro_batch make 6, 0 to 5"
-    )
-    write_rows("0F0 0F2 0B0 0B2", "1F0 1F2 1B0 1B2")
-    assert refusal(build_table, "table.csv", 2, 0, 2) == (
-        f"{start} micro-batches 0, 2; train.global_batch and train.micro_batch make 2, 0 to 1"
-    )
-    write_rows("")
-    assert refusal(build_table, "table.csv", 1, 0, 1) == (
-        "parallel.pp_schedule: table.csv holds no action"
-    )
-
-
-def test_csv_that_leaves_a_stage_out(folder: Path) -> None:
-    write_rows("0F0 0B0", "2F0 2B0")
-    assert refusal(placement, "table.csv", 2, 0) == (
-        "parallel.pp_schedule: table.csv has stages 0, 2; count them from 0 on"
-    )
-
-
-def test_csv_of_fewer_stages_than_asked_for(folder: Path) -> None:
+    degrees = "ask for 0 to 3"
     write_table(build_table("1F1B", 2, 0, 4), "table.csv")
-    assert refusal(build_table, "table.csv", 2, 2, 4) == (
-        "parallel.pp_schedule: table.csv has stages 0 to 1; parallel.pp 2 and"
-        " parallel.pp_virtual_stages ask for 0 to 3"
-    )
+    assert refused(build_table, "table.csv", 4, 0, 4) == [
+        f"{start} 2 rows, one for each rank; parallel.pp is 4",
+        f"{start} stages 0 to 1; parallel.pp 4 and parallel.pp_virtual_stages {degrees}",
+    ]
+    assert refused(build_table, "table.csv", 2, 2, 4) == [
+        f"{start} stages 0 to 1; parallel.pp 2 and parallel.pp_virtual_stages {degrees}"
+    ]
+    assert refused(build_table, "table.csv", 2, 0, 6) == [
+        f"{start} micro-batches 0 to 3; train.global_batch and train.micro_batch make 6, 0 to 5"
+    ]
+    write_rows("0F0 0F2 0B0 0B2", "1F0 1F2 1B0 1B2")
+    assert refused(build_table, "table.csv", 2, 0, 2) == [
+        f"{start} micro-batches 0, 2; train.global_batch and train.micro_batch make 2, 0 to 1"
+    ]
+    write_rows("0F0 0B0", "2F0 2B0")
+    assert refused(placement, "table.csv", 2, 0) == [f"{start} stages 0, 2; count them from 0 on"]
+    write_rows("")
+    assert refused(build_table, "table.csv", 1, 0, 1) == [
+        "parallel.pp_schedule: table.csv holds no action"
+    ]

@@ -9,9 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
-from compose.errors import ConfigError
 from compose.proof.report import Report
-from tests.support.helpers import agreed
+from tests.support.helpers import proved, refusal
 from tests.support.pool import Pool, make_mesh
 
 CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
@@ -104,8 +103,7 @@ def _verified() -> Report:
 
 
 def test_called_by_keyword(pool: Pool) -> None:
-    report = agreed(pool.run(_verified, 2))
-    assert report.ok, str(report)
+    proved(pool.run(_verified, 2))
 
 
 def _refused(kind: type[Model], tp: int) -> str:
@@ -118,9 +116,7 @@ def _refused(kind: type[Model], tp: int) -> str:
     }
     plan = Plan(tensor=tensor if tp > 1 else {}, pipeline=PIPELINE)
     composition = apply(kind(), plan, make_mesh(parallel), Options(parallel))
-    with pytest.raises(ConfigError) as caught:
-        forward_backward(composition, _batch(), micro_batch=1)
-    return str(caught.value)
+    return refusal(forward_backward, composition, _batch(), micro_batch=1)
 
 
 @pytest.mark.parametrize(

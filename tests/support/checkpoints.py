@@ -17,7 +17,7 @@ from compose.compression.compressor import CompressionHook
 from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from compose.train.trainer import Trainer
-from tests.support.helpers import Keys, make_job
+from tests.support.helpers import Keys, make_job, ranks_in
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for
 
@@ -52,14 +52,6 @@ def shards(folder: Path) -> dict[str, int]:
     return {name: entry["crc32"] for name, entry in files.items() if name.startswith("__")}
 
 
-def ranks_of(mesh: Keys) -> int:
-    """How many ranks a mesh has."""
-    count = 1
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        count *= int(str(mesh.get(f"parallel__{axis}", 1)))
-    return count
-
-
 @torch.no_grad()
 def _cut_without_weights(*args: Any) -> Composition:
     """As ``parallelize``, with NaN for whatever was in memory: nothing of it may stay."""
@@ -88,10 +80,29 @@ def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
 def train_on(pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int) -> dict[str, torch.Tensor]:
     """The state after so many steps on the mesh, which is saved in ``folder`` too."""
     keys = keys_for(folder, **(SAVING | model | mesh | {"train__stop_after": steps}))
-    state = pool.run(trained_state, ranks_of(mesh), keys)[0]
+    state = pool.run(trained_state, ranks_in(mesh), keys)[0]
     # Or what is trained next would begin anew, and be equal for it.
     assert store.problems(folder / "checkpoints" / store.name_of(steps)) == []
     return state
+
+
+def goes_on_bitwise(
+    pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int = 4
+) -> dict[str, torch.Tensor]:
+    """The state after so many steps, which two and the others after a restart lead to bitwise.
+
+    The runs are in ``folder``: "whole" and "parts".
+    """
+    expected = train_on(pool, folder / "whole", model, mesh, steps)
+    train_on(pool, folder / "parts", model, mesh, 2)
+    assert_bitwise(train_on(pool, folder / "parts", model, mesh, steps), expected)
+    return expected
+
+
+def assert_bitwise(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def resume(keys: Keys) -> tuple[Progress | None, list[str]]:

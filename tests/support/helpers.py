@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from compose.build import build
+from compose.composition import Composition
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.models import find_model
@@ -18,9 +21,10 @@ from compose.config.tables import Config
 from compose.config.toml import load
 from compose.errors import ConfigError
 from compose.memory import activation_offload
+from compose.proof.comparison import whole
 from compose.proof.prove import prove
 from compose.proof.report import Report
-from tests.support.pool import make_mesh
+from tests.support.pool import Pool, make_mesh
 
 ROOT = Path(__file__).parents[2]
 Keys = dict[str, object]
@@ -36,6 +40,11 @@ FLOAT8_SHAPE: Keys = {
     "model__hidden_dim": 192,
     "precision__float8": "tensorwise",
 }
+
+
+def parallel(**keys: object) -> Keys:
+    """Keys of ``[parallel]``: ``tp=2`` is ``parallel__tp=2``."""
+    return {f"parallel__{key}": value for key, value in keys.items()}
 
 
 def tier(slow: bool = False, full: bool = False) -> list[pytest.MarkDecorator]:
@@ -75,6 +84,11 @@ def refusal(action: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     return ""
 
 
+def tiered(names: Iterable[str], slow: Container[str] = (), full: Container[str] = ()) -> list[Any]:
+    """The names of cases, each with the mark of its tier."""
+    return [pytest.param(name, marks=tier(name in slow, name in full)) for name in names]
+
+
 def make_config(world_size: int, **keys: object) -> Config:
     """train.toml with SMALL and ``keys`` (``parallel__tp=2``) on top, checked."""
     return make_job(world_size, **keys).config
@@ -100,6 +114,17 @@ def overrides(keys: Mapping[str, object]) -> list[tuple[str, str]]:
         (name, str(value).lower() if isinstance(value, bool) else str(value))
         for name, value in (small | given).items()
     ]
+
+
+def built(keys: Keys) -> tuple[Job, Composition]:
+    """On every rank of a pool: the job of train.toml with ``keys``, and its composition on the CPU."""
+    job = make_job(dist.get_world_size(), **keys)
+    return job, build(job, make_mesh(job.degrees), torch.device("cpu"))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient of each parameter that has one, by name."""
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 @contextmanager
@@ -141,6 +166,47 @@ def agreed(reports: list[Report]) -> Report:
     return reports[0]
 
 
-def parallel(**keys: object) -> Keys:
-    """Keys of ``[parallel]``: ``tp=2`` is ``parallel__tp=2``."""
-    return {f"parallel__{key}": value for key, value in keys.items()}
+def proved(reports: list[Report], what: object = "") -> Report:
+    """The one report that all ranks have made, and that holds."""
+    report = agreed(reports)
+    assert report.ok, f"{what}\n{report}"
+    return report
+
+
+def prove_on(pool: Pool, keys: Keys, prove: Callable[[Keys], Report] = prove_case) -> Report:
+    """The proof for train.toml with ``keys``, which holds, on as many ranks as they ask for."""
+    return proved(pool.run(prove, ranks_in(keys), keys), keys)
+
+
+def refused(call: Callable[..., Any], *args: Any, **keys: Any) -> list[str]:
+    """The lines of the ConfigError that ``call`` raises; none if it raises none."""
+    return refusal(call, *args, **keys).splitlines()
+
+
+def proofs(
+    cases: Mapping[str, Keys],
+    base: Keys | None = None,
+    slow: Container[str] = (),
+    full: Container[str] = (),
+    prove: Callable[[Keys], Report] = prove_case,
+) -> Callable[[Pool, str], None]:
+    """A test: in each case a run with the keys of ``base`` and the case equals one process."""
+
+    @pytest.mark.parametrize("case", tiered(cases, slow, full))
+    def test(pool: Pool, case: str) -> None:
+        prove_on(pool, (base or {}) | cases[case], prove)
+
+    return test
+
+
+def refusals(
+    rows: Sequence[tuple[Keys, str]], base: Keys | None = None, names: Iterable[str] | None = None
+) -> Callable[[Keys, str], None]:
+    """A test: a run with the keys of each row is refused by the lines that go with them."""
+
+    @pytest.mark.parametrize(("keys", "lines"), rows, ids=names)
+    def test(keys: Keys, lines: str) -> None:
+        keys = (base or {}) | keys
+        assert refused(make_job, ranks_in(keys), **keys) == lines.split("\n")
+
+    return test

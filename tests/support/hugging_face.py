@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compose.build import fill_weights
 from compose.checkpoint.hf_folder import find_hf, name_of, published
-from compose.checkpoint.safetensors_files import Planned, write_files
+from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from tests.support.helpers import make_job
 from tests.support.small_models import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
@@ -44,6 +44,15 @@ MODELS: dict[str, dict[str, object]] = {
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's files, by name."""
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 10**9) -> None:
+    """Write a folder's tensors, in place of those that it has."""
+    folder.mkdir(exist_ok=True)
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink(missing_ok=True)
+    planned = [Planned(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]
+    write_files(folder, planned, tensors.values(), shard_bytes)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

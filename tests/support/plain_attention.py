@@ -1,9 +1,19 @@
 """Attention by its definition, for references in float64."""
 
+import random
+
 import torch
 from torch import Tensor
 
 from compose import AttentionOptions
+
+
+def random_ids(rows: int, length: int, seed: int) -> Tensor:
+    """Documents of one token to many, (rows, length)."""
+    generator = random.Random(seed)
+    chance = generator.choice([0.0, 0.05, 0.3, 1.0])
+    ends = torch.tensor([[generator.random() < chance for _ in range(length)] for _ in range(rows)])
+    return ends.long().cumsum(1)
 
 
 def plain(

@@ -10,9 +10,9 @@ from PIL import Image
 
 from compose.build import build
 from models.dit.sampler import Grid, sample, velocity
-from tests.support.checkpoints import ranks_of, train_on
+from tests.support.checkpoints import train_on
 from tests.support.command_lines import answered, execute
-from tests.support.helpers import Keys, make_job, tier
+from tests.support.helpers import Keys, make_job, ranks_in, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DIT
 from tests.support.training import keys_for, lines, train
@@ -61,7 +61,7 @@ def test_metrics_agree_on_one_rank_and_on_four(pool: Pool, tmp_path: Path) -> No
         Image.fromarray(pixels).save(folder / f"{number}.png")
     for name, mesh in meshes.items():
         more = keys_for(tmp_path / name, **(keys | mesh), data__validation=folder)
-        pool.run(train, ranks_of(mesh), more)
+        pool.run(train, ranks_in(mesh), more)
     one = lines(tmp_path / "one")
     for name in ("four", "pipeline"):
         found = lines(tmp_path / name)
@@ -119,7 +119,7 @@ MESHES: dict[str, Keys] = {
 def test_images_do_not_depend_on_the_mesh(pool: Pool, name: str) -> None:
     expected = pool.run(_samples, 1, {})[0]
     assert expected[0].shape == (4, 3, 6, 6)
-    for found in pool.run(_samples, ranks_of(MESHES[name]), MESHES[name]):
+    for found in pool.run(_samples, ranks_in(MESHES[name]), MESHES[name]):
         for value, right in zip(found, expected, strict=True):
             torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
 
