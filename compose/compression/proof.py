@@ -66,7 +66,7 @@ class CompressedMessages(Observer):
         self.activations = ActivationAccount()
         self.replicas = axis_size(self.composition.mesh, "dp_replicate")
         self.label = ""
-        self.begin = locals_of(self.composition) if subject.final else None
+        self.begin = locals_of(self.composition) if not subject.run.label else None
         self.lossy_steps: list[bool] = []  # by step: whether gradients lost something
         self.lossy: set[str] = set()  # parameters whose gradient lost something in the last step
 
@@ -85,7 +85,7 @@ class CompressedMessages(Observer):
 
     def after_backward(self, gradients: Mapping[str, Tensor]) -> Messages:
         """Compare what messages lost with what is expected, and return what they carried."""
-        scale = self.subject.loss_scale
+        scale = self.subject.run.setup.loss_scale
         missing = {name: value / scale for name, value in self.missing().items()}
         received = compare_losses(self, gradients, missing)
         return Messages(received, missing, self.lossy)

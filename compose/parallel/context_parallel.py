@@ -27,7 +27,6 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.errors import ConfigError
 from compose.ops.attention import (
@@ -43,6 +42,7 @@ from compose.ops.batch import Documents, ignore_all
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import functional_all_gather, functional_reduce_scatter
 from compose.parallel.ring_attention import ring_attention_forward
+from compose.parallel.stream_messages import Style
 
 Balance = Literal["headtail", "none"]
 """How the sequence is dealt to ranks. Causal attention costs more for later queries. headtail levels
@@ -58,7 +58,7 @@ class HasIds(Protocol):
     """This rank's part (B, L); the tokens of one document are a run of equal ids."""
 
 
-class ContextParallel(ParallelStyle):
+class ContextParallel(Style):
     """A style for a module ``core(q, k, v, documents=None, sinks=None)`` that computes attention.
 
     It replaces the module's own forward. q is (B, L, H, K), k is (B, L, G, K) and v (B, L, G, V): this
@@ -87,9 +87,6 @@ class ContextParallel(ParallelStyle):
             self.balance,
         )
         return module
-
-    def __repr__(self) -> str:
-        return f"ContextParallel(method={self.method!r}, balance={self.balance!r})"
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,12 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard, distribute_module
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.errors import ConfigError
 from compose.ops.operators import operator
 from compose.ops.tensors import place_parameters
 from compose.parallel.mesh import axis_size, sum_over
-from compose.parallel.stream_messages import SendsActivations
+from compose.parallel.stream_messages import SendsActivations, Style
 
 # The axes over which tokens differ.
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -50,7 +49,7 @@ class Experts(Protocol):
         ...
 
 
-class ExpertParallel(SendsActivations, ParallelStyle):
+class ExpertParallel(SendsActivations, Style):
     """A style for a module of stacked experts (:class:`Experts`): dim 0 of its parameters is sharded.
 
     It replaces the module's own forward. The new one sends each row to the rank that holds its expert,
@@ -68,11 +67,8 @@ class ExpertParallel(SendsActivations, ParallelStyle):
         module.forward = partial(_run_where_they_are, module, group, self.send)
         return module
 
-    def __repr__(self) -> str:
-        return "ExpertParallel()"
 
-
-class GatherSequence(ParallelStyle):
+class GatherSequence(Style):
     """A style for a router that looks at whole sequences, on an axis whose ranks hold parts of them.
 
     It extends ``module.gather_sequence``, which takes tensors (B, L, n), so that the call gathers the
@@ -85,9 +81,6 @@ class GatherSequence(ParallelStyle):
             _gather_sequence, device_mesh.get_group(), router.gather_sequence
         )
         return module
-
-    def __repr__(self) -> str:
-        return "GatherSequence()"
 
 
 def check_experts(n_experts: int, ep: int) -> None:

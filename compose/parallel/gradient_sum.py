@@ -9,13 +9,14 @@ of a unit travels while the units before it run backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
 from compose.ops.tensors import local_tensor
@@ -156,16 +157,18 @@ def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _put(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Make the parts of a buffer the gradients."""
+def _put(parameters: Sequence[nn.Parameter], flat: Tensor, complete: bool = False) -> None:
+    """Make the parts of a buffer the gradients; ``complete`` ones are placed as their parameters."""
     sizes = [local_tensor(p.grad).numel() for p in parameters if p.grad is not None]
     for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        gradient = parameter.grad
-        local = part.view(local_tensor(parameter).shape)
+        gradient, new = parameter.grad, part.view(local_tensor(parameter).shape)
         if isinstance(gradient, DTensor):
-            parameter.grad = _like(parameter, local, gradient.placements)
-        else:
-            parameter.grad = local
+            placed: Any = parameter if complete else gradient
+            form = {"shape": parameter.shape, "stride": parameter.stride()}
+            new = DTensor.from_local(
+                new, gradient.device_mesh, placed.placements, run_check=False, **form
+            )
+        parameter.grad = new
 
 
 def _complete(parameters: Sequence[nn.Parameter]) -> None:
@@ -181,23 +184,7 @@ def _complete(parameters: Sequence[nn.Parameter]) -> None:
             whole.setdefault(id(mesh), (mesh, []))[1].append(parameter)
         elif there != here:
             parameter.grad = parameter.grad.redistribute(placements=here)
-    for mesh, alike in whole.values():
-        flat = _flat(alike)
+    for mesh, partial_sums in whole.values():
+        flat = _flat(partial_sums)
         dist.all_reduce(flat, group=mesh.get_group())
-        sizes = [p.numel() for p in alike]
-        for parameter, part in zip(alike, flat.split(sizes), strict=True):
-            # A message gives each rank the whole.
-            local = part.view(parameter.shape)
-            parameter.grad = _like(parameter, local, [Replicate()] * mesh.ndim)
-
-
-def _like(parameter: nn.Parameter, local: Tensor, placements: Sequence[object]) -> DTensor:
-    assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,  # type: ignore[arg-type]
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+        _put(partial_sums, flat, complete=True)

@@ -41,7 +41,7 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import place_parameters
 from compose.parallel.lora_parallel import AdapterParallel
-from compose.parallel.stream_messages import SendsActivations
+from compose.parallel.stream_messages import SendsActivations, Style
 from compose.parallel.tensor_parallel import HeadParallel
 
 
@@ -219,7 +219,7 @@ class LocalLinear(PlainActivations, SequenceParallel):
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
-class LocalVector(PlainActivations, ParallelStyle):
+class LocalVector(PlainActivations, Style):
     """A style for a module that returns its only parameter (N,): each rank gets its part of the N."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -229,9 +229,6 @@ class LocalVector(PlainActivations, ParallelStyle):
         module.register_forward_hook(local)
         place = partial(place_parameters, Shard(0), self.src_data_rank)
         return distribute_module(module, device_mesh, place)
-
-    def __repr__(self) -> str:
-        return "LocalVector()"
 
 
 def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list[str]:

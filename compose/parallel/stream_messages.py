@@ -12,11 +12,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.ops.operators import operator
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import async_tp_groups, functional_all_gather, functional_reduce_scatter
 
+_NOT_GIVEN = ("src_data_rank", "send")  # set on a style later
 Kind = Literal["keep", "sum", "gather", "scatter"]
 
 
@@ -27,6 +29,16 @@ def send_stream(forward: Kind, backward: Kind, group: Any, tensor: Tensor) -> Te
     an all-gather, "scatter" a reduce-scatter; "keep" sends nothing.
     """
     return _Message.apply(tensor, forward, backward, group)  # type: ignore[no-any-return]
+
+
+class Style(ParallelStyle):
+    """A style that shows what it was made with."""
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if name not in _NOT_GIVEN}
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        )
 
 
 class SendsActivations:

@@ -33,9 +33,10 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import local_tensor, place_parameters, tie, tied_names
 from compose.parallel.lora_parallel import without_adapter
+from compose.parallel.stream_messages import Style
 
 
-class Replicated(ParallelStyle):
+class Replicated(Style):
     """A style for a module that is whole on every rank: its parameters, first input and output.
 
     It gives such parameters the same mesh as sharded ones, so that an optimizer or a norm may take them
@@ -56,11 +57,8 @@ class Replicated(ParallelStyle):
             lambda module, output, mesh: output.to_local(),  # type: ignore[arg-type]
         )
 
-    def __repr__(self) -> str:
-        return "Replicated()"
 
-
-class HeadParallel(ParallelStyle):
+class HeadParallel(Style):
     """A style for a projection (nn.Linear) onto ``n_heads`` heads: each rank outputs its own heads.
 
     If the axis' size divides the heads, this is ColwiseParallel. If the heads divide the axis' size, a
@@ -103,11 +101,8 @@ class HeadParallel(ParallelStyle):
         heads = output.to_local(grad_placements=[Partial()]).unflatten(-1, (self.n_heads, -1))
         return heads[..., head, :]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(n_heads={self.n_heads})"
 
-
-class SharedByHeads(ParallelStyle):
+class SharedByHeads(Style):
     """A style for a tensor that all heads read: it is whole on every rank, which has some heads.
 
     It is for a module without parameters (nn.Identity) whose output is that tensor. Each rank finds the
@@ -117,9 +112,6 @@ class SharedByHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(partial(_summed_gradient, device_mesh))
         return module
-
-    def __repr__(self) -> str:
-        return "SharedByHeads()"
 
 
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,10 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
-from compose.composition import Composition, Options
+from compose.composition import Composition
 from compose.config.addons import ADD_ONS
 from compose.ops.tensors import local_tensor
 from compose.proof.comparison import Comparison
+
+if TYPE_CHECKING:
+    from compose.proof.verify import ProofRun
 
 CODES = 1e-6
 """The relative error of what is computed with codes, in float32 whatever the gradient's type is."""
@@ -56,12 +59,7 @@ class Subject:
     model: nn.Module
     comparison: Comparison
     """Takes the rows."""
-    options: Options
-    units: Sequence[str]
-    """The units of activation checkpointing, of the whole model."""
-    loss_scale: float
-    final: bool
-    """Whether it computes in the asked types."""
+    run: "ProofRun"
     train_again: Callable[[Callable[[Composition], None]], Composition]
     """Makes the composition again, calls a function with it, and takes the same steps unwatched."""
 
@@ -104,7 +102,8 @@ class MemoryKeys(Observer):
     """
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.options, self.names = subject, subject.options, subject.units
+        setup = subject.run.setup
+        self.subject, self.options, self.names = subject, setup.options, setup.units
         self.ran: set[str] = set()  # in their forward an inner module ran
         self.reached: set[str] = set()  # their output had a gradient
         self.again: set[str] = set()  # an inner module ran outside of their forward

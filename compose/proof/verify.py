@@ -206,7 +206,7 @@ class ProofRun:
     precision: Precision
     setup: Setup
     label: str = ""
-    """Begins each quantity."""
+    """Begins each quantity; empty in the run that computes in the asked types."""
     logic: bool = True
     """Whether this run proves the logic."""
     finest: Precision = EXACT
@@ -299,16 +299,7 @@ def compare(
             other.zero_grad()
         return again
 
-    subject = Subject(
-        composition,
-        model,
-        comparison,
-        run.setup.options,
-        run.setup.units,
-        loss_scale,
-        final=not run.label,
-        train_again=train_again,
-    )
+    subject = Subject(composition, model, comparison, run, train_again)
     found = [observe(subject) for observe in (MemoryKeys, *parts_of_add_ons("observe"))]
     observers: list[Observer] = [observer for observer in found if observer]
     # Then one process takes the composition's gradients at the end of each step. Of its own, AdamW's
