@@ -62,11 +62,7 @@ class GradientSum:
         self.reductions: dict[int, Callable[[Tensor], None]] = {}  # by unit
 
     def begin(self, last: bool) -> None:
-        """Prepare for a backward.
-
-        Args:
-            last: Whether it is the last one of the step, after which gradients are sums.
-        """
+        """Prepare for a backward; after the ``last`` one of the step gradients are sums."""
         if not self.begun:
             self._hook()
             self.begun = True

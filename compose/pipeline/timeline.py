@@ -66,20 +66,11 @@ def simulate(
 ) -> list[Slot]:
     """Return when each action runs, in an order in which they can run.
 
-    A rank runs its row in order. An action starts once the rank is free and its inputs have come.
-    Messages do not hold up the rank that sends them.
-
-    Args:
-        table: The actions of each rank in order.
-        duration: The time of an action.
-        message: The time of a message from one rank to another.
-        no_wait: The parts of an action's time in which it needs no input yet, and in which its result
-            is sent already: weights are gathered before, and gradients reduced after it. Ranks that
-            share processors cannot use these parts.
-        sharing: Ranks that share one processor. The times hold while all ranks work.
-
-    Raises:
-        ValueError: The table waits for itself.
+    A rank runs its row in order. An action starts once the rank is free and its inputs have come. A
+    ``message`` takes a time, but does not hold up the rank that sends it. ``no_wait`` returns the parts
+    of an action's time in which it needs no input yet, and in which its result is sent already: weights
+    are gathered before, and gradients reduced after it. Ranks that share processors, ``sharing`` of
+    them each, cannot use these parts, and durations hold while all ranks work.
     """
     order = execution_order(table)
     if len(order) < sum(map(len, table)):

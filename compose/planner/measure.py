@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from compose.ops.torch_versions import ALL_GATHER, REDUCE_SCATTER
 from compose.planner.cluster import (
@@ -318,18 +318,10 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
             for _ in range(3)
         ]
         q, k, v = (each.detach().to(getattr(torch, dtype)).requires_grad_() for each in qkv)
-
-        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
+        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         out = attend()
         gradient = torch.randn_like(out)
-
-        def back(
-            out: Tensor = out, q: Tensor = q, k: Tensor = k, v: Tensor = v, gradient: Tensor = gradient
-        ) -> object:
-            return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
-
+        back = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
         for backward, run, part in ((False, attend, 0.3), (True, back, 0.7)):
             flops = forward * (2.5 if backward else 1)
             seconds = sweep.time(run, share * part)

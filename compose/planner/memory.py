@@ -325,21 +325,13 @@ class _Pool:
 def replay(events: Iterable[tuple[int, int]], expandable: bool = False) -> Peaks:
     """Replay allocations on one stream by CUDA's caching allocator, from an empty one on.
 
-    The rules are those of PyTorch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings.
+    The rules are those of PyTorch's ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings. A
+    request takes the smallest free block of its pool that is large enough, with the lowest address
+    among equals. Else a new segment comes from the device. A rest that is large enough becomes a free
+    block. A block that becomes free joins its free neighbours in the segment. No segment goes back.
 
-    - A size is rounded up to a multiple of 512 bytes. Sizes up to 1 MiB use the small pool, others the
-      large pool.
-    - A request takes the smallest free block of its pool that is large enough. Among equals it takes
-      the one with the lowest address.
-    - If no block is large enough, a new segment comes from the device: 2 MiB in the small pool, 20 MiB
-      for less than 10 MiB, and from 10 MiB on the size rounded up to a multiple of 2 MiB.
-    - The rest of a block becomes a free block of its own if it has 512 bytes or more (small pool), or
-      more than 1 MiB (large pool). A smaller rest stays with the request.
-    - A block that becomes free joins its free neighbours in the same segment. No segment goes back.
-
-    With ``expandable_segments:True`` each pool is one segment that grows at its end, by whole pages of
-    2 MiB (small pool) or 20 MiB (large pool). A rest of 512 bytes is split off in both pools. A free
-    block at the end, which can grow, is taken only if no other is large enough.
+    With ``expandable_segments:True`` each pool is one segment that grows at its end, by whole pages. A
+    free block at the end, which can grow, is taken only if no other is large enough.
 
     The replay has no second stream, no private pools of CUDA graphs, and no retry without memory. A
     new segment has a higher address than those before it; a driver may do otherwise.

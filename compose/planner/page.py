@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
 from compose.planner.memory import CATEGORIES
@@ -240,20 +240,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-class Dot(NamedTuple):
-    """A candidate in the chart of time and memory."""
-
-    seconds: float
-    bytes: float
-    fits: bool
-    best: bool
-    words: str
-
-
-def front_chart(dots: Sequence[Dot], capacity: float) -> str:
+def front_chart(candidates: Sequence[Mapping[str, Any]], capacity: float) -> str:
     """Return a chart of time and memory of all candidates, with the line of those that none beats."""
-    unit, factor = time_unit(max(dot.seconds for dot in dots))
-    points = [(dot.seconds * factor, dot.bytes / GIB) for dot in dots]
+    times = [each["step_seconds"] for each in candidates]
+    sizes = [each["memory"]["reserved"] for each in candidates]
+    unit, factor = time_unit(max(times))
+    points = [(time * factor, size / GIB) for time, size in zip(times, sizes, strict=True)]
     x = scale_for([time for time, _ in points])
     y = scale_for([size for _, size in points] + [capacity / GIB])
     height = 320
@@ -274,20 +266,23 @@ def front_chart(dots: Sequence[Dot], capacity: float) -> str:
         drawn.append(f'<line class="front" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y1}"/>')
         drawn.append(f'<line class="front" x1="{x2}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
     unbeaten = set(front)
-    # The best is drawn last, above the others.
-    for i in sorted(range(len(dots)), key=lambda i: (dots[i].best, -i)):
+    # The best, which is the first, is drawn last, above the others.
+    for i, candidate in reversed(list(enumerate(candidates))):
         across, up = at(points[i])
-        dot = dots[i]
-        kinds = ["fits" if dot.fits else "lacks", *["on"] * (i in unbeaten), *["best"] * dot.best]
+        kinds = [
+            "fits" if candidate["fits"] else "lacks",
+            *["on"] * (i in unbeaten),
+            *["best"] * (i == 0),
+        ]
+        words = f"{words_of(candidate['keys'])}: {seconds(times[i])}, {memory(sizes[i])}"
         drawn.append(
             f'<circle class="dot {" ".join(kinds)}" cx="{across}" cy="{up}"'
-            f' r="{7 if dot.best else 4.5}">'
-            f"<title>{escape(dot.words)}: {seconds(dot.seconds)}, {memory(dot.bytes)}</title></circle>"
+            f' r="{4.5 if i else 7}"><title>{escape(words)}</title></circle>'
         )
     entries = [("dot best", "the best"), ("dot fits", "fits"), ("dot lacks", "does not fit")]
     entries += [("front", "Pareto front: none is faster with less memory")]
     entries += [("capacity", f"capacity {memory(capacity)}")]
-    said = f"{len(dots)} candidates by step time and reserved memory"
+    said = f"{len(candidates)} candidates by step time and reserved memory"
     return (
         f'{legend(entries)}<p class="axis">Reserved memory of the fullest rank (GiB)</p>'
         f'<div class="scatter"><svg width="56" height="{height}" aria-hidden="true">'
@@ -486,10 +481,6 @@ def page_of(result: Mapping[str, Any]) -> str:
     """Return the page of what :func:`compose.planner.report.as_data` returned."""
     candidates: Sequence[Mapping[str, Any]] = result["candidates"]
     capacity, best = result["capacity"], candidates[0]
-    dots = [
-        Dot(each["step_seconds"], each["memory"]["reserved"], each["fits"], each is best, words)
-        for each, words in ((each, words_of(each["keys"])) for each in candidates)
-    ]
     sections = [
         (
             "Memory of each pipeline rank",
@@ -504,7 +495,7 @@ def page_of(result: Mapping[str, Any]) -> str:
         (
             "Time and memory",
             "Each dot is a candidate. Further left is faster, further down needs less memory.",
-            front_chart(dots, capacity),
+            front_chart(candidates, capacity),
         ),
         ("All candidates", "Click the name of a column to sort by it.", table(candidates)),
     ]

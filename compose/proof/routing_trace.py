@@ -263,19 +263,13 @@ def gathered(found: Mapping[str, Choices]) -> dict[str, list[Choices]]:
 
 
 def _joined(choices: Sequence[Choices]) -> Choices:
+    def joined(parts: Sequence[Choices | Drops], *names: str) -> list[Tensor]:
+        return [torch.cat([getattr(part, name) for part in parts]) for name in names]
+
     drops = [c.drops for c in choices if c.drops is not None]
-    return Choices(
-        torch.cat([c.ids for c in choices]),
-        torch.cat([c.experts for c in choices]),
-        torch.cat([c.margins for c in choices]),
-        Drops(
-            torch.cat([d.experts for d in drops]),
-            torch.cat([d.kept for d in drops]),
-            torch.cat([d.margins for d in drops]),
-        )
-        if drops
-        else None,
-    )
+    dropped = Drops(*joined(drops, "experts", "kept", "margins")) if drops else None
+    ids, experts, margins = joined(choices, "ids", "experts", "margins")
+    return Choices(ids, experts, margins, dropped)
 
 
 def compare_choices(
