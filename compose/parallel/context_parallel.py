@@ -179,16 +179,16 @@ def _attend(
     if documents is not None and not isinstance(documents, Documents):
         documents = _gathered_documents(exchange, documents)
     check_documents(documents, rows, length * exchange.cp)
-    found, rest = tensors_of(documents), options.given(q)
+    tensors, scores = tensors_of(documents), options.given(q)
     if exchange.cp == 1:
-        return attention_forward(q, k, v, *found, sinks, (0,), (0,), *rest)[0]
+        return attention_forward(q, k, v, *tensors, sinks, (0,), (0,), *scores)[0]
     if exchange.method == "ulysses":
-        return _ulysses(exchange, (q, k, v), found, sinks, rest)
+        return _ulysses(exchange, (q, k, v), tensors, sinks, scores)
     if exchange.method == "ring":
         cp, balance = exchange.cp, exchange.balance
         starts = [start for rank in range(cp) for start in chunk_starts(rank, cp, balance, length)]
-        return ring_attention_forward(q, k, v, *found, sinks, exchange.group, starts, *rest)[0]
-    return cast(Tensor, _AllGather.apply(q, k, v, *found, sinks, exchange, rest))
+        return ring_attention_forward(q, k, v, *tensors, sinks, exchange.group, starts, *scores)[0]
+    return cast(Tensor, _AllGather.apply(q, k, v, *tensors, sinks, exchange, scores))
 
 
 def _gathered_documents(exchange: Exchange, documents: HasIds) -> Documents:
@@ -200,7 +200,7 @@ def _gathered_documents(exchange: Exchange, documents: HasIds) -> Documents:
     return known
 
 
-_Rest = tuple[bool, int, float, float]
+_Scores = tuple[bool, int, float, float]  # causal, window, scale, softcap
 
 
 class _AllGather(torch.autograd.Function):
@@ -218,12 +218,12 @@ class _AllGather(torch.autograd.Function):
         v: Tensor,
         *given: Any,
     ) -> Tensor:
-        bounds, extents, sinks, exchange, rest = given
+        bounds, extents, sinks, exchange, scores = given
         starts = chunk_starts(exchange.rank, exchange.cp, exchange.balance, q.shape[1])
         kv = exchange.gathered(torch.cat([k, v], -1)).split([k.shape[-1], v.shape[-1]], -1)
-        out, lse = attention_forward(q, *kv, bounds, extents, sinks, starts, (0,), *rest)
+        out, lse = attention_forward(q, *kv, bounds, extents, sinks, starts, (0,), *scores)
         ctx.save_for_backward(q, k, v, bounds, extents, sinks, out, lse)
-        ctx.exchange, ctx.rest = exchange, rest
+        ctx.exchange, ctx.scores = exchange, scores
         return out
 
     @staticmethod
@@ -233,7 +233,7 @@ class _AllGather(torch.autograd.Function):
         starts = chunk_starts(exchange.rank, exchange.cp, exchange.balance, q.shape[1])
         widths = [k.shape[-1], v.shape[-1]]
         whole = exchange.gathered(torch.cat([k, v], -1)).split(widths, -1)
-        given = (out, lse, bounds, extents, starts, (0,), *ctx.rest)
+        given = (out, lse, bounds, extents, starts, (0,), *ctx.scores)
         dq, dk, dv = attention_backward(grads[0], None, q, *whole, *given, wide=True)
         mine = exchange.summed(torch.cat([dk, dv], -1)).to(k.dtype).split(widths, -1)
         of_sinks = None if sinks is None else sink_gradient((grads[0], None), (out, lse), sinks)
@@ -253,9 +253,9 @@ def check_ulysses(n_heads: int, n_kv_heads: int, cp: int, tp: int = 1) -> None:
 def _ulysses(
     exchange: Exchange,
     qkv: Sequence[Tensor],
-    found: tuple[Tensor | None, Tensor | None],
+    tensors: tuple[Tensor | None, Tensor | None],
     sinks: Tensor | None,
-    rest: _Rest,
+    scores: _Scores,
 ) -> Tensor:
     q, k, v = qkv
     check_ulysses(q.shape[2], k.shape[2], exchange.cp)
@@ -266,7 +266,7 @@ def _ulysses(
         for x in (q, k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2))
     )
     mine = None if sinks is None else sinks.unflatten(0, (exchange.cp, -1))[exchange.rank]
-    out, _ = attention_forward(q, k, v, *found, mine, (0,), (0,), *rest)
+    out, _ = attention_forward(q, k, v, *tensors, mine, (0,), (0,), *scores)
     return cast(Tensor, _Swap.apply(out, exchange, False))
 
 

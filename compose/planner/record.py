@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         self.stream = 0
         self.within = ""
         self._streams = 0
-        self._held: dict[int, int] = {}
+        self._place_of: dict[int, int] = {}
         self._host: set[int] = set()
 
     def begin(self, action: tuple[int, str, int] | None = None, unit: str | None = None) -> None:
@@ -259,12 +259,12 @@ class Recorder(TorchDispatchMode):
     def hold(self, storage: torch.UntypedStorage) -> int | None:
         """Count a storage that was not seen yet, and return the place of its allocation."""
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._held:
+        if key not in self._place_of:
             if not size or key in self._host:
                 return None
-            self._held[key] = self._allocate(size)
+            self._place_of[key] = self._allocate(size)
             weakref.finalize(storage, self._free, key)
-        return self._held[key]
+        return self._place_of[key]
 
     def _allocate(self, size: int) -> int:
         record = self.record_of
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _free(self, key: int) -> None:
-        record, place = self.record_of, self._held.pop(key, None)
+        record, place = self.record_of, self._place_of.pop(key, None)
         if place is not None:
             allocation = record.allocations[place]
             allocation.end, allocation.freed = len(record.changes), self._segment()
@@ -285,19 +285,19 @@ class Recorder(TorchDispatchMode):
         """Note memory that an operator has taken and left."""
         if size:
             key = -1 - len(self.record_of.allocations)  # no address
-            self._held[key] = self._allocate(size)
+            self._place_of[key] = self._allocate(size)
             self._free(key)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has another size than before: FSDP frees and refills its buffers so."""
         key, size = storage._cdata, storage.nbytes()
-        held = self._held.get(key)
-        if key in self._host or (held is not None and self.record_of.allocations[held].bytes == size):
+        place = self._place_of.get(key)
+        if key in self._host or (place is not None and self.record_of.allocations[place].bytes == size):
             return
         self._free(key)
         if size:
-            self._held[key] = self._allocate(size)
-            if held is None:
+            self._place_of[key] = self._allocate(size)
+            if place is None:
                 weakref.finalize(storage, self._free, key)
 
     def __torch_dispatch__(
@@ -383,8 +383,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def _places(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
-        held = (self._held.get(t.untyped_storage()._cdata) for t in tensors)
-        return tuple(place for place in held if place is not None)
+        places = (self._place_of.get(t.untyped_storage()._cdata) for t in tensors)
+        return tuple(place for place in places if place is not None)
 
     def _message(
         self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
