@@ -308,7 +308,7 @@ def chosen(
 
     ran: set[str] = set()
 
-    def kernel_of(of: kernel_table.Device, problem: kernel_table.Problem) -> str:
+    def kernel_of(of: kernel_table.Gpu, problem: kernel_table.Problem) -> str:
         found = kernel or kernel_table.kernel_of(of, problem)
         ran.add(found)
         if not any(row.kernel == found and row.takes(of, problem) for row in kernel_table.TABLE):

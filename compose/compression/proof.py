@@ -26,7 +26,7 @@ from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison, parameters_of, shared, whole
-from compose.proof.observers import CODES, Messages, Observer, Subject, allowed
+from compose.proof.observers import CODES, MessageEffects, Observer, Subject, allowed
 
 SILENT = {"timeout", "start_timeout", "prefetch", "check_every", "measure_every"}
 """The keys that change no number."""
@@ -83,12 +83,12 @@ class CompressedMessages(Observer):
             self.compression.activations.observer = self.activations = ActivationAccount()
         yield
 
-    def after_backward(self, gradients: Mapping[str, Tensor]) -> Messages:
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> MessageEffects:
         """Compare what messages lost with what is expected, and return what they carried."""
         scale = self.subject.run.setup.loss_scale
         missing = {name: value / scale for name, value in self.missing().items()}
         received = compare_losses(self, gradients, missing)
-        return Messages(received, missing, self.lossy)
+        return MessageEffects(received, missing, self.lossy)
 
     def compare(self) -> None:
         """Compare the keys that took part, and the weights with those of a run unwatched."""

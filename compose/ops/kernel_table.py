@@ -17,7 +17,7 @@ Kernel = Literal["cudnn", "flash", "efficient", "plain"]
 
 
 @dataclass(frozen=True)
-class Device:
+class Gpu:
     """The facts of a GPU, and PyTorch's settings, on which the choice depends."""
 
     capability: tuple[int, int]
@@ -65,7 +65,7 @@ LATENT = (192, 128)
 """Widths of DeepSeek's latent attention, for which cuDNN and FlashAttention 4 have kernels."""
 
 
-def _activated(device: Device, problem: Problem) -> bool:
+def _activated(device: Gpu, problem: Problem) -> bool:
     major, widest = device.capability[0], max(problem.widths)
     fits = {
         "FA3": major == 9 and widest <= 256,
@@ -76,14 +76,14 @@ def _activated(device: Device, problem: Problem) -> bool:
     return problem.half and problem.in_order and fits.get(device.flash, other)
 
 
-def _cudnn(device: Device, problem: Problem) -> bool:
+def _cudnn(device: Gpu, problem: Problem) -> bool:
     known = device.capability in ((9, 0), (10, 0), (10, 3)) and device.cudnn > 91500
     one_mask = problem.square and problem.even and not (problem.documents or problem.window)
     fits = max(problem.widths) <= 128 or problem.widths == LATENT
     return problem.half and known and one_mask and fits and not device.deterministic
 
 
-def _flash(device: Device, problem: Problem) -> bool:
+def _flash(device: Gpu, problem: Problem) -> bool:
     widest = max(problem.widths)
     # Its backward does not fit into the shared memory of these.
     small = (8, 6) <= device.capability <= (8, 9) or device.capability[0] == 12
@@ -92,40 +92,40 @@ def _flash(device: Device, problem: Problem) -> bool:
     return problem.half and problem.in_order and known and fits
 
 
-def _efficient(device: Device, problem: Problem) -> bool:
+def _efficient(device: Gpu, problem: Problem) -> bool:
     if problem.dtype == torch.bfloat16:
         return device.capability >= (8, 0)
     return problem.dtype in (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the table."""
+class Rule:
+    """A row of the table: a kernel, and when it is the one."""
 
     kernel: Kernel
-    takes: Callable[[Device, Problem], bool]
+    takes: Callable[[Gpu, Problem], bool]
     """Whether the kernel is for this device and problem."""
     why: str
     """Why it is, if no row above is."""
 
 
 TABLE = (
-    Row("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
-    Row("flash", _activated, "FlashAttention 3, 4 or another was activated, so it is wanted"),
-    Row("cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"),
-    Row("flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"),
-    Row("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
-    Row("plain", lambda device, problem: True, "the rest, as float64"),
+    Rule("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
+    Rule("flash", _activated, "FlashAttention 3, 4 or another was activated, so it is wanted"),
+    Rule("cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"),
+    Rule("flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"),
+    Rule("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
+    Rule("plain", lambda device, problem: True, "the rest, as float64"),
 )
 """From the top; the first row that takes a problem is chosen."""
 
 
-def kernel_of(device: Device, problem: Problem) -> Kernel:
+def kernel_of(device: Gpu, problem: Problem) -> Kernel:
     """Return the name of the kernel for a problem."""
     return next(row.kernel for row in TABLE if row.takes(device, problem))
 
 
-def widths_of(kernel: Kernel, device: Device, problem: Problem) -> tuple[int, int]:
+def widths_of(kernel: Kernel, device: Gpu, problem: Problem) -> tuple[int, int]:
     """Return the widths to which queries and keys, and values, are padded for the kernel."""
     apart = device.flash == "FA4" and device.capability[0] == 10
     if kernel == "flash" and not (apart and problem.widths == LATENT):
@@ -133,17 +133,17 @@ def widths_of(kernel: Kernel, device: Device, problem: Problem) -> tuple[int, in
     return problem.widths
 
 
-PLANNED = Device((8, 0))
+PLANNED = Gpu((8, 0))
 """The device of tensors on meta: the planner's figures are those of FlashAttention-2."""
 
 
-def device_of(q: Tensor) -> Device:
+def device_of(q: Tensor) -> Gpu:
     """Return the device of a tensor, and PyTorch's settings for it."""
     if not q.is_cuda:
         return PLANNED
     usable = torch.version.cuda is not None and torch.backends.cuda.cudnn_sdp_enabled()
     strict = torch.are_deterministic_algorithms_enabled()
-    return Device(
+    return Gpu(
         torch.cuda.get_device_capability(q.device),
         (torch.backends.cudnn.version() or 0) if usable else 0,
         current_flash_attention_impl() or "FA2",

@@ -333,8 +333,8 @@ class _Summary:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One figure."""
+class MeasuredFigure:
+    """A figure of a run, and its prediction."""
 
     name: str
     predicted: float
@@ -348,7 +348,7 @@ class Comparison:
         return self.measured / self.predicted if self.predicted else math.nan
 
 
-def against(folder: Path, cluster: Cluster) -> list[Comparison]:
+def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     """Predict a run that was made, and compare."""
     config = load(str(folder / "config.toml"), alone=True)
     ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
@@ -360,7 +360,7 @@ def against(folder: Path, cluster: Cluster) -> list[Comparison]:
     summaries = sorted(traces.glob("*_summary.json"))
     profile = read_json(summaries[-1], _Summary, own=True) if summaries else None
     predicted = estimate(job, cluster)
-    rows = [Comparison("step", predicted.step_seconds, tokens / rate, "s")]
+    rows = [MeasuredFigure("step", predicted.step_seconds, tokens / rate, "s")]
     return rows + (_profiled(predicted, profile.ranks) if profile else [])
 
 
@@ -385,25 +385,25 @@ def _rate(folder: Path) -> float:
     return statistics.median(rates[_FIRST:])
 
 
-def _profiled(predicted: Estimate, ranks: Sequence[_Profile]) -> list[Comparison]:
+def _profiled(predicted: Estimate, ranks: Sequence[_Profile]) -> list[MeasuredFigure]:
     slowest = max(ranks, key=lambda r: r.seconds_per_step * (1 - r.time.communication))
     whole, shares = slowest.seconds_per_step, slowest.time
     rows = [
-        Comparison(name, predicted.work[_WORK.get(name, name)], whole * getattr(shares, share), "s")
+        MeasuredFigure(name, predicted.work[_WORK.get(name, name)], whole * getattr(shares, share), "s")
         for name, share in _SHARES.items()
     ]
     waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")
-    rows.append(Comparison("exposed communication", waits, whole * shares.communication, "s"))
+    rows.append(MeasuredFigure("exposed communication", waits, whole * shares.communication, "s"))
     fullest = max((r.memory for r in ranks), key=lambda memory: memory.peak)
     peak = max(predicted.peaks, key=lambda p: p.allocated)
-    rows.append(Comparison("peak memory", peak.allocated, fullest.peak, "bytes"))
+    rows.append(MeasuredFigure("peak memory", peak.allocated, fullest.peak, "bytes"))
     for name, parts in _CATEGORIES.items():
         size = sum(peak.by_category.get(part, 0) for part in parts)
-        rows.append(Comparison(f"memory: {name}", size, getattr(fullest.at_peak, name), "bytes"))
+        rows.append(MeasuredFigure(f"memory: {name}", size, getattr(fullest.at_peak, name), "bytes"))
     return rows
 
 
-def corrected(cluster: Cluster, rows: list[Comparison]) -> Cluster:
+def corrected(cluster: Cluster, rows: list[MeasuredFigure]) -> Cluster:
     """Return a cluster that would have predicted the run's computation.
 
     Only figures of the device change: the rates of products, of attention and of the memory. Without a
@@ -443,7 +443,7 @@ def _share(value: float) -> float:
     return min(1.0, max(1e-6, value))
 
 
-def comparison_table(rows: list[Comparison]) -> str:
+def comparison_table(rows: list[MeasuredFigure]) -> str:
     """Return the comparison as a table."""
     wide = max(len(row.name) for row in rows)
     cells = [[" " * wide, "predicted", "measured", "measured / predicted"]]

@@ -76,7 +76,7 @@ def fits(space: Space, candidate: Candidate) -> bool:
 
 
 _OF_A_MESH = 2  # candidates of one mesh that are recorded before those of other meshes
-Kind = tuple[object, ...]
+_Traits = tuple[object, ...]
 
 
 class RecordQueue:
@@ -90,13 +90,13 @@ class RecordQueue:
     def __init__(self, space: Space, every: Sequence[Candidate]) -> None:
         self._space = space
         self._left = list(every)
-        self._seen: dict[Kind, int] = {}
+        self._seen: dict[_Traits, int] = {}
 
     def next(self, found: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate whose turn it is."""
         if not self._left:
             return None
-        factors: dict[Kind, tuple[float, float]] = {}
+        factors: dict[_Traits, tuple[float, float]] = {}
 
         def place(number: int) -> tuple[object, ...]:
             candidate = self._left[number]
@@ -112,12 +112,12 @@ class RecordQueue:
         return candidate
 
 
-def _mesh(candidate: Candidate) -> Kind:
+def _mesh(candidate: Candidate) -> _Traits:
     parallel = candidate.config.parallel
     return parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.zero
 
 
-def _kind(candidate: Candidate) -> Kind:
+def _kind(candidate: Candidate) -> _Traits:
     """Return what quick estimates that err alike have in common."""
     parallel, config = candidate.config.parallel, candidate.config
     return (
@@ -132,7 +132,7 @@ def _kind(candidate: Candidate) -> Kind:
     )
 
 
-def _factors(kind: Kind, found: Sequence[Candidate]) -> tuple[float, float]:
+def _factors(kind: _Traits, found: Sequence[Candidate]) -> tuple[float, float]:
     """Return what the records nearest in kind have over their quick estimates: in bytes, in seconds."""
     if not found:
         return 1.0, 1.0

@@ -65,7 +65,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessageEffects:
     """The content of a step's messages, as whole tensors by name."""
 
     received: Mapping[str, Tensor] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Observer:
         """Return the context of forward and backward of step ``step``, counted from 0."""
         return nullcontext()
 
-    def after_backward(self, gradients: Mapping[str, Tensor]) -> Messages | None:
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> MessageEffects | None:
         """Look at this rank's whole gradients, if messages are lossy or types are reduced."""
 
     def compare(self) -> None:

@@ -36,7 +36,14 @@ from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size, batch_share
 from compose.plan import Plan, resolve
 from compose.proof.comparison import Comparison, buffers_of, gradient_of, parameters_of, shared, whole
-from compose.proof.observers import CODES, MemoryKeys, Messages, Observer, Subject, parts_of_add_ons
+from compose.proof.observers import (
+    CODES,
+    MemoryKeys,
+    MessageEffects,
+    Observer,
+    Subject,
+    parts_of_add_ons,
+)
 from compose.proof.one_process import (
     EXACT,
     FromComposition,
@@ -318,7 +325,7 @@ def compare(
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch)
             seen = gathered(recorder.choices(calls))
-        messages, sent = Messages(), None
+        messages, sent = MessageEffects(), None
         if rounds:
             got = {name: gradient_of(some[0]) / loss_scale for name, some in held.items()}
             for observer in observers:

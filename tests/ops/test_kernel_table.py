@@ -8,10 +8,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compose.ops import kernel_table
-from compose.ops.kernel_table import TABLE, Device, Kernel, Problem, device_of, kernel_of, widths_of
+from compose.ops.kernel_table import TABLE, Gpu, Kernel, Problem, device_of, kernel_of, widths_of
 from tests.support.gpu_kernels import HOPPER
 
-BLACKWELL = Device((10, 0), cudnn=91900)
+BLACKWELL = Gpu((10, 0), cudnn=91900)
 HALF, SINGLE = torch.bfloat16, torch.float32
 
 
@@ -19,10 +19,10 @@ def problem(dtype: torch.dtype = HALF, widths: tuple[int, int] = (128, 128), **o
     return Problem(dtype, *widths, **others)
 
 
-CHOICES: dict[str, tuple[Device, Problem, Kernel]] = {
+CHOICES: dict[str, tuple[Gpu, Problem, Kernel]] = {
     "Hopper": (HOPPER, problem(), "cudnn"),
     "Blackwell": (BLACKWELL, problem(), "cudnn"),
-    "Blackwell Ultra": (Device((10, 3), 91900), problem(), "cudnn"),
+    "Blackwell Ultra": (Gpu((10, 3), 91900), problem(), "cudnn"),
     "float16": (HOPPER, problem(torch.float16), "cudnn"),
     "narrow values": (HOPPER, problem(widths=(64, 40)), "cudnn"),
     "latent attention": (HOPPER, problem(widths=(192, 128)), "cudnn"),
@@ -32,35 +32,35 @@ CHOICES: dict[str, tuple[Device, Problem, Kernel]] = {
     "window": (HOPPER, problem(window=True), "flash"),
     "more keys than queries": (HOPPER, problem(square=False), "flash"),
     "odd lengths": (HOPPER, problem(even=False), "flash"),
-    "old cuDNN": (Device((9, 0), 91500), problem(), "flash"),
-    "no cuDNN": (Device((9, 0)), problem(), "flash"),
-    "deterministic": (Device((9, 0), 91900, deterministic=True), problem(), "flash"),
-    "Ampere": (Device((8, 0), 91900), problem(), "flash"),
-    "Ada": (Device((8, 9), 91900), problem(widths=(192, 192)), "flash"),
-    "Ada, little shared memory": (Device((8, 9), 91900), problem(widths=(200, 200)), "efficient"),
-    "Ada, widest": (Device((8, 9), 91900), problem(widths=(256, 256)), "flash"),
-    "consumer Blackwell": (Device((12, 0), 91900), problem(widths=(224, 64)), "efficient"),
+    "old cuDNN": (Gpu((9, 0), 91500), problem(), "flash"),
+    "no cuDNN": (Gpu((9, 0)), problem(), "flash"),
+    "deterministic": (Gpu((9, 0), 91900, deterministic=True), problem(), "flash"),
+    "Ampere": (Gpu((8, 0), 91900), problem(), "flash"),
+    "Ada": (Gpu((8, 9), 91900), problem(widths=(192, 192)), "flash"),
+    "Ada, little shared memory": (Gpu((8, 9), 91900), problem(widths=(200, 200)), "efficient"),
+    "Ada, widest": (Gpu((8, 9), 91900), problem(widths=(256, 256)), "flash"),
+    "consumer Blackwell": (Gpu((12, 0), 91900), problem(widths=(224, 64)), "efficient"),
     "beyond flash": (HOPPER, problem(widths=(264, 264)), "efficient"),
     "documents out of order": (HOPPER, problem(documents=True, in_order=False), "efficient"),
     "float32": (HOPPER, problem(SINGLE), "efficient"),
     "float32, documents, window": (HOPPER, problem(SINGLE, documents=True, window=True), "efficient"),
-    "Turing": (Device((7, 5)), problem(torch.float16), "efficient"),
-    "bfloat16 on Turing": (Device((7, 5)), problem(HALF), "plain"),
+    "Turing": (Gpu((7, 5)), problem(torch.float16), "efficient"),
+    "bfloat16 on Turing": (Gpu((7, 5)), problem(HALF), "plain"),
     "float64": (HOPPER, problem(torch.float64), "plain"),
     "soft cap": (HOPPER, problem(softcap=True), "plain"),
     "soft cap, float32": (HOPPER, problem(SINGLE, softcap=True), "plain"),
-    "FA3": (Device((9, 0), 91900, "FA3"), problem(widths=(256, 256)), "flash"),
-    "FA3, soft cap": (Device((9, 0), 91900, "FA3"), problem(softcap=True), "plain"),
-    "FA3, float32": (Device((9, 0), 91900, "FA3"), problem(SINGLE), "efficient"),
+    "FA3": (Gpu((9, 0), 91900, "FA3"), problem(widths=(256, 256)), "flash"),
+    "FA3, soft cap": (Gpu((9, 0), 91900, "FA3"), problem(softcap=True), "plain"),
+    "FA3, float32": (Gpu((9, 0), 91900, "FA3"), problem(SINGLE), "efficient"),
     # The operators of FlashAttention-2 are gone where another is activated.
-    "FA3 on Ampere": (Device((8, 0), 91900, "FA3"), problem(), "efficient"),
-    "FA3 on Blackwell": (Device((10, 0), 91900, "FA3"), problem(), "cudnn"),
-    "one's own": (Device((9, 0), 91900, "mine"), problem(), "flash"),
-    "one's own, wide": (Device((9, 0), 91900, "mine"), problem(widths=(264, 264)), "efficient"),
-    "FA4": (Device((10, 0), 91900, "FA4"), problem(documents=True), "flash"),
-    "FA4, latent": (Device((10, 0), 91900, "FA4"), problem(widths=(192, 128)), "flash"),
-    "FA4, wide": (Device((10, 0), 91900, "FA4"), problem(widths=(256, 256)), "efficient"),
-    "FA4 on Hopper": (Device((9, 0), 91900, "FA4"), problem(widths=(256, 256)), "flash"),
+    "FA3 on Ampere": (Gpu((8, 0), 91900, "FA3"), problem(), "efficient"),
+    "FA3 on Blackwell": (Gpu((10, 0), 91900, "FA3"), problem(), "cudnn"),
+    "one's own": (Gpu((9, 0), 91900, "mine"), problem(), "flash"),
+    "one's own, wide": (Gpu((9, 0), 91900, "mine"), problem(widths=(264, 264)), "efficient"),
+    "FA4": (Gpu((10, 0), 91900, "FA4"), problem(documents=True), "flash"),
+    "FA4, latent": (Gpu((10, 0), 91900, "FA4"), problem(widths=(192, 128)), "flash"),
+    "FA4, wide": (Gpu((10, 0), 91900, "FA4"), problem(widths=(256, 256)), "efficient"),
+    "FA4 on Hopper": (Gpu((9, 0), 91900, "FA4"), problem(widths=(256, 256)), "flash"),
 }
 
 
@@ -83,16 +83,14 @@ def test_each_row_is_chosen_by_a_case() -> None:
     [
         ("flash", HOPPER, (192, 128), (192, 192)),
         ("flash", HOPPER, (12, 20), (24, 24)),
-        ("flash", Device((10, 0), 91900, "FA4"), (192, 128), (192, 128)),
-        ("flash", Device((10, 0), 91900, "FA4"), (100, 64), (104, 104)),
-        ("flash", Device((9, 0), 91900, "FA4"), (192, 128), (192, 192)),
+        ("flash", Gpu((10, 0), 91900, "FA4"), (192, 128), (192, 128)),
+        ("flash", Gpu((10, 0), 91900, "FA4"), (100, 64), (104, 104)),
+        ("flash", Gpu((9, 0), 91900, "FA4"), (192, 128), (192, 192)),
         ("cudnn", HOPPER, (192, 128), (192, 128)),
         ("efficient", HOPPER, (12, 20), (16, 24)),
     ],
 )
-def test_widths(
-    kernel: Kernel, device: Device, widths: tuple[int, int], padded: tuple[int, int]
-) -> None:
+def test_widths(kernel: Kernel, device: Gpu, widths: tuple[int, int], padded: tuple[int, int]) -> None:
     assert widths_of(kernel, device, problem(widths=widths)) == padded
 
 
@@ -102,15 +100,15 @@ def test_the_device_is_read_from_pytorch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     q: Any = SimpleNamespace(is_cuda=True, device="cuda")
-    assert device_of(q) == Device((9, 0), 91900)
+    assert device_of(q) == Gpu((9, 0), 91900)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert device_of(q) == Device((9, 0))
+        assert device_of(q) == Gpu((9, 0))
     with monkeypatch.context() as activated:
         activated.setattr(kernel_table, "current_flash_attention_impl", lambda: "FA3")
-        assert device_of(q) == Device((9, 0), 91900, "FA3")
+        assert device_of(q) == Gpu((9, 0), 91900, "FA3")
     torch.use_deterministic_algorithms(True)
     try:
-        assert device_of(q) == Device((9, 0), 91900, deterministic=True)
+        assert device_of(q) == Gpu((9, 0), 91900, deterministic=True)
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert not device_of(q).deterministic
     finally:

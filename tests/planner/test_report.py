@@ -10,7 +10,7 @@ import pytest
 from compose.config.toml import dump
 from compose.errors import ConfigError
 from compose.planner.cluster import Copy, Measured, Product, as_toml, load_cluster
-from compose.planner.report import Comparison, against, corrected
+from compose.planner.report import MeasuredFigure, against, corrected
 from tests.support.helpers import make_config
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'
@@ -115,8 +115,8 @@ def test_a_corrected_cluster_can_be_read(
     cluster = replace(load_cluster("cpu"), measured=measured)
     names = ("product", "attention", "other")
     rows = [
-        Comparison("step", 1.0, 1e20, "s"),
-        *(Comparison(name, predicted, real, "s") for name in names),
+        MeasuredFigure("step", 1.0, 1e20, "s"),
+        *(MeasuredFigure(name, predicted, real, "s") for name in names),
     ]
     (tmp_path / "corrected.toml").write_text(as_toml(corrected(cluster, rows), []))
     assert load_cluster(str(tmp_path / "corrected.toml")).node == cluster.node

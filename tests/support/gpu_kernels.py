@@ -14,10 +14,10 @@ from torch import Tensor
 
 from compose.ops import attention, kernel_table, operators
 from compose.ops.attention_layout import AttentionTask
-from compose.ops.kernel_table import Device, Problem
+from compose.ops.kernel_table import Gpu, Problem
 
-HOPPER = Device((9, 0), cudnn=91900)
-AMPERE = Device((8, 0))
+HOPPER = Gpu((9, 0), cudnn=91900)
+AMPERE = Gpu((8, 0))
 
 Seen = Tensor  # (B, 1 or H, L, S), bool
 
@@ -316,7 +316,7 @@ def on_cpu(calls: list[str] | None = None) -> Iterator[None]:
         library._destroy()
 
 
-def play(monkeypatch: pytest.MonkeyPatch, device: Device, kind: torch.dtype) -> None:
+def play(monkeypatch: pytest.MonkeyPatch, device: Gpu, kind: torch.dtype) -> None:
     """Attention chooses kernels as for tensors on ``device``, of type ``kind`` and of even length."""
     found = attention.problem_of
 
