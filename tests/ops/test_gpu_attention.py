@@ -14,7 +14,7 @@ from compose import AttentionOptions, Documents
 from compose.ops import gpu_attention, kernel_table
 from compose.ops.attention import attention_forward, gradients, merged, tensors_of
 from compose.ops.attention_layout import task_of
-from compose.ops.kernel_table import Device
+from compose.ops.kernel_table import Gpu
 from compose.planner.record import Recorder
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.support.plain_attention import plain
@@ -82,7 +82,7 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 PIECES = ((128, 384), (0, 128, 256, 384))
 
 
-TRACED: dict[str, tuple[Device, torch.dtype, tuple[int, int], bool, int, Any, str, int]] = {
+TRACED: dict[str, tuple[Gpu, torch.dtype, tuple[int, int], bool, int, Any, str, int]] = {
     "cudnn": (HOPPER, HALF, (64, 64), False, 0, None, CUDNN, 1),
     "cudnn, latent": (HOPPER, HALF, (192, 128), False, 0, None, CUDNN, 1),
     "cudnn, ring": (HOPPER, HALF, (64, 64), False, 0, PIECES, CUDNN, 6),
@@ -95,7 +95,7 @@ TRACED: dict[str, tuple[Device, torch.dtype, tuple[int, int], bool, int, Any, st
     "efficient, documents": (HOPPER, SINGLE, (64, 64), True, 0, None, EFFICIENT, 1),
     "efficient, window": (HOPPER, SINGLE, (64, 64), False, 100, None, EFFICIENT, 2),
     "efficient, ring": (HOPPER, SINGLE, (64, 64), False, 0, PIECES, EFFICIENT, 6),
-    "efficient, float16": (Device((7, 5)), torch.float16, (64, 64), False, 0, None, EFFICIENT, 1),
+    "efficient, float16": (Gpu((7, 5)), torch.float16, (64, 64), False, 0, None, EFFICIENT, 1),
 }
 
 
@@ -151,7 +151,7 @@ LAYOUTS = {
     ids=["cudnn", "flash", "efficient"],
 )
 def test_values_narrower_than_keys(
-    device: Device,
+    device: Gpu,
     kind: torch.dtype,
     operator: str,
     layout: str,
