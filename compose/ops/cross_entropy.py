@@ -8,11 +8,8 @@ So what is computed on the way stays small, and narrow logits are never widened 
 
 :func:`chunked_cross_entropy` is fused with the projection onto the vocabulary. The logits (T, V) of T
 tokens exist for one chunk only, in forward and in backward. A chunk's gradients follow from its logits
-at once. So forward computes them too, and backward only scales them: no product is computed twice. With
-C tokens in a chunk, and V here the rows of the vocabulary that this rank holds:
-
-    lives for a chunk        C V logits, and as many in float32 (on a GPU the logits alone)
-    lives until backward     T D of the hidden states' gradient, V D of the weight's in float32
+at once. So forward computes them too, and backward only scales them: no product is computed twice
+(docs/memory.md has the bytes).
 """
 
 import functools

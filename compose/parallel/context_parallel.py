@@ -1,18 +1,14 @@
 """Context parallel: one sequence over many ranks, by ring, all-gather or all-to-all (Ulysses).
 
 Every rank holds a part of each sequence through the whole model. Only attention needs the other parts.
-L = S / cp is the length that a rank holds. All three methods compute the same:
+All three methods compute the same; docs/context.md has what each sends and holds:
 
     ring       Keys and values travel round the ranks. A rank attends to those that it has while the
-               next ones arrive (Liu et al. 2023, arXiv:2310.01889). Memory is O(L). Per layer each
-               rank sends 2 (cp - 1) L G K elements forward and (4 cp - 2) L G K backward, for G
-               key/value heads of width K. With a window it sends only what queries reach.
+               next ones arrive (Liu et al. 2023, arXiv:2310.01889).
     allgather  Every rank gathers all keys and values (Llama team 2024, arXiv:2407.21783, section
-               3.3.2). They take O(S) memory. A rank sends as many elements as by ring forward, and
-               4 (cp - 1) L G K backward, in one collective.
+               3.3.2).
     ulysses    Ranks exchange sequence parts for heads, and back (Jacobs et al. 2023,
-               arXiv:2309.14509). Each rank sends L (2 H + 2 G) K (cp - 1) / cp. The ranks must
-               divide the heads.
+               arXiv:2309.14509). The ranks must divide the heads.
 
 The ring is one operator (compose/parallel/ring_attention.py). The other two are collectives of
 torch.distributed around ``compose.attention``, which a compiler traces. So a layer is one graph.

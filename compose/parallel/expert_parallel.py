@@ -4,9 +4,7 @@ The axis adds no factor to the world size. It is laid over the innermost of the 
 axes, whose ranks hold different tokens anyway (Lepikhin et al. 2020, arXiv:2006.16668). Ranks that hold
 the same experts each keep a shard of them (``apply_data_parallel``).
 
-In each layer and direction a rank sends its rows twice: to the experts, and back. For T tokens these
-are 2 T k D elements forward and as many backward. Where the load is even, (ep - 1) / ep of them go to
-other ranks.
+In each layer and direction a rank sends its rows twice: to the experts, and back (docs/moe.md).
 
 Routing does not depend on the mesh: routers count on each rank, and act on the whole batch's counts. A
 router is any module whose class has ``finish_step`` and the other attributes of :class:`Router`.

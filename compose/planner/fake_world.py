@@ -2,10 +2,8 @@
 
 Every change of PyTorch that this takes is in this file. The names are private in torch 2.11 to 2.15.
 
-FSDP refuses parameters on meta, asks the device's module for streams and events, and makes its buffers
-on the device. AdamW refuses meta for its fused step. A process that waits for the objects of another
-rank would wait for ever. Here FSDP gets streams that only tell the recorder what happens on them, all
-tensors are made on meta, and the objects that the first rank broadcast are handed in.
+FSDP gets streams that only tell the recorder what happens on them, all tensors are made on meta, and
+the objects that the first rank broadcast are handed in.
 
 Tensors on meta have no device, so the recorder keeps which of them stand for host memory. Those do not
 count as the device's. Copies to the device count. On a CPU there is but one memory. What a GPU's run
