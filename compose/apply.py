@@ -1,5 +1,6 @@
 """Applies a Plan to a model and a mesh: the one place where this happens, in a fixed order."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from compose.composition import Composition, Messages, Options
 from compose.config.addons import brought
@@ -76,10 +77,8 @@ def apply(
     # Choose from the whole model, so that every rank chooses alike.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
-    balances: list[Balance] = [
-        style.balance for _, style in resolved.context if isinstance(style, ContextParallel)
-    ]
-    balance: Balance = balances[0] if balances else "headtail"
+    rings = [style for _, style in resolved.context if isinstance(style, ContextParallel)]
+    balance: Balance = rings[0].balance if rings else "headtail"
     shared_by = sequence_ranks(resolved.tensor, tp)
     # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
     # experts are not split like other weights: they lie on other axes, even if ep is 1.
@@ -105,9 +104,10 @@ def apply(
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice, compression)
     if over is not None:
-        _expert(model, resolved, over["ep"], compression)
+        styles = compression.styles(resolved.expert, "ep") if compression else resolved.expert
+        _parallelize(model, styles, over["ep"])
     if cp > 1:
-        _context(model, resolved, mesh["cp"])
+        _parallelize(model, resolved.context, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
     apply_activation_checkpointing(model, mine, dropout.in_recomputation if dropout else None)
     activations = ActivationOffload(model) if recompute.offload else None
@@ -120,16 +120,8 @@ def apply(
     data = [DataParallel(stage.module, zero) for stage in stages]
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
-        how = Sharding(
-            zero,
-            precision.master_dtype,
-            precision.param_dtype,
-            precision.reduce_dtype,
-            offload,
-            options.comm.prefetch,
-            hpz,
-            over,
-        )
+        types = precision.master_dtype, precision.param_dtype, precision.reduce_dtype
+        how = Sharding(zero, *types, offload, options.comm.prefetch, hpz, over)
         for number, stage in enumerate(stages):
             how = replace(how, messages=compression.stage() if compression else None)
             here = resolved.without(stage.absent)
@@ -206,22 +198,17 @@ def _tensor(
     styles = messages.styles(styles, "tp") if messages else styles
     apply_tensor_parallel(model, styles + replicated, mesh)
     elsewhere = {id(p) for name, _ in resolved.expert for p in model.get_submodule(name).parameters()}
-    whole = [
-        name
+    problems = [
+        f"plan.tensor: no style placed the parameter {name} on the tp axis"
         for name, p in model.named_parameters()
         if not isinstance(p, DTensor) and id(p) not in elsewhere
     ]
-    if whole:
-        raise ConfigError(
-            *(f"plan.tensor: no style placed the parameter {name} on the tp axis" for name in whole)
-        )
+    if problems:
+        raise ConfigError(*problems)
 
 
-def _expert(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, messages: Messages | None) -> None:
-    for name, style in messages.styles(resolved.expert, "ep") if messages else resolved.expert:
+def _parallelize(
+    model: nn.Module, styles: Sequence[tuple[str, ParallelStyle]], mesh: DeviceMesh
+) -> None:
+    for name, style in styles:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
-
-
-def _context(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
-    for name, style in resolved.context:
-        parallelize_module(model.get_submodule(name), mesh, style)

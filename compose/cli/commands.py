@@ -1,5 +1,6 @@
 """The commands verify, schedule, legal, convert and tokenize; a command imports what it alone needs."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -114,20 +115,12 @@ def legal(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _has_adapters(checkpoint: Path) -> bool:
-    from compose.checkpoint.store import read_state
-
-    try:
-        return read_state(checkpoint).lora is not None
-    except ConfigError:  # the export says what is wrong
-        return False
-
-
 def convert(arguments: Sequence[str]) -> int:
     """Convert Hugging Face weights to a checkpoint or back."""
     from compose.checkpoint.hf_conversion import export, export_adapters, import_
     from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, model_in
     from compose.checkpoint.safetensors_files import DTYPES
+    from compose.checkpoint.store import read_state
 
     given = read_flags("convert", arguments)
     folders, flags = given.plain, given.flags
@@ -147,8 +140,9 @@ def convert(arguments: Sequence[str]) -> int:
         if name not in kinds:
             raise flag_error("--dtype", f"{name} is none of {', '.join(kinds)}")
         original = Path(flags["--original"]) if "--original" in flags else None
-        checkpoint = checkpoints(source)[0]
-        adapters, merged = _has_adapters(checkpoint), "--merged" in flags
+        checkpoint, merged, adapters = checkpoints(source)[0], "--merged" in flags, False
+        with contextlib.suppress(ConfigError):  # the export says what is wrong
+            adapters = read_state(checkpoint).lora is not None
         if merged and not adapters:
             raise flag_error("--merged", f"{checkpoint} holds no adapters")
         if adapters and not merged:

@@ -185,8 +185,7 @@ def job_of(
 ) -> Job:
     """Return the checked job of the model in ``source``, for this launch's ranks.
 
-    ``folders`` are its checkpoints, newest first; Hugging Face's folder has none. Sequences that do not
-    grow are of train.seq_len.
+    ``folders`` are its checkpoints, newest first. Sequences that do not grow are of train.seq_len.
     """
     config = without_add_ons(_stored_config(source, folders))
     # The length grows with each token, and each length would need a new graph.
@@ -231,10 +230,9 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
 def open_model(
     job: Job, folders: Sequence[Path], mesh: DeviceMesh, device: torch.device
 ) -> Composition:
-    """Cut the job's model over ``mesh``, and load its weights.
+    """Cut the job's model over ``mesh``, with the weights of the first whole checkpoint in ``folders``.
 
-    The weights come from the first whole checkpoint in ``folders``. Damaged checkpoints before it are
-    named on standard error. Without folders the weights come from ``checkpoint.load_hf``.
+    Without folders the weights come from ``checkpoint.load_hf``.
     """
     composition = parallelize(job, mesh, device)
     if not folders or job.config.model.lora.rank:  # a checkpoint of adapters has no other weights

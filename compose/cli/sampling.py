@@ -1,14 +1,12 @@
 """How a text is continued: the logits of the next token, with or without a cache, and its draw.
 
-Causal attention is the only place where a token of a language model reads others. So what earlier
-tokens give to a later one are their keys and values in each attention core. If these are kept, a token
-runs through the model once, alone (Pope et al. 2022, arXiv:2211.05102, section 2). The work for a token
-then grows with the text by attention's one query alone, and with a window not at all.
+Causal attention is the only place where a token of a language model reads others. If the keys and
+values of each attention core are kept, a token runs through the model once, alone (Pope et al. 2022,
+arXiv:2211.05102, section 2).
 
 An attention core is a module with ``options`` (compose.AttentionOptions), called as ``core(q, k, v,
-documents=None, sinks=None)``. models/layers/attention.py has one. A cache takes the place of its
-forward while the model runs. So no model knows of it. What is kept are the keys and values of this
-rank's heads, as the core gets them: with latent attention those of all heads, and not the latent.
+documents=None, sinks=None)``. A cache takes the place of its forward while the model runs, and keeps
+the keys and values of this rank's heads: with latent attention those of all heads, and not the latent.
 """
 
 import itertools
@@ -64,9 +62,8 @@ class Sampling:
 class KeyValues:
     """The keys and values of one attention core: of all tokens so far, or of its window.
 
-    The tensors have room for more tokens than there are, and are doubled when it is used up. So a token
-    costs the same on average, however long the text. A window is a ring: a token takes the place of the
-    one that no query sees any more. The order of keys changes no result but by rounding.
+    The tensors have room for more tokens, and are doubled when it is used up. A window is a ring: a
+    token takes the place of the one that no query sees any more.
     """
 
     def __init__(self, options: AttentionOptions) -> None:
@@ -108,10 +105,7 @@ class KeyValues:
 
 
 class Cache:
-    """The keys and values of a model, for one sequence in each row of the batch.
-
-    It serves any composition for which :func:`obstacle` finds nothing.
-    """
+    """The keys and values of a model for which :func:`obstacle` finds nothing; rows are sequences."""
 
     def __init__(self, composition: Composition) -> None:
         """Begin with no token."""
@@ -122,10 +116,7 @@ class Cache:
 
     @contextmanager
     def taking(self, count: int) -> Iterator[None]:
-        """Let a forward inside of this context take the next ``count`` tokens: 1, but for the first.
-
-        More tokens in the batch are padding, and are not kept.
-        """
+        """Let a forward inside take the next ``count`` tokens, 1 but for the first time."""
         assert count == 1 or not self.length
         forwards = {core: partial(_attend, kept, count, core.forward) for core, kept in self.of.items()}
         with _replaced(forwards):
@@ -213,12 +204,7 @@ def open_cache(composition: Composition, wanted: Wanted) -> Cache | None:
 
 
 def obstacle(composition: Composition) -> str:
-    """Return why a model cannot have a cache of keys and values; a collective.
-
-    The model is run on two tokens while its attention cores mix none. Then the logits of the second
-    token must not depend on the first one. If they do, tokens are mixed elsewhere, and a token alone
-    would not give what it gives in its text. The reason is "" if the model can have a cache.
-    """
+    """Return why a model cannot have a cache of keys and values, or ""; a collective."""
     for axis in ("pp", "cp"):
         if (size := axis_size(composition.mesh, axis)) > 1:
             return f"parallel.{axis} = {size} cuts the text or the model into parts that have no cache"
@@ -234,7 +220,10 @@ def obstacle(composition: Composition) -> str:
 
 
 def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
-    """Return why a model mixes tokens, or may, while its attention cores mix none."""
+    """Return why a model mixes tokens, or may, while its attention cores mix none.
+
+    It runs on two tokens. The logits of the second one must not depend on the first.
+    """
     length, calls = 2 + -2 % axis_size(composition.mesh, "tp"), Counter[str]()
     problems, differs = list[str](), False
 
@@ -303,9 +292,7 @@ def sample(
 ) -> Iterator[int]:
     """Yield the tokens with which the model continues ``tokens``, up to one of ``ends``.
 
-    This is a collective: every rank must take all tokens, and gets the same ones. With a cache of keys
-    and values (``Sampling.cache``) the prompt runs once, and then each token once. Without one, every
-    token runs the whole sequence again.
+    This is a collective: every rank must take all tokens, and gets the same ones.
     """
     known, cache = list(tokens), open_cache(composition, sampling.cache)
     for _ in range(sampling.max_tokens):

@@ -133,7 +133,9 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
         place = os.path.realpath(file)  # not Path.resolve, which fails for a loop of links
         if place in above:
             raise ConfigError(f"{file}: extends itself")
-        text = _text(file, alone)
+        with open_own(Path(file), "r") if alone else open(file, encoding="utf-8") as opened:
+            # Some editors begin a file with a byte order mark, which has no meaning.
+            text = opened.read().removeprefix("\ufeff")
         content = tomllib.loads(text, parse_float=_float)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
@@ -160,14 +162,6 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
             keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES)}")
         for key, value in values.items():
             keys.set(table, key, value, file)
-
-
-def _text(file: str, alone: bool) -> str:
-    # Some editors begin a file with a byte order mark, which has no meaning.
-    if not alone:
-        return Path(file).read_text(encoding="utf-8-sig")
-    with open_own(Path(file), "r") as opened:
-        return opened.read().removeprefix("\ufeff")
 
 
 def _syntax_error(text: str, error: ValueError) -> str:

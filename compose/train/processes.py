@@ -161,7 +161,9 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, w
     stragglers.give_up(rank)
     if _first_to_fail(store, worker):
         _report(error, rank)
-        if _from_others(error) and (line := stragglers.straggler(wait=_SKEW)):
+        # A collective fails if another rank has died or hangs.
+        from_others = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+        if from_others and (line := stragglers.straggler(wait=_SKEW)):
             print(line, file=sys.stderr)
         store.set(SAID, "")
     else:
@@ -208,11 +210,6 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)
     return store, rank, world_size
-
-
-def _from_others(error: Exception) -> bool:
-    """Tell whether a collective has failed, as it does if another rank has died or hangs."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _report(error: Exception, rank: int) -> None:

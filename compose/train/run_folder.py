@@ -25,8 +25,7 @@ from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import crosses_nodes
-from compose.train.metrics import StepMetrics
-from compose.train.sinks import Sink, open_sinks
+from compose.train.metrics import Sink, StepMetrics, open_sinks
 from compose.train.workers import Worker
 
 _FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
@@ -68,7 +67,11 @@ class RunFolder:
         self._lock: IO[str] | None = None
         found: list[str] = ["", ""]
         if dist.get_rank() == 0:
-            first, folder = _of_worker(name, worker or Worker())
+            worker = worker or Worker()
+            own = str((Path(name) if name else _new()) if worker.index == 0 else "")
+            first = folder = Path(worker.everyone("run.dir", own)[0])
+            if worker.index:  # all but the first worker have a folder within it
+                folder = first / "islands" / str(worker.index)
             found = [str(folder), "\n".join(strangers(first)) or self._take(folder)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(found, src=0)
@@ -107,13 +110,6 @@ class RunFolder:
         """Unlock the folder, so that another run may use it."""
         if self._lock:
             self._lock.close()
-
-
-def _of_worker(name: str, worker: Worker) -> tuple[Path, Path]:
-    """Return the run's folder, and that of a worker: all but the first have one within."""
-    own = str((Path(name) if name else _new()) if worker.index == 0 else "")
-    first = Path(worker.everyone("run.dir", own)[0])
-    return first, first / "islands" / str(worker.index) if worker.index else first
 
 
 def _unseen(folder: Path) -> str:

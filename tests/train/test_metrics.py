@@ -1,10 +1,29 @@
-"""What is written of a step."""
+"""The metrics of a step, and where they go, also when a disk is full and when a run goes on."""
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from compose.config.tables import Config, Metrics
 from compose.memory.precision import Precision
-from compose.train.metrics import device_peak, peak_flops, peak_memory
+from compose.train import metrics
+from compose.train.metrics import (
+    JsonLines,
+    Sink,
+    StepMetrics,
+    device_peak,
+    open_sinks,
+    peak_flops,
+    peak_memory,
+)
 from tests.support.training import STEP
 
 
@@ -47,3 +66,144 @@ def test_float16_has_bfloat16s_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert device_peak(torch.device("cuda"), Precision("float16")) == 989e12
     assert device_peak(torch.device("cuda"), Precision()) is None
+
+
+def _written(folder: Path, *steps: StepMetrics, tensorboard: bool = True, done: int = 0) -> None:
+    """Write steps to all sinks of a run that has done some."""
+    found = open_sinks(Config(metrics=Metrics(tensorboard)), folder, done, print)
+    for step in steps:
+        for sink in found:
+            sink.write(step)
+    # On disk before it is closed.
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + len(steps)
+    for sink in found:
+        sink.close()
+
+
+def _events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_files(tmp_path: Path) -> None:
+    _written(tmp_path, STEP)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 7,
+        "loss": 1.0 / 3.0,
+        "grad_norm": 0.25,
+        "lr": 3e-3,
+        "tokens": 7000,
+        "samples": 70,
+        "tokens_per_second": 12_345.6,
+        "mfu": None,
+        "memory": 3 * 2**29,
+    }
+    events = _events(tmp_path)
+    assert events.Scalars("loss")[0].step == 7
+    assert events.Scalars("loss")[0].value == pytest.approx(1 / 3)
+    assert "mfu" not in events.Tags()["scalars"]
+
+
+def test_without_tensorboard(tmp_path: Path) -> None:
+    _written(tmp_path, STEP, tensorboard=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_events_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Each number under its own name; steps that are run again take the place of those before."""
+    more = {"routing": {"router": {"load": 2.0}}, "checkpoint": {"stall": 1.0}, "offload": {"a": 1.0}}
+    for number, done in enumerate((0, 1)):
+        each = dataclasses.replace(STEP, lr=number + 0.5, more=more, epochs={"b": 1.0})
+        steps = [dataclasses.replace(each, step=step) for step in range(done + 1, 4)]
+        _written(tmp_path, *steps, done=done)
+    events = _events(tmp_path)
+    names = set(events.Tags()["scalars"])
+    assert {"checkpoint/stall", "offload/a", "epochs/b", "load/router"} <= names
+    assert [(event.step, event.value) for event in events.Scalars("lr")] == [
+        (1, 0.5),
+        (2, 1.5),
+        (3, 1.5),
+    ]
+
+
+class _Kept(Sink):
+    """A sink of another package."""
+
+    steps: ClassVar[list[int]] = []
+
+    def write(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics.step)
+
+
+def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is its class and one entry point."""
+    entry = EntryPoint("kept", f"{__name__}:_Kept", "compose.sinks")
+    monkeypatch.setattr(metrics, "entry_points", lambda group: [entry] if group == entry.group else [])
+    _written(tmp_path, STEP)
+    assert _Kept.steps == [7]
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _write(folder: Path, *steps: int, after: int = 0) -> JsonLines:
+    writer = JsonLines(Config(), folder, after, print)
+    for step in steps:
+        writer.write(_step(step))
+    return writer
+
+
+def _step(step: int) -> Any:
+    return dataclasses.replace(STEP, step=step)
+
+
+def test_a_line_that_was_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, 1, 2).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
+    _write(tmp_path, 3, after=2).close()
+    assert _steps(tmp_path) == [1, 2, 3]
+    path.write_bytes(path.read_bytes()[:-9])
+    _write(tmp_path, 4, after=3).close()
+    assert _steps(tmp_path) == [1, 2, 4], "what is lost is not made up"
+    assert capsys.readouterr().out == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "strange", [b"\xff\xfe\n", b"[1]\n", b'{"step": "2"}\n', b"\n", b"[" * 9999 + b"\n"]
+)
+def test_a_line_that_no_run_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: bytes
+) -> None:
+    """Is left out, said, and kept beside."""
+    _write(tmp_path, 1, 2).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(strange + path.read_bytes())
+    before = path.read_bytes()
+    _write(tmp_path, 3, after=2).close()
+    assert _steps(tmp_path) == [1, 2, 3]
+    aside = tmp_path / "metrics.jsonl.damaged-1"
+    assert aside.read_bytes() == before
+    assert capsys.readouterr().out == (f"{path}: 1 of its lines are no steps; it is kept as {aside}\n")
+
+
+def test_metrics_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said once; what could not be written is, as soon as there is room."""
+    writer, path = _write(tmp_path, 1, 2), tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        writer.write(_step(3))
+        writer.write(_step(4))
+        assert _steps(tmp_path) == [1, 2], "nor is half a line there"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().out
+    assert said == f"{path} cannot be written: {os.strerror(errno.EFBIG)}; training goes on\n"
+    writer.write(_step(5))
+    writer.close()
+    assert _steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().out == f"{path} is written again, no line of it is lost\n"

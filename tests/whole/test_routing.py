@@ -15,7 +15,7 @@ from compose import Parallel
 from compose.config.tables import Config
 from compose.parallel.expert_parallel import RoutingMetrics
 from compose.proof import routing_trace
-from compose.train.sinks import TensorBoard
+from compose.train.metrics import TensorBoard
 from models.layers.router import MoEConfig, Router
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, QWEN
