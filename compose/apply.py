@@ -120,8 +120,16 @@ def apply(
     data = [DataParallel(stage.module, zero) for stage in stages]
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
-        types = precision.master_dtype, precision.param_dtype, precision.reduce_dtype
-        how = Sharding(zero, *types, offload, options.comm.prefetch, hpz, over)
+        how = Sharding(
+            zero,
+            precision.master_dtype,
+            precision.param_dtype,
+            precision.reduce_dtype,
+            offload,
+            options.comm.prefetch,
+            hpz,
+            over,
+        )
         for number, stage in enumerate(stages):
             how = replace(how, messages=compression.stage() if compression else None)
             here = resolved.without(stage.absent)
