@@ -1,8 +1,8 @@
 """Saves a run while it goes on, and resumes it.
 
-A training step waits only until the state is copied into host memory. A thread then writes the copy.
-The thread has a process group of its own, so its messages cannot meet those of training. A checkpoint
-is whole before anything reads or deletes it by name (store.py).
+A training step waits only until the state is copied into host memory. A thread with a process group of
+its own then writes the copy. A checkpoint is whole before anything reads or deletes it by name
+(store.py).
 """
 
 import contextlib
@@ -41,18 +41,16 @@ from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.errors import ConfigError, write_whole
 from compose.memory.precision import LossScale
+from compose.ops.tensors import gathered_objects
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The place that a run has reached."""
+    """The optimizer steps, samples and tokens that a run has taken."""
 
     step: int = 0
-    """Optimizer steps."""
     samples: int = 0
-    """Samples of the data."""
     tokens: int = 0
-    """Tokens of the data."""
     scale: LossScale | None = None
     """The loss scale, in float16."""
 
@@ -67,9 +65,8 @@ class SaveReport:
     seconds: float = 0.0
     """Seconds until the checkpoint was published."""
     bytes: int = 0
-    """Bytes of the whole checkpoint."""
     problem: str = "it did not end"
-    """Why the checkpoint was not published; empty if it was."""
+    """The reason why the checkpoint was not published; empty if it was."""
 
     def metrics(self) -> dict[str, float]:
         """Return the values for metrics.jsonl."""
@@ -99,9 +96,9 @@ class Peers:
         """Return the checkpoints from which this run may go on, the newest first, or why none is."""
         return [*store.newest_first(root)]
 
-    def damage(self, found: list[str]) -> list[str]:
-        """Return the damage of a checkpoint of all peers; ``found`` is this run's."""
-        return found
+    def damage(self, own: list[str]) -> list[str]:
+        """Return the damage of a checkpoint of all peers; ``own`` is this run's."""
+        return own
 
     def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
         """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
@@ -113,10 +110,7 @@ class Peers:
 
 
 class Checkpointer:
-    """Saves and resumes one run.
-
-    Every rank makes one, and calls its methods after the same steps.
-    """
+    """Saves and resumes one run. Every rank makes one, and calls its methods after the same steps."""
 
     def __init__(
         self,
@@ -134,8 +128,7 @@ class Checkpointer:
         self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or Peers()
         self.label = rank_state.label_of(config, beside)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        # Saving and resuming move the same bytes, so both have this limit all the time. A rank may
-        # wait long for the slowest rank's disk, while no step waits for that.
+        # A rank may wait long for the slowest rank's disk, while no step waits for that.
         group = dist.new_group(backend="gloo", timeout=config.comm.first_step_timeout)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
@@ -148,11 +141,7 @@ class Checkpointer:
         self.reads_files = False  # saves do, of state that is in files
 
     def resume(self) -> Progress | None:
-        """Load the newest whole checkpoint.
-
-        It prints which checkpoint it loads, which keys of the config have changed, and which damaged
-        checkpoints it passes over.
-        """
+        """Load the newest whole checkpoint; print what was loaded, changed and passed over."""
         if self.rank == 0:
             store.clean(self.root)
         folders = self._agreed(self.peers.candidates(self.root) if self.rank == 0 else [])
@@ -167,32 +156,28 @@ class Checkpointer:
                 scale = LossScale(known.scale.value, known.scale.clean) if known.scale else None
                 progress = Progress(known.step, known.samples, known.tokens, scale)
                 self._say(f"{folder}: resumed after step {progress.step}")
-                lost = rank_state.load(
+                dropped = rank_state.load(
                     folder, self.label, self.beside, self.group, filled, progress.step
                 )
-                if lost:
-                    self._say(lost)
+                if dropped:
+                    self._say(dropped)
                 if self.rank == 0:
                     self._set_aside(folders, progress.step)
-                if self.rank == 0 and progress.step and (changed := changes(folder, self.config)):
-                    self._say(f"{folder}: goes on with {', '.join(changed)}")
+                    if progress.step and (changed := changes(folder, self.config)):
+                        self._say(f"{folder}: goes on with {', '.join(changed)}")
                 return progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
         run = self.root.parent
         if folders or self._agreed([run] if self.rank == 0 and store.has_saved(run) else []):
-            lost = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
+            reason = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
             raise ConfigError(
-                f"run.dir: {run}: {lost}, and a run that begins at step 1 would write over the rest:"
+                f"run.dir: {run}: {reason}, and a run that begins at step 1 would write over the rest:"
                 f" put one back into {self.root}, or begin anew in another run.dir"
             )
         return None
 
     def save(self, progress: Progress, wait: bool = False) -> None:
-        """Begin to save the state as it is now.
-
-        If another save is still going on, this first waits for its end: two would take twice the
-        memory.
-        """
+        """Begin to save the state as it is now, after the end of an earlier save."""
         begun = time.perf_counter()
         self.wait()
         self.unreported = self.finished()
@@ -260,8 +245,8 @@ class Checkpointer:
 
     def _damage(self, folder: Path) -> list[str]:
         """Return a line for each damage of a checkpoint, its peers' too; the same on every rank."""
-        found = damage(folder, self.group)
-        return self._agreed(self.peers.damage(found) if self.rank == 0 else [])
+        own = damage(folder, self.group)
+        return self._agreed(self.peers.damage(own) if self.rank == 0 else [])
 
     def _write(
         self,
@@ -275,7 +260,7 @@ class Checkpointer:
         target = self.root / f".writing-{store.name_of(progress.step)}"
         problem, files = "", {}
         try:
-            self._first(lambda: store.begin(self.root, progress.step))
+            self._begin(progress.step)
             writer = PartsWriter(target)
             # With one rank gloo's own threads would gather the plan. On a CPU they would keep OpenMP
             # threads, and with more threads than cores each parallel region of training takes longer.
@@ -290,17 +275,14 @@ class Checkpointer:
             files = writer.entries | rank_state.write(target, self.rank, self.label, kept)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
-        everyone: list[tuple[str, dict[str, Any]]] = [("", {}) for _ in range(self.ranks)]
-        dist.all_gather_object(everyone, (problem, files), group=self.group)
-        problems = [words for words, _ in everyone if words]
-        result = [problems[0] if problems else "", 0]
+        everyone = gathered_objects((problem, files), self.group)
+        result: list[Any] = [next((words for words, _ in everyone if words), ""), 0]
         if self.rank == 0:
-            if not problems:
+            if not result[0]:
                 result = self._publish(target, progress, [entries for _, entries in everyone])
             if result[0]:
                 shutil.rmtree(target, ignore_errors=True)
-        dist.broadcast_object_list(result, src=0, group=self.group)
-        self.report.problem, self.report.bytes = result[0], result[1]
+        self.report.problem, self.report.bytes = result = self._agreed(result)
         self.report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
             self._prune(self.root / store.name_of(progress.step))
@@ -350,22 +332,21 @@ class Checkpointer:
             was = ", ".join(f"{key} {known[key]}, now {self.data[key]}" for key in changed)
             self._say(f"{folder}: the data are not what they were ({was}); samples are counted on")
 
-    def _agreed(self, found: list[Any]) -> list[Any]:
+    def _agreed(self, own: list[Any]) -> list[Any]:
         """Return the first rank's list on every rank."""
-        shared = [found]
+        shared = [own]
         dist.broadcast_object_list(shared, src=0, group=self.group)
         return shared[0]
 
-    def _first(self, work: Any) -> None:
-        """Do ``work`` on the first rank only. If it fails there, every rank raises OSError."""
-        problem = [""]
+    def _begin(self, step: int) -> None:
+        """Make an empty folder on the first rank. If it fails there, every rank raises OSError."""
+        problem: list[str] = []
         if self.rank == 0:
             try:
-                work()
+                store.begin(self.root, step)
             except OSError as error:
                 problem = [cause_of(error)]
-        dist.broadcast_object_list(problem, src=0, group=self.group)
-        if problem[0]:
+        if problem := self._agreed(problem):
             raise OSError(problem[0])
 
     def _say(self, text: str, own: bool = False) -> None:

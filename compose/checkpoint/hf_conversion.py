@@ -43,10 +43,10 @@ from compose.checkpoint.hf_folder import (
 )
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.local_shards import LocalShard, named_tensors
+from compose.checkpoint.local_shards import LocalShard, local_shard_of, named_tensors
 from compose.checkpoint.peft import (
-    MergedWeights,
     adapted,
+    merged_weights,
     peft_name,
     table_of,
     target_modules,
@@ -67,16 +67,12 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion."""
+    """The folder that a conversion has written, with the number and bytes of tensors, and of files."""
 
     path: Path
-    """The folder that was written."""
     tensors: int
-    """Number of tensors."""
     bytes: int
-    """Bytes of the tensors."""
     files: int
-    """Number of files that hold the tensors."""
     original: str = ""
     """The folder that the model came from, if the run kept nothing of it; else empty."""
 
@@ -156,14 +152,12 @@ def export(
     def read(name: str, like: Tensor) -> Tensor:
         return _read(reader, f"model.{name}", like)
 
-    held = {ours: tensor for group in groups for ours, _, tensor in group}
+    expected = {ours: tensor for group in groups for ours, _, tensor in group}
     if known.lora:
-        buffers = {name: b for name, b in held.items() if not isinstance(b, nn.Parameter)}
-        held = adapted(_on_meta(model), known.lora) | buffers
-    _check_held(source, reader, held)
-    value_of = (
-        MergedWeights(source, known, _on_meta(model), hf_name, read).weight if known.lora else read
-    )
+        buffers = {name: b for name, b in expected.items() if not isinstance(b, nn.Parameter)}
+        expected = adapted(_on_meta(model), known.lora) | buffers
+    _check_tensors(source, reader, expected)
+    value_of = merged_weights(source, known, _on_meta(model), hf_name, read) if known.lora else read
 
     plan: list[list[Planned]] = []
     for group in groups:
@@ -187,10 +181,10 @@ def export(
     values |= dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     if original and not original.is_dir():
         raise ConfigError(f"{original}: no such folder")
-    there = read_config(original) if original and (original / MODEL).exists() else {}
+    known_config = read_config(original) if original and (original / MODEL).exists() else {}
     special = generation_values(original, model.config.vocab_size)
     own = ("bos_token_id", "pad_token_id", "max_position_embeddings")
-    values |= special | {key: there[key] for key in own if there.get(key) is not None}
+    values |= special | {key: known_config[key] for key in own if known_config.get(key) is not None}
     flat = [one for part in plan for one in part]
     with _new_folder(target) as aside:
         written = write_files(aside, flat, tensors(), shard_bytes)
@@ -235,7 +229,7 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
     shape = config.model if config else _model_of(source, known)
     model, reader, hf_name = _on_meta(shape), PartsReader(source), name_of(shape.name, shape.config)
     parameters = adapted(model, known.lora)
-    _check_held(source, reader, parameters)
+    _check_tensors(source, reader, parameters)
     tensors = {
         peft_name(name, hf_name): _read(reader, f"model.{name}", p) for name, p in parameters.items()
     }
@@ -253,9 +247,9 @@ def _whole_state(source: Path) -> store.State:
     return store.read_state(source)
 
 
-def _check_held(source: Path, reader: PartsReader, held: Mapping[str, Tensor]) -> None:
+def _check_tensors(source: Path, reader: PartsReader, expected: Mapping[str, Tensor]) -> None:
     """Raise ConfigError unless a checkpoint has these tensors of its model."""
-    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in held.items()}
+    parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in expected.items()}
     problems = mismatches(parts, reader.read_metadata())
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
@@ -281,8 +275,7 @@ def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
 
 def _whole(like: Tensor, device: str) -> LocalShard:
     """Return an empty LocalShard for a whole tensor with the shape and dtype of ``like``."""
-    local = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return LocalShard(like.shape, torch.Size([0] * like.ndim), local)
+    return local_shard_of(torch.empty(like.shape, dtype=like.dtype, device=device))
 
 
 def _on_meta(model: Model) -> nn.Module:

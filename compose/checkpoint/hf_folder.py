@@ -46,18 +46,12 @@ class HuggingFace(Protocol):
 
     MODEL_TYPES: Sequence[str]
     """The values of model_type in config.json that the model can express."""
-
-    def hf_name(self, name: str, config: Any = None) -> str | Stored:
-        """Return Hugging Face's name of a tensor, or a Stored where theirs is not as ours."""
-        ...
-
-    def hf_config(self, config: Any) -> dict[str, Any]:
-        """Return the content of config.json for our config."""
-        ...
-
-    def config_from_hf(self, values: Mapping[str, Any]) -> Any:
-        """Return our config for the content of config.json."""
-        ...
+    hf_name: Callable[..., str | Stored]
+    """It returns Hugging Face's name of a tensor, or a Stored where theirs is not as ours."""
+    hf_config: Callable[[Any], dict[str, Any]]
+    """It returns the content of config.json for our config."""
+    config_from_hf: Callable[[Mapping[str, Any]], Any]
+    """It returns our config for the content of config.json."""
 
 
 def find_hf(name: str) -> HuggingFace:
@@ -76,10 +70,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_problems(folder: Path, name: str, config: Any) -> list[str]:
-    """Return one line for each field in which a config differs from the folder's config.json.
-
-    Only fields that change what the weights compute count.
-    """
+    """Return one line for each field that changes results and differs from the folder's config.json."""
     try:
         hf = find_hf(name)
         theirs = hf.config_from_hf(read_config(folder))
@@ -88,11 +79,11 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
     except ConfigError as error:
         return error.problems
     # Convert forward and backward, so that fields without use in such a model become equal.
-    there, here = (_round_trip(hf, one) for one in (theirs, config))
+    its, ours = (_round_trip(hf, one) for one in (theirs, config))
     fields = [f.name for f in dataclasses.fields(config) if f.name not in training_fields(config)]
-    other = [field for field in fields if getattr(there, field) != getattr(here, field)]
+    other = [field for field in fields if getattr(its, field) != getattr(ours, field)]
     # Show the given values if they differ; else the converted ones.
-    for one, two in ((theirs, config), (there, here)):
+    for one, two in ((theirs, config), (its, ours)):
         problems = [
             f"{folder}: is a model with {field} = {getattr(one, field)}, not {getattr(two, field)}"
             for field in other
@@ -131,8 +122,7 @@ def name_of(name: str, config: Any) -> HfName:
 def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named]:
     """Yield (our name, its place in a folder, tensor) for each published tensor of a model.
 
-    These are all parameters except adapters', and the persistent buffers that have a name in Hugging
-    Face's model.
+    LoRA adapters are not published, nor buffers that Hugging Face's model does not have.
     """
     model = module_of(whole)
     for name, parameter in whole.named_parameters():
@@ -156,8 +146,7 @@ def load_hf(
 ) -> None:
     """Fill a model from safetensors; each rank reads only its own part of each weight.
 
-    The values are cast to the parameters' dtype. ``whole`` is the model on meta, if ``model`` is a
-    pipeline's part of it.
+    ``whole`` is the model on meta, if ``model`` is a pipeline's part of it.
     """
     files = TensorFiles(Path(folder))
     problems = differences(files, whole or model, hf_name)
@@ -190,11 +179,10 @@ def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
 
 
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
-    """Return one line for each tensor in which the files and the model differ.
+    """Return one line for each tensor, or several of equal layers, in which files and model differ.
 
-    A tensor may be missing, of another shape or dtype, or unknown. Equal lines for several layers
-    become one line. The files may also hold the second name of a tied weight, frequencies of the rotary
-    embedding, causal masks, and layers of multi-token prediction.
+    The files may also hold the second name of a tied weight, computed buffers, and layers of
+    multi-token prediction.
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
@@ -233,12 +221,12 @@ def misfit(entry: TensorEntry, shape: Sequence[int]) -> str:
 
 def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
     """Return one line for equal words about names that differ only by numbers."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, words in found:
-        alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)
+        groups.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)
     return [
         f"{pattern} {words} ({len(names)} of them)" if len(names) > 1 else f"{names[0]} {words}"
-        for (pattern, words), names in alike.items()
+        for (pattern, words), names in groups.items()
     ]
 
 
@@ -258,10 +246,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is a checkpoint, or else all checkpoints of the run in it, newest first.
-
-    The checkpoints may be damaged.
-    """
+    """Return ``folder`` if it is a checkpoint, else those of the run in it, newest first."""
     if not folder.is_dir():
         raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
     if any((folder / name).exists() for name in (store.MANIFEST, METADATA)):

@@ -21,6 +21,7 @@ from compose.config.models import training_fields
 from compose.config.tables import Config
 from compose.config.toml import dump, tomllib
 from compose.errors import ConfigError, open_own, toml_value
+from compose.ops.tensors import gathered_objects
 from compose.optim.optimizers import make_state
 
 # Keys that do not change what is trained, or that the message about the data covers.
@@ -44,10 +45,9 @@ def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
 
     This is a collective of ``group``. Each rank reads its share of the files.
     """
-    found: list[list[str]] = [[] for _ in range(group.size())]
-    mine = store.problems(folder, (group.rank(), group.size()))
-    dist.all_gather_object(found, mine, group=group)
-    return list(dict.fromkeys(problem for each in found for problem in each))
+    own = store.problems(folder, (group.rank(), group.size()))
+    everyone = gathered_objects(own, group)
+    return list(dict.fromkeys(problem for problems in everyone for problem in problems))
 
 
 def load(

@@ -20,12 +20,9 @@ from compose.ops.tensors import local_region, local_tensor
 class LocalShard:
     """The part of a tensor that one rank holds: a region."""
 
-    shape: torch.Size
-    """Shape of the whole tensor."""
-    offsets: torch.Size
-    """Where the region begins in the whole tensor."""
-    local: Tensor
-    """The values of the region."""
+    shape: torch.Size  # of the whole tensor
+    offsets: torch.Size  # where the region begins in the whole tensor
+    local: Tensor  # the values of the region
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
@@ -35,22 +32,19 @@ class LocalShard:
 
 def local_shard_of(tensor: Tensor) -> LocalShard:
     """Return this rank's part of a DTensor, or all of a plain tensor; ``local`` shares its memory."""
-    if not isinstance(tensor, DTensor):
-        return LocalShard(tensor.shape, torch.Size([0] * tensor.ndim), local_tensor(tensor).detach())
     local = local_tensor(tensor).detach()
-    if local.numel() == 0:
+    if not isinstance(tensor, DTensor) or local.numel() == 0:
         return LocalShard(tensor.shape, torch.Size([0] * tensor.ndim), local)
-    return LocalShard(tensor.shape, torch.Size(held.start for held in local_region(tensor)), local)
+    return LocalShard(tensor.shape, torch.Size(cut.start for cut in local_region(tensor)), local)
 
 
 def named_tensors(
     whole: nn.Module | Composition, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, list[Tensor]]:
-    """Return every tensor that training changes, by its name in the whole model.
+    """Return every tensor that training changes, with all copies that stages share on this rank.
 
     ``model.<name>`` are parameters that are not frozen, and persistent buffers.
-    ``optimizer.<name>.<key>`` is the optimizer's state of a parameter. A rank may hold several copies
-    of a tensor that stages share. Then all copies are listed.
+    ``optimizer.<name>.<key>`` is the optimizer's state of a parameter.
     """
     model = module_of(whole)
     found: dict[str, list[Tensor]] = {}
@@ -76,11 +70,9 @@ def parts(tensors: dict[str, list[Tensor]]) -> dict[str, LocalShard]:
 def staged(
     state: dict[str, LocalShard], into: dict[str, LocalShard] | None = None
 ) -> dict[str, LocalShard]:
-    """Return a copy in host memory, which training cannot change.
+    """Return a copy in host memory, which is that of an earlier copy: new pages cost more than copying.
 
-    What comes from a GPU is copied to pinned memory, all parts at once: a blocking copy to other memory
-    reaches a fraction of the bus's rate. The memory of an earlier copy is used again: new pages cost
-    more than the copying.
+    Parts of a GPU are copied to pinned memory, all at once, at the bus's rate.
     """
     copies = {}
     for name, part in state.items():

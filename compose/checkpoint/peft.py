@@ -25,7 +25,7 @@ from compose.checkpoint.hf_folder import (
     published,
 )
 from compose.checkpoint.hf_stored import stored
-from compose.checkpoint.local_shards import LocalShard, local_shard_of
+from compose.checkpoint.local_shards import local_shard_of
 from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.config.job import Job
@@ -78,10 +78,10 @@ def peft_name(name: str, hf_name: HfName) -> str:
 
 
 def target_modules(model: nn.Module, hf_name: HfName) -> list[str]:
-    """Return what target_modules of adapter_config.json says for a model with adapters.
+    """Return target_modules of adapter_config.json for a model with adapters.
 
-    peft takes a word for the end of a name. A layer has its whole name if its last word would also name
-    a layer without an adapter.
+    peft takes a word for the end of a name, so a layer has its whole name if its last word would also
+    name a layer without an adapter.
     """
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
     layers = {stored(hf_name(f"{n.rsplit('.', 2)[0]}.weight")).name for n in names}
@@ -180,8 +180,8 @@ Read = Callable[[str, Tensor], Tensor]
 def base_identity(load_hf: str, seed: int) -> str:
     """Return a text that tells the frozen weights from others.
 
-    Of Hugging Face's weights it is a SHA-256 of each tensor's name, shape and first elements, as
-    float32. So it is the same for equal values in other files or in a wider type.
+    For Hugging Face's weights it is a SHA-256 of names, shapes and first elements as float32. It is the
+    same for equal values in other files or in a wider type.
     """
     if not load_hf:
         return f"drawn by seed {seed}"
@@ -210,38 +210,33 @@ def adapted(model: nn.Module, known: store.Adapters) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if is_adapter(name)}
 
 
-class MergedWeights:
-    """The weights of a model with its adapters merged in, W + alpha / rank * B A, one at a time."""
+def merged_weights(
+    folder: Path, known: store.State, model: nn.Module, hf_name: HfName, read: Read
+) -> Read:
+    """Return what reads weights with adapters merged in, W + alpha / rank * B A, whole, in float32."""
+    assert known.lora is not None
+    lora, base = known.lora, known.lora.load_hf
+    files = TensorFiles(Path(base)) if base else None
+    if files and (problems := differences(files, model, hf_name)):
+        raise ConfigError(*problems)
+    if base_identity(base, known.seed) != lora.base:
+        now = name_of_base(base, known.seed)
+        raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
+    drawn = {} if base else _drawn(model, known.seed)
+    adapters = adapted(model, lora)
 
-    def __init__(
-        self, folder: Path, known: store.State, model: nn.Module, hf_name: HfName, read: Read
-    ) -> None:
-        """Find the frozen weights."""
-        assert known.lora is not None
-        self.lora, self.read, self.hf_name = known.lora, read, hf_name
-        base = known.lora.load_hf
-        self.files = TensorFiles(Path(base)) if base else None
-        if self.files and (problems := differences(self.files, model, hf_name)):
-            raise ConfigError(*problems)
-        if base_identity(base, known.seed) != known.lora.base:
-            now = name_of_base(base, known.seed)
-            raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
-        self.drawn: Mapping[str, Tensor] = {} if base else _drawn(model, known.seed)
-        self.adapters = adapted(model, known.lora)
-
-    def weight(self, name: str, like: Tensor) -> Tensor:
-        """Return a whole tensor, float32 on the CPU."""
-        if self.files:
+    def weight(name: str, like: Tensor) -> Tensor:
+        if files:
             part = torch.empty(like.shape, dtype=torch.float32)
-            origin = torch.Size([0] * like.ndim)
-            fill_shard(self.files, stored(self.hf_name(name)), LocalShard(like.shape, origin, part))
+            fill_shard(files, stored(hf_name(name)), local_shard_of(part))
         else:
-            part = self.drawn[name].clone()
+            part = drawn[name].clone()
         a, b = (f"{name.removesuffix('.weight')}.lora.{leaf}" for leaf in "AB")
-        if a in self.adapters:
-            added = self.read(b, self.adapters[b]) @ self.read(a, self.adapters[a])
-            part += self.lora.alpha / self.lora.rank * added
+        if a in adapters:
+            part += lora.alpha / lora.rank * (read(b, adapters[b]) @ read(a, adapters[a]))
         return part
+
+    return weight
 
 
 def _drawn(model: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -18,13 +18,14 @@ from compose.checkpoint import store
 from compose.checkpoint.local_shards import LocalShard
 from compose.config.tables import Config
 from compose.errors import ConfigError, open_own, write_whole
+from compose.ops.tensors import gathered_objects
 
 PREFIX = "comm-"
 _MESSAGES = ("weights", "gradients", "block", "near", "error_feedback", "rank", "density")
 
 
 class HasState:
-    """Has state that checkpoints save beside the model and its optimizer; here it is nothing."""
+    """State that checkpoints save beside the model and its optimizer; here it is empty."""
 
     fingerprint: tuple[Any, ...] = ()
     """Values that must be the same, beside the mesh and the messages, for :meth:`state` to be used."""
@@ -38,10 +39,10 @@ class HasState:
         return None
 
     def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
-        """Take out of ``state`` what is its own, all of it; there may be nothing.
+        """Take everything that is its own out of ``state``; it may be absent.
 
         ``read`` are the names of :meth:`tensors` that are filled now; ``step`` steps were taken. Raises
-        ConfigError for what :meth:`state` cannot have returned.
+        ConfigError for tensors that :meth:`state` cannot have returned.
         """
 
 
@@ -72,9 +73,7 @@ def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         state = None
-    found = [False] * group.size()
-    dist.all_gather_object(found, state is not None, group=group)
-    return state if all(found) else None
+    return state if all(gathered_objects(state is not None, group)) else None
 
 
 def load(
@@ -85,19 +84,13 @@ def load(
     filled: Collection[str],
     step: int,
 ) -> str:
-    """Give each what it kept, ``step`` steps into a run; its tensors that are ``filled`` it has.
+    """Give each what it kept, ``step`` steps into a run; return a line if that is dropped.
 
-    This is a collective.
+    The tensors ``filled`` are read already. It is a collective.
     """
-    state, lost = {}, ""
-    if any(other.state() is not None for other in others):
-        found = read(folder, label, group)
-        if found is None:
-            lost = (
-                f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"
-                " version, and is dropped"
-            )
-        state = found or {}
+    keeps = any(other.state() is not None for other in others)
+    kept = read(folder, label, group) if keeps else {}
+    state = kept or {}
     try:
         for other in others:
             other.load(state, filled, step)
@@ -105,7 +98,12 @@ def load(
             raise ConfigError(f"{next(iter(state))} is no name of what messages keep")
     except ConfigError as error:
         raise ConfigError(f"{_file(folder, group.rank())}: {error}") from None
-    return lost
+    if kept is not None:
+        return ""
+    return (
+        f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"
+        " version, and is dropped"
+    )
 
 
 def label_of(config: Config, others: Sequence[HasState]) -> str:

@@ -1,7 +1,6 @@
-"""Activations in 8 bits: the messages of tensor and expert parallel, and what they lose.
+"""Activations in 8 bits: the messages of tensor and expert parallel.
 
-A message of the residual stream exchanges codes, and each rank sums its own part in float32. Rows that
-go to experts are sent as codes, and back.
+A message of the residual stream exchanges codes, and each rank sums its own part in float32.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,9 +39,8 @@ LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 
 @dataclass(frozen=True)
 class RowCode:
-    """The codec of rows of activations in 8 bits. Any rows can go to any rank.
+    """The codec of rows of activations in 8 bits: equal blocks of at most ``block`` elements.
 
-    A row of D elements is cut into equal blocks of at most ``block`` elements, each with its own scale.
     float8 is e4m3 (Micikevicius et al. 2022, arXiv:2209.05433).
     """
 
@@ -134,14 +132,14 @@ class Activations:
         """Take the codec, and the count of what is sent."""
         self.code, self.traffic = code, traffic
         self.observer: Callable[..., Tensor] | None = None
-        """Is told of every message, and returns what it shall bring; see :meth:`Sends.brings`."""
+        """It is told of every message, and returns the result; see :meth:`Sends.brings`."""
         self.places: list[Sends] = []
 
     def styles(
         self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
     ) -> list[tuple[str, ParallelStyle]]:
         """Return ``styles`` with copies of those that can send codes, which do so."""
-        found = []
+        result = []
         for name, style in styles:
             if isinstance(style, SendsActivations):
                 style = copy(style)
@@ -151,8 +149,8 @@ class Activations:
                     style.send = partial(send_rows, place)
                 else:
                     style.send = partial(send_stream, place.key)
-            found.append((name, style))
-        return found
+            result.append((name, style))
+        return result
 
 
 @dataclass(eq=False)
@@ -162,8 +160,7 @@ class Sends:
     owner: Activations
     name: str
     axis: str
-    key: str = field(init=False)
-    """It as a string: torch.compile passes it to an operator."""
+    key: str = field(init=False)  # torch.compile passes it to an operator
 
     def __post_init__(self) -> None:
         self.key = f"{self.name} {id(self):x}"
@@ -182,10 +179,9 @@ class Sends:
         encoded: list[Tensor],
         times: int = 1,
     ) -> Tensor:
-        """Return what messages bring: what was ``found`` in codes, or what an observer returns.
+        """Return the result of messages: what was ``found`` in codes, or what an observer returns.
 
-        ``plain`` sends plain messages. ``encoded`` are the tensors that this rank has sent, each to as
-        many ranks as ``times`` says.
+        ``plain`` sends plain messages. ``encoded`` was sent by this rank to ``times`` ranks.
         """
         if self.owner.observer is None:
             return found
@@ -197,7 +193,7 @@ _BY_KEY: WeakValueDictionary[str, Sends] = WeakValueDictionary()
 
 
 def send_stream(key: str, forward: Kind, backward: Kind, group: Any, tensor: Tensor) -> Tensor:
-    """Do what :func:`compose.parallel.stream_messages.send_stream` does, in the code of a module."""
+    """Send as :func:`compose.parallel.stream_messages.send_stream`, in the code of a module."""
     return _StreamMessage.apply(tensor, forward, backward, group, key)  # type: ignore[no-any-return]
 
 
@@ -223,7 +219,7 @@ def _moved(tensor: Tensor, kind: Kind, group: Any, key: str, gradient: bool) -> 
 
 
 def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Tensor:
-    """Return what a message brings whose rows (..., D) travel in a code."""
+    """Return the result of a message whose rows (..., D) travel in a code."""
     module, ranks = _BY_KEY[key], _resolve_process_group(group).size()
     tensor = tensor.contiguous()
     encoded = [tensor]
@@ -288,7 +284,7 @@ def _sum(module: Sends, tensor: Tensor, group: Any) -> Tensor:
 def send_rows(
     module: Sends, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send so many rows (N, D) to each rank, and return those that have come."""
+    """Send rows (N, D) to the ranks, and return the received ones."""
     return _RowsMessage.apply(rows, received, sent, group, module)  # type: ignore[no-any-return]
 
 

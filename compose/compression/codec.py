@@ -1,13 +1,10 @@
 """Codecs: tensors as integers of a few bits with a scale for each block, and back.
 
-A tensor is cut into blocks of N elements. Each block is sent as N integers of 8 or 4 bits, and one
-scale behind them, the value of the integer 1. With ``rotate`` a block is multiplied by the orthogonal
-Hadamard matrix first, so that an outlier's weight is spread over its block (SDP4Bit, Jia et al. 2024,
-arXiv:2410.15526). The scale is bfloat16: float16 would turn the scales of gradients below 1e-6 into 0.
-
-On a CPU an operator works on as many blocks at a time as stay in the caches. With ``compiled``,
-torch.compile makes kernels of the steps. Both ways are bitwise the same in 8 bits. In 4 bits the sums
-over a block are made in another order, so the codes of a few blocks differ by rounding.
+Each block of N elements is sent as N integers of 8 or 4 bits, and one scale behind them, the value of
+the integer 1. With ``rotate`` a block is multiplied by the orthogonal Hadamard matrix first, so that an
+outlier's weight is spread over its block (SDP4Bit, Jia et al. 2024, arXiv:2410.15526). The scale is
+bfloat16: float16 would turn the scales of gradients below 1e-6 into 0. With ``compiled``, torch.compile
+makes kernels of the steps; in 4 bits it sums in another order, so a few codes differ by rounding.
 """
 
 import functools
@@ -26,12 +23,9 @@ AT_ONCE = 2**18
 """Elements that a CPU works on at once."""
 ADDED = 0.2
 """The part of what was not sent yet that the next message tries to send."""
-_TERMS = 2
-"""The most terms whose sum and rotation are one kernel. Its code grows with each term."""
-_SMALLEST = 16
-"""The smallest block that this kernel takes."""
-_OF_NORMAL = 0.35
-"""The best step of 15 levels for normal values, over their root mean square."""
+_TERMS = 2  # the most whose sum and rotation are one kernel; its code grows with each term
+_SMALLEST = 16  # the smallest block that this kernel takes
+_OF_NORMAL = 0.35  # the best step of 15 levels for normal values, over their root mean square
 
 
 @dataclass(frozen=True)
@@ -39,14 +33,11 @@ class Blocks:
     """The codec of blocks."""
 
     bits: int
-    """8 or 4; 16 is bfloat16 without a scale. 0 loses nothing: elements travel as they are, and a proof
-    of the messages uses it."""
+    """8 or 4; 16 is bfloat16 without a scale. With 0, for proofs, elements travel as they are."""
     size: int
     """Elements of a block, a power of two."""
     rotate: bool = False
-    """Whether blocks are rotated by the Hadamard matrix."""
     compiled: bool = False
-    """Whether torch.compile makes its kernels."""
 
     def width(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block of elements that had this type."""
@@ -71,10 +62,9 @@ class Blocks:
         return out
 
     def sum_into(self, out: Tensor, codes: Tensor, dtype: torch.dtype, add: bool = False) -> None:
-        """Write the sum of what T codes (T, ..., N, width) hold for each block (..., N, size).
+        """Write the sum of T codes (T, ..., N, width) of a type to blocks (..., N, size), or add it.
 
-        The sum is in float32 or wider; ``dtype`` is the type that was encoded. With ``add`` it is added
-        to what ``out`` holds.
+        The sum is in float32 or wider.
         """
         if self.bits in (4, 8):
             decode_into(out, codes, self.bits, self.rotate, add, self.compiled)
@@ -120,10 +110,9 @@ def encode_with_residual(
 ) -> Tensor:
     """Return the codes of blocks to which ADDED of the residual was added, and keep the new residual.
 
-    The residual is all that was not sent yet: the last one, and the blocks, less what is sent now. It
-    is in blocks of 8 bits, rotated like what is sent, and for gradients without a loss scale. If a
-    block is not finite, its residual stays what it was: such a step is skipped, and it must not spoil
-    those that follow. Blocks (..., N, size) have a loss ``scale``; ``kept`` is (..., N, size + 2).
+    The new one is the last one and the blocks (..., N, size) of a loss ``scale``, less what is sent.
+    It is in blocks of 8 bits (..., N, size + 2), rotated like what is sent, without a loss scale. If a
+    block is not finite, its residual stays what it was, since such a step is skipped.
     """
     out, factor = empty_codes(x, bits), torch.tensor(scale)
     codes, steps = integers(out), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
@@ -142,10 +131,7 @@ encode_with_residual.register_fake(lambda x, kept, scale, bits, *_: empty_codes(
 
 @operator("compose::keep_blocks", mutates=("kept",))
 def keep_blocks(x: Tensor, kept: Tensor, scale: float, compiled: bool = False) -> None:
-    """Write blocks (N, size) of a loss scale to a residual (N, size + 2) without one.
-
-    If a block is not finite, its residual stays what it was.
-    """
+    """Write finite blocks (N, size) of a loss scale to a residual (N, size + 2) without one."""
     factor, left, left_steps = torch.tensor(scale), integers(kept), read_steps(kept)
     for at in pieces(x):
         left_steps[at] = kernel(_keep_scaled, compiled)(left[at], left_steps[at], x[at].float(), factor)
@@ -159,10 +145,7 @@ keep_blocks.register_fake(lambda *_: None)
 def decode_into(
     out: Tensor, codes: Tensor, bits: int, rotate: bool, add: bool, compiled: bool = False
 ) -> None:
-    """Write the sum of what T codes (T, ..., N, bytes) hold for each block (..., N, size), in float32.
-
-    If the blocks were rotated, this is undone once, on the sum.
-    """
+    """Write the sum of T codes (T, ..., N, bytes), rotated back, to blocks (..., N, size)."""
     found, steps = integers(codes), read_steps(codes)
     for at in pieces(out):
         place = out[at]
@@ -187,10 +170,8 @@ def empty_codes(x: Tensor, bits: int) -> Tensor:
 
 
 def integers(codes: Tensor) -> Tensor:
-    """Return the integers of codes (..., bytes + 2), uint8, without their scales: a view, int8.
-
-    A view as int8 inside a compiled step would not be vectorized.
-    """
+    """Return the integers of codes (..., bytes + 2), uint8, without their scales: a view, int8."""
+    # A view as int8 inside a compiled step would not be vectorized.
     return codes[..., :-SCALE_BYTES].view(torch.int8)
 
 
@@ -207,23 +188,14 @@ def read_steps(codes: Tensor) -> Tensor:
     return steps.view(torch.float32)
 
 
-# The steps of a code, each a kernel.
-
-
 def block_scales(x: Tensor, largest: float) -> Tensor:
-    """Return the scale (..., 1) of blocks (..., size) in float32, rounded to bfloat16.
-
-    ``largest`` is the code of a block's largest magnitude.
-    """
+    """Return bfloat16 scales (..., 1) of blocks (..., size); ``largest`` is the largest code."""
     return _as_bfloat16(x.abs().amax(-1, keepdim=True) / largest)
 
 
 def _as_bfloat16(exact: Tensor) -> Tensor:
-    """Return float32 whose lower 16 bits are zero.
-
-    It is rounded by integers. Inductor would leave out a cast to bfloat16 and back, and codes would not
-    fit the scale that is sent.
-    """
+    """Return float32 whose lower 16 bits are zero."""
+    # Inductor would leave out a cast to bfloat16 and back, and codes would not fit the scale sent.
     rounded = ((exact.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact)
 
@@ -236,11 +208,10 @@ def top_code(bits: int) -> int:
 def block_steps(x: Tensor, bits: int) -> Tensor:
     """Return the distance (..., 1) between the values that codes of a block stand for, as it is sent.
 
-    In 8 bits the largest magnitude gets the largest code. In 4 bits a finer step, which cuts off what
-    is beyond it, loses less of most blocks: of normal values, which rotated blocks resemble, 0.35 of
-    their root mean square is best for 15 levels (Max 1960, "Quantizing for minimum distortion"). Each
-    block has the step that is expected to lose less. The expected loss is step^2 / 12 for each element,
-    and what is cut off.
+    In 8 bits the largest magnitude gets the largest code. In 4 bits a finer step loses less of most
+    blocks: of normal values 0.35 of their root mean square is best for 15 levels (Max 1960, "Quantizing
+    for minimum distortion"). Each block has the step whose expected loss, step^2 / 12 for each element
+    and what is cut off, is less.
     """
     top = top_code(bits)
     widest = block_scales(x, top)
@@ -306,8 +277,7 @@ def _packed(rounded: Tensor, bits: int) -> Tensor:
     return (low & 15) | (high << 4)
 
 
-Terms = list[tuple[Tensor, Tensor]]
-"""Integers (..., N, size bits / 8) and scales (..., N, 1) of what is summed."""
+Terms = list[tuple[Tensor, Tensor]]  # integers (..., N, size bits / 8) and scales (..., N, 1)
 
 
 def _sum_into(out: Tensor, terms: Terms, bits: int, add: bool, compiled: bool) -> Tensor:
@@ -339,7 +309,7 @@ def _mixed_sum(like: Tensor, terms: Terms, bits: int, compiled: bool) -> Tensor:
 
 
 def _decode_mixed(*terms: Tensor) -> Tensor:
-    """Return :func:`mixed_rows` of the sum of codes of 4 bits, given with their scales in turn."""
+    """Return the first product of the sum of codes of 4 bits, given with their scales in turn."""
     few, each = factors(2 * terms[0].shape[-1])
     rows: list[Tensor] = []
     for codes, steps in zip(terms[::2], terms[1::2], strict=True):
@@ -347,17 +317,16 @@ def _decode_mixed(*terms: Tensor) -> Tensor:
         found = [((row << 4) >> 4).float() * steps for row in packed]
         found += [(row >> 4).float() * steps for row in packed]
         rows = [a + b for a, b in zip(rows, found, strict=True)] if rows else found
-    return mixed_rows(rows)
+    return _mixed_rows(rows)
 
 
 def _floats(x: Tensor, rotate: bool, compiled: bool) -> Tensor:
     return rotated_blocks(x.float(), compiled) if rotate else x.float()
 
 
-# The rotation. The Hadamard matrix of a block is the Kronecker product of two small ones, and two
-# products with these take far fewer FLOPs than one with the whole. A block is seen as rows (few, each).
-# The first product mixes the rows by sums and differences, and a compiler makes one kernel of these.
-# The second is a matrix product.
+# The Hadamard matrix of a block is the Kronecker product of two small ones, and two products with these
+# take far fewer FLOPs. A block is seen as rows (few, each). The first product mixes them by sums and
+# differences, of which a compiler makes one kernel. The second is a matrix product.
 
 
 def rotated_blocks(x: Tensor, compiled: bool = False) -> Tensor:
@@ -376,10 +345,10 @@ def mixed(x: Tensor, compiled: bool) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    return mixed_rows(x.unbind(1))
+    return _mixed_rows(x.unbind(1))
 
 
-def mixed_rows(rows: Sequence[Tensor]) -> Tensor:
+def _mixed_rows(rows: Sequence[Tensor]) -> Tensor:
     """Return the first product of blocks, given as rows (..., each), as (..., few each)."""
     rows, distance = list(rows), 1
     while distance < len(rows):
@@ -420,9 +389,6 @@ def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     while len(whole) < size:
         whole = torch.cat([torch.cat([whole, whole], 1), torch.cat([whole, -whole], 1)])
     return whole.to(device)
-
-
-# How the steps run.
 
 
 def pieces(x: Tensor) -> Iterator[tuple[int | slice, ...]]:

@@ -1,4 +1,4 @@
-"""All that a composition sends in fewer bytes: its units, its steps, and what it keeps between them."""
+"""The compressed messages of a composition: its units, its steps, and the state between them."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -115,23 +115,22 @@ class Compression:
     def metrics(self) -> dict[str, float]:
         """Return what this rank has sent since the last call, for metrics.jsonl.
 
-        Bytes of weights and gradients to near and far ranks, and of activations over tp and ep;
-        ``ratio``, these over what plain messages would be; ``feedback_norm``, the norm of what was lost
-        and will be sent; and, if it was measured in this step, ``cosine`` of the gradients and those of
-        plain messages.
+        These are bytes of weights and gradients to near and far ranks, and of activations over tp and
+        ep; ``ratio``, these over plain messages; ``feedback_norm``, the norm of residuals; and, if it
+        was measured, ``cosine`` of the gradients and those of plain messages.
         """
         sent = self.traffic.take()
         plain = sum(size for (_, level), size in sent.items() if level == "plain")
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             f"{purpose}_{level}": size for (purpose, level), size in sent.items() if level != "plain"
         }
         if plain:
-            found["ratio"] = sum(found.values()) / plain
-        codes = [code for unit in self.units for code in unit.codes.values() if code.feedback]
-        if codes:
-            norms = [torch.linalg.vector_norm(code.feedback.blocks()) for code in codes]
-            found["feedback_norm"] = float(torch.stack(norms).norm())
-        return found | ({} if self.cosine is None else {"cosine": self.cosine})
+            metrics["ratio"] = sum(metrics.values()) / plain
+        residuals = [c.feedback for unit in self.units for c in unit.codes.values() if c.feedback]
+        if residuals:
+            norms = [torch.linalg.vector_norm(residual.blocks()) for residual in residuals]
+            metrics["feedback_norm"] = float(torch.stack(norms).norm())
+        return metrics | ({} if self.cosine is None else {"cosine": self.cosine})
 
     def begin_at(self, step: int) -> None:
         """Note how many optimizer steps a run has taken."""
@@ -156,14 +155,11 @@ class Compression:
 
 @dataclass
 class Progress:
-    """Where training is; all units share it."""
+    """The optimizer steps since the run began, those that begin it uncompressed, and the loss scale."""
 
     start_step: int = 0
-    """Optimizer steps before gradients are compressed."""
     step: int = 0
-    """Optimizer steps since the run began."""
     scale: float = 1.0
-    """The loss scale of the gradients."""
 
     def chosen(self, code: GradientCode) -> GradientCode:
         """Return what sums gradients now."""
@@ -174,17 +170,13 @@ class Progress:
 class Unit:
     """One unit's parameters and messages."""
 
-    model: nn.Module
-    """The stage, or the whole model."""
+    model: nn.Module  # the stage, or the whole model
     names: tuple[str, ...]
     shapes: list[tuple[int, ...]]
     """The shapes before they are cut, on this rank of tp."""
-    trained: list[bool]
-    """Whether each has a gradient."""
-    dims: list[int]
-    """The dim along which each is cut."""
-    ranks: int = 1
-    """The ranks that share the unit."""
+    trained: list[bool]  # whether each has a gradient
+    dims: list[int]  # along which each is cut
+    ranks: int = 1  # that share the unit
     replicas: dist.ProcessGroup | None = None
     """The ranks that hold the same shard, if there are others."""
     gather: QuantizedGather | None = None
@@ -218,8 +210,8 @@ class Unit:
 
     def missing(self) -> Tensor | None:
         """Return what this rank's gradients lack, (S,), if they are observed; a collective."""
-        lost = {kind: code.observer.missing for kind, code in self.codes.items() if code.observer}
-        shards, total = lost.get("shards"), lost.get("replicas")
+        missing = {kind: code.observer.missing for kind, code in self.codes.items() if code.observer}
+        shards, total = missing.get("shards"), missing.get("replicas")
         if shards is None:
             return total
         if self.replicas is not None:
@@ -249,10 +241,7 @@ class StageMessages:
         self.restored: dict[str, Tensor] = {}
 
     def see(self, model: nn.Module, units: Sequence[Sequence[str]]) -> None:
-        """Note the units' parameters before ``fully_shard``, which hides their shapes.
-
-        A unit within another comes before it, and ``[""]`` is the rest of the model.
-        """
+        """Note the units' parameters before ``fully_shard``; see :class:`UnitMessages`."""
         seen: set[nn.Parameter] = set()
         for unit in units:
             found: dict[str, nn.Parameter] = {}
@@ -370,11 +359,7 @@ class ShardSum(OwnMemory):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Fill ``output_tensor`` (S,) with the sum over ranks of this rank's row of (n S,).
-
-        Raises:
-            RuntimeError: FSDP asks for a mean, or a parameter has no gradient.
-        """
+        """Fill ``output_tensor`` (S,) with the sum over ranks of this rank's row of (n S,)."""
         if op != dist.ReduceOp.SUM:
             raise RuntimeError(f"gradients are summed here, and FSDP asked for {op}")
         rows, numel = input_tensor.view(group.size(), -1), self.code.layout.numel
@@ -391,8 +376,8 @@ class ShardSum(OwnMemory):
 class ReplicaSum:
     """The all-reduce over replicas of one unit's gradients, once a step.
 
-    FSDP calls its hook after each reduction. Until the last micro-batch of a step the sums are put
-    aside, and FSDP adds zeros.
+    FSDP calls its hook after each reduction. Before the last micro-batch the sums are put aside, and
+    FSDP adds zeros.
     """
 
     def __init__(self, stage: StageMessages, code: GradientCode, group: dist.ProcessGroup) -> None:

@@ -1,11 +1,9 @@
-"""Error feedback: what a lossy message has left out, for the next ones.
+"""Error feedback: the residual of a lossy message is added to the next ones.
 
-Error feedback adds what a lossy message left out to the next ones (Seide et al. 2014, "1-bit stochastic
-gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847). The residual is kept in 8 bits, as LoCo
-does (Xie et al. 2024, arXiv:2407.04480). If all of a residual R is added to the next message, gradients
-get noise twice: that of this rounding, and that of the last one. AdamW divides by the root of their
-mean square, and so takes smaller steps. Blocks of 4 bits add a part of R, as LoCo's moving average
-does. They send g + R / 5, and keep what was not sent, R + g - sent. In the end everything is sent too.
+It is that of Seide et al. 2014 ("1-bit stochastic gradient descent") and Karimireddy et al. 2019
+(arXiv:1901.09847), kept in 8 bits as by LoCo (Xie et al. 2024, arXiv:2407.04480). With all of a
+residual R added, gradients have the noise of two roundings, and AdamW takes smaller steps. So blocks of
+4 bits add a part, as LoCo's moving average does: they send g + R / 5, and keep R + g - sent.
 """
 
 import torch
@@ -17,11 +15,9 @@ from compose.compression.packing import Packing
 
 
 class Scratch:
-    """Memory that one message after another is written to.
+    """Memory that one message after another is written to, as a host is slow to give new memory.
 
-    A host zeroes each page of new memory at its first use, which takes longer than a message's codes.
-    CUDA's allocator keeps memory, and a stream may still read the last message. So on a GPU each call
-    returns memory of its own.
+    On a GPU, whose allocator keeps memory, each call returns its own: a stream may still read the last.
     """
 
     def __init__(self) -> None:
@@ -37,13 +33,12 @@ class Scratch:
 
 
 class Residual:
-    """What the messages of a sender have left out, in blocks of 8 bits."""
+    """The residual of a sender's messages, in blocks of 8 bits."""
 
     added = 0.0
     """The part of it that a message adds, if not all."""
 
     def __init__(self, sender: Sender, code: Blocks, blocks: int) -> None:
-        """Take so many blocks of what the sender keeps."""
         self.kept, self.code = sender.kept, code
         self.shape = blocks, code.width(torch.float32)
         sender.forms["feedback"] = self.shape, torch.uint8
@@ -64,7 +59,7 @@ class Residual:
         return blocks
 
     def rows(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Return blocks (N, size) of it in the shape of what was sent."""
+        """Return blocks (N, size) of it in the shape of the sent tensor."""
         return blocks.reshape(-1)[: like.numel()].view(like.shape)
 
 
@@ -79,10 +74,7 @@ class BlockFeedback(Residual):
         self.packing = packing
 
     def encode(self, scale: float, x: Tensor, first: int = 0) -> Tensor:
-        """Return the codes (R, N, width) of blocks (R, N, size) of a loss scale, with the residual.
-
-        ``first`` is the number of the first of these blocks within a row.
-        """
+        """Return the codes (R, N, width) of blocks (R, N, size), from number ``first`` in a row on."""
         code = self.packing.code
         kept = self.codes(x).view(len(x), self.packing.blocks, -1)[:, first : first + x.shape[1]]
         return encode_with_residual(x, kept, scale, code.bits, code.rotate, code.compiled)
@@ -100,17 +92,14 @@ class Feedback(Residual):
     """The residual of one unit's messages of any form, for gradients without a loss scale."""
 
     def __init__(self, sender: Sender, numel: int, scratch: Scratch, compiled: bool = False) -> None:
-        """Take the memory of what is to be sent. Other units may share it."""
+        """Take the memory of the next message, which other units may share."""
         code = Blocks(8, 4096, compiled=compiled)
         super().__init__(sender, code, -(-numel // code.size))
         self.scratch = scratch
         self.memory: Tensor | None = None
 
     def added_to(self, x: Tensor, scale: float) -> Tensor:
-        """Return ``x``, of any shape and of a loss scale, with the residual, float32 or wider.
-
-        The memory is what :meth:`keep` reads. It is valid until the next call for any unit.
-        """
+        """Return ``x``, of a loss scale, with the residual, float32 or wider; :meth:`keep` reads it."""
         wide = torch.promote_types(x.dtype, torch.float32)
         self.memory = self.scratch.empty(self.shape[0] * self.code.size, wide, x.device)
         blocks = self.memory.view(-1, self.code.size)
@@ -120,11 +109,7 @@ class Feedback(Residual):
         return self.memory[: x.numel()].view(x.shape).add_(x)
 
     def keep(self, scale: float) -> None:
-        """Keep what the caller has left in the tensor of :meth:`added_to`: what was not sent.
-
-        If a value is not finite, its block's residual stays what it was. Such a step is skipped, and
-        it must not spoil those that follow.
-        """
+        """Keep what the caller has left in the tensor of :meth:`added_to`: what was not sent."""
         assert self.memory is not None
         blocks = self.memory.view(-1, self.code.size)
         keep_blocks(blocks, self.codes(blocks), scale, self.code.compiled)

@@ -1,7 +1,6 @@
 """Gathers of a unit's weights in fewer bytes, for ``FSDPModule.set_custom_all_gather``.
 
-A rank computes with the weights that the others received, so all of them compute with the same ones.
-Master weights stay exact.
+All ranks compute with the weights as they were received. Master weights stay exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,11 +35,10 @@ class Levels:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that this rank has sent, by purpose and distance.
+    """Bytes that this rank has sent, by purpose and distance; "plain" is for plain messages.
 
-    A group's neighbours are ``near`` consecutive ranks of it, as on one node. Bytes to them are
-    "near", all others "far". A message to all ranks counts once for each. "plain" are the bytes that
-    plain messages would be.
+    A group's neighbours are ``near`` consecutive ranks of it, as on one node. A message to all ranks
+    counts once for each.
     """
 
     near: int = 1
@@ -69,7 +67,7 @@ class Traffic:
 
 
 class Sender:
-    """What sends a unit's weights or gradients."""
+    """A way to send a unit's weights or gradients."""
 
     observer: Any = None
     """The object that is told of every message, a :class:`reduce.Losses`; None in training."""
@@ -77,16 +75,13 @@ class Sender:
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.kept: dict[str, Tensor] = {}
-        """What the next message depends on, by name."""
+        """The tensors on which the next message depends, by name."""
         self.forms: Forms = {}
         """The forms of what it may keep, since anyone may have made a checkpoint."""
 
 
 class QuantizedGather(Sender, OwnMemory):
-    """The all-gather of one unit in blocks of 8 bits.
-
-    It is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209).
-    """
+    """The all-gather of one unit in blocks of 8 bits: qwZ of ZeRO++ (arXiv:2306.10209)."""
 
     def __init__(
         self, layout: UnitLayout, code: Blocks, traffic: Traffic, levels: Levels | None = None
@@ -128,14 +123,11 @@ class QuantizedGather(Sender, OwnMemory):
 
 
 class DifferenceGather(QuantizedGather):
-    """The all-gather of what has changed, in blocks of 4 bits.
+    """The all-gather of what has changed, in blocks of 4 bits (SDP4Bit, Jia et al. 2024, 2410.15526).
 
-    It is that of SDP4Bit (Jia et al. 2024, arXiv:2410.15526). What was received stays here as the base
-    of the next difference. A step's first gather sends it; the later ones have nothing to send, as
-    weights do not change within a step. With ``levels`` a rank keeps one part for each of its
-    neighbours, and they gather the unit from one another, plain.
-
-    The first gather of all sends the weights themselves.
+    The received weights stay here as the base of the next difference, which a step's first gather
+    sends. The first gather of all sends the weights themselves. With ``levels`` a rank keeps one part
+    for each of its neighbours, and they gather the unit from one another, plain.
     """
 
     def __init__(
@@ -150,11 +142,10 @@ class DifferenceGather(QuantizedGather):
         self.writes_base = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a gather. On a CPU a gather without a message gets the base itself.
+        """Return memory for a gather; on a CPU, which copies slowly, a later one gets the base itself.
 
-        New memory and a copy would take a CPU longer than the codes. FSDP writes this rank's exact
-        weights to that memory first. Then :meth:`fill` puts back the weights that were received. On a
-        GPU another stream may still read the base, so each gather gets memory of its own.
+        FSDP writes this rank's exact weights to it, and :meth:`fill` puts back the received ones. On a
+        GPU another stream may still read the base.
         """
         base = self.kept.get("base")
         if base is None or self.own is None or not self._has_all or base.dtype != dtype:
@@ -192,7 +183,7 @@ class DifferenceGather(QuantizedGather):
         return self.in_step and self.sent
 
     def to_send(self, own: Tensor, rank: int) -> Tensor | None:
-        """Return the difference; the first gather of all rounds nothing."""
+        """Return the difference; None in the first gather of all."""
         if "base" not in self.kept or self.sent:
             return None
         return own - self.kept["base"][self.levels.far.rank() if self.levels else rank]
@@ -203,7 +194,7 @@ class DifferenceGather(QuantizedGather):
             return gathered(own, group)
         base = self.kept["base"]
         wide = torch.promote_types(own.dtype, torch.float32)
-        # What is plain travels as it is: its base is zero.
+        # Plain parameters travel as they are: their base is zero.
         sent = self.packing.compressed_only(base[group.rank()][None]).to(wide)
         message = self.packing.pack(own.to(wide) - sent)[0]
         self.traffic.count("weights", message.numel(), group.size(), near)

@@ -1,8 +1,8 @@
 """Packing: the bytes that are sent of a unit's flat tensor.
 
 FSDP cuts each parameter of a unit over n ranks along one dim and pads the parts to one size. A rank's
-parts follow one another in a row (S,), and all ranks' rows are (n, S). A :class:`Packing` turns rows
-into messages: the blocks of all quantized parameters, then the others as they are.
+parts are a row (S,), and all ranks' rows are (n, S). A message of a row has the blocks of all quantized
+parameters, then the others as they are.
 """
 
 import math
@@ -25,8 +25,7 @@ FEWEST = 4096
 class Part:
     """A parameter's part on each rank."""
 
-    shape: tuple[int, ...]
-    """The shape of the padded part."""
+    shape: tuple[int, ...]  # padded
     compressed: bool
 
     @property
@@ -40,8 +39,7 @@ class UnitLayout:
     """The parts of a unit, in order."""
 
     parts: tuple[Part, ...]
-    ranks: int
-    """The ranks that share the unit."""
+    ranks: int  # that share the unit
 
     @staticmethod
     def of(
@@ -92,12 +90,9 @@ class _Run:
 
     begin: int
     end: int
-    """The element behind the last."""
-    first: int
-    """The first block, of all blocks of a row."""
+    first: int  # its first block, of all blocks of a row
     blocks: int
-    padding: int
-    """Elements that the last block lacks."""
+    padding: int  # elements that the last block lacks
 
     def blocks_of(self, rows: Tensor, size: int) -> Tensor:
         """Return these elements of rows (R, S) as (R, blocks, size): a view if there is no padding."""
@@ -125,8 +120,8 @@ class Packing:
     def pack(self, rows: Tensor, encode: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
         """Return messages (R, bytes), uint8, of rows (R, S).
 
-        ``encode`` makes the codes (R, N, width) of blocks (R, N, size). Its second argument is the
-        number of the first of these blocks within a row. None is ``code.encode``.
+        ``encode`` makes the codes (R, N, width) of blocks (R, N, size), and takes the number of the
+        first of these blocks within a row. None is ``code.encode``.
         """
         out = rows.new_empty(len(rows), self.bytes(rows.dtype), dtype=torch.uint8)
         encode = encode or (lambda blocks, _: self.code.encode(blocks))
@@ -153,10 +148,7 @@ class Packing:
         self._write(messages[None], out, out.dtype, base)
 
     def sum(self, messages: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the sum (1, S) of what messages (R, bytes) of a type hold, in float32 or wider.
-
-        It is written to ``out``, if that is given; its type may be narrower.
-        """
+        """Return the sum (1, S) of messages (R, bytes) of a type, in float32, wider, or in ``out``."""
         wide = torch.promote_types(dtype, torch.float32)
         if out is not None and out.dtype == wide:
             self._write(messages[:, None], out, dtype, False)

@@ -1,28 +1,27 @@
 """The proof of messages in fewer bytes: results with what was lost are those of plain messages.
 
-A code rounds, so a gradient is not one process's. But each rank can tell what its own messages lost:
-an observer notes it. A gradient plus all that was lost must be the plain gradient, to the last digits.
-One process computes with the weights as they were received, and its optimizer takes the gradients as
-they are. What was lost is compared with what the code is expected to lose.
+Each rank notes what its own messages lost. A gradient plus all that was lost must be the plain
+gradient, to the last digits. One process computes with the weights as they were received, and its
+optimizer takes the gradients as they are. The losses are compared with those that codes should have.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.compression.compressor import Compression, Unit
-from compose.compression.proof_accounts import Account, ActivationAccount, Lost
+from compose.compression.proof_accounts import Account, ActivationAccount, ActivationLoss
 from compose.compression.reduce import LOSSY
 from compose.config.tables import Config
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import gathered_objects, local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison, parameters_of, shared, whole
@@ -117,8 +116,7 @@ class CompressedMessages(Observer):
         for tied in runner.ties if runner else ():
             # Its gradient is the sum over the stages that hold a copy.
             group = self.composition.mesh.get_group("pp")
-            everyone: list[Tensor | None] = [None] * group.size()
-            dist.all_gather_object(everyone, found.get(tied.name), group=group)
+            everyone = gathered_objects(found.get(tied.name), group)
             if tied.name in found:
                 found[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
         # The first rank, whose rows count, may hold none of them: a later stage does.
@@ -131,7 +129,7 @@ class CompressedMessages(Observer):
 
         Parameters that have no formula are left out.
         """
-        own: dict[str, float] = {}
+        own: dict[str, float] = defaultdict(float)
         whole_names = self._whole_names()
         for unit in self.compression.units:
             accounts = [a for kind, a in accounts_of(unit).items() if weights == (kind == "gather")]
@@ -141,33 +139,30 @@ class CompressedMessages(Observer):
             for account in accounts:
                 for squares in [account.squares] if weights else account.expected:
                     for name, square in zip(names, squares.tolist(), strict=False):
-                        own[name] = own.get(name, 0.0) + square
+                        own[name] += square
         # All replicas gather the same weights.
         return _norms(own, self.replicas if weights else 1)
 
     def strayed(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return by what norm all residuals are not what was lost, as found and expected, by name."""
-        found: dict[str, float] = {}
-        expected: dict[str, float] = {}
+        both: tuple[dict[str, float], dict[str, float]] = defaultdict(float), defaultdict(float)
         whole_names = self._whole_names()
         for unit in self.compression.units:
             names = [whole_names[unit.model.get_parameter(n)] for n in unit.named(trained=True)]
             for account in accounts_of(unit).values():
-                for own, squares in zip((found, expected), account.strayed, strict=True):
+                for own, squares in zip(both, account.strayed, strict=True):
                     for name, square in zip(names, squares.tolist(), strict=False):
-                        own[name] = own.get(name, 0.0) + square
-        return _norms(found), _norms(expected)
+                        own[name] += square
+        return _norms(both[0]), _norms(both[1])
 
-    def of_activations(self) -> dict[tuple[str, bool], Lost]:
+    def of_activations(self) -> dict[tuple[str, bool], ActivationLoss]:
         """Return what all ranks' activations lost in a step, by module and whether it is a gradient."""
         if self.compression.activations is None:
             return {}
-        everyone: list[dict[tuple[str, bool], Lost]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self.activations.by_module)
-        total: dict[tuple[str, bool], Lost] = {}
-        for one in everyone:
-            for place, lost in one.items():
-                total[place] = total[place].plus(lost) if place in total else lost
+        total: dict[tuple[str, bool], ActivationLoss] = defaultdict(ActivationLoss)
+        for one in gathered_objects(self.activations.by_module):
+            for place, loss in one.items():
+                total[place] = total[place].plus(loss)
         return total
 
     def _whole_names(self) -> dict[nn.Parameter, str]:
@@ -178,9 +173,8 @@ class CompressedMessages(Observer):
         found, whole_names = {}, self._whole_names()
         for name, piece in unit.pieces(flat, trained):
             parameter = unit.model.get_parameter(name)
-            own = local_tensor(parameter)
-            index = tuple(slice(size) for size in own.shape)
-            local = piece[index].view(own.shape)
+            shape = local_tensor(parameter).shape
+            local = piece[tuple(slice(size) for size in shape)].view(shape)
             found[whole_names[parameter]] = _full(parameter, local)
         return found
 
@@ -194,24 +188,19 @@ def accounts_of(unit: Unit) -> dict[str, Account]:
 def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local.clone()
-    like = DTensor.from_local(
-        local.contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return like.full_tensor()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(
+        local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+    ).full_tensor()
 
 
 def compare_losses(
     messages: CompressedMessages, gradients: Mapping[str, Tensor], missing: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Compare what messages lost with what is expected; return the weights that were received.
+    """Compare what messages lost with what is expected; return the whole weights that were received.
 
-    ``gradients`` are this rank's whole gradients as the optimizer gets them, and ``missing`` what they
-    lack. Returned are whole weights, the same on every rank; none if weights and gradients are plain.
+    ``gradients`` are this rank's whole ones as the optimizer gets them, and ``missing`` what they lack.
     """
     comparison, model = messages.subject.comparison, messages.subject.model
     for (name, gradient), total in sorted(messages.of_activations().items()):
@@ -258,19 +247,16 @@ def compare_losses(
 
 def _norms(own: Mapping[str, float], times: int = 1) -> dict[str, float]:
     """Return the root of the sum of all ranks' squares over ``times``, by name; a collective."""
-    everyone: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    total: dict[str, float] = {}
-    for one in everyone:
+    total: dict[str, float] = defaultdict(float)
+    for one in gathered_objects(own):
         for name, square in one.items():
-            total[name] = total.get(name, 0.0) + square / times
+            total[name] += square / times
     return {name: square**0.5 for name, square in total.items()}
 
 
 def _greatest(own: Mapping[str, float]) -> dict[str, float]:
     """Return the greatest value of all ranks by name; a collective."""
-    everyone: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
+    everyone = gathered_objects(own)
     names = {name for one in everyone for name in one}
     return {name: max(one.get(name, 0.0) for one in everyone) for name in names}
 
@@ -298,8 +284,7 @@ def compare_keys(messages: CompressedMessages, comparison: Comparison) -> None:
     }
     right["block"] += [activations.code.block == comm.block] if activations else []
     given = [a.given for _, a in accounts if a.added]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (right, lossy, sum(given, torch.zeros(2))))
+    everyone = gathered_objects((right, lossy, sum(given, torch.zeros(2))))
     right = {key: [ok for one, _, _ in everyone for ok in one[key]] for key in right}
     steps = [any(step) for step in zip(*(one for _, one, _ in everyone), strict=True)]
     begun = [step >= comm.start_step for step in range(len(steps))]
@@ -324,10 +309,7 @@ def locals_of(composition: Composition) -> list[Tensor]:
 
 
 def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
-    """Compare the weights after a proof's steps with those after the same steps unwatched.
-
-    An account may only note, so they are the same bit by bit. A collective.
-    """
+    """Compare the weights after a proof's steps with those of the same steps unwatched."""
 
     def trained(noting: bool) -> list[Tensor]:
         def prepare(again: Composition) -> None:
@@ -341,9 +323,8 @@ def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
         return locals_of(subject.train_again(prepare))
 
     watched, comparison = subject.composition, subject.comparison
-    exact = (
-        cast(Compression, watched.compression).activations is not None
-    )  # then results were not those of codes
+    # With an account of activations, the watched results were not those of codes.
+    exact = cast(Compression, watched.compression).activations is not None
     found, error = trained(noting=True) if exact else locals_of(watched), 0.0
     for one, other, before in zip(found, trained(noting=False), begin, strict=True):
         if not torch.equal(one, other):

@@ -21,8 +21,7 @@ _FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
 def expected_of_blocks(code: Blocks, x: Tensor) -> Tensor:
     """Return the expected square of the norm of what each block (N, size) loses, (N,), float64.
 
-    Rounding to values that are a step apart makes an error of up to half of it. If all remainders are
-    equally likely, its mean square is step^2 / 12. What is beyond the largest code loses the rest.
+    The mean square of a rounding error is step^2 / 12. Values beyond the largest code lose the rest.
     """
     if code.bits == 0:
         return torch.zeros(len(x), dtype=torch.float64, device=x.device)
@@ -54,9 +53,9 @@ class Account(Losses):
         super().__init__()
         feedback = sender.feedback if isinstance(sender, GradientCode) else None
         self.added: float = feedback.added if feedback else 0.0
-        """With error feedback in blocks: the part of what was not sent yet that a message adds."""
+        """The part of a residual in blocks that a message adds."""
         self.received: Tensor | None = None
-        """(S,): this rank's shard of the weights, as all ranks received it last."""
+        """This rank's shard of the weights (S,), as all ranks received it last."""
         self.squares = self.unsent = torch.zeros(0)
         """(parts,): the expected square of the norm of what this rank's messages lost; of what earlier
         messages have not sent."""
@@ -138,8 +137,8 @@ def _residual(code: GradientCode, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Lost:
-    """What the messages of a module's activations have lost, as squares of norms."""
+class ActivationLoss:
+    """The loss of the messages of a module's activations, as squares of norms."""
 
     lost: float = 0.0
     expected: float = 0.0
@@ -147,22 +146,20 @@ class Lost:
     """The square of the norm of what plain messages bring."""
     elements: int = 0
 
-    def plus(self, other: "Lost") -> "Lost":
-        """Return what both have lost."""
-        return Lost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def plus(self, other: "ActivationLoss") -> "ActivationLoss":
+        """Return the loss of both."""
+        return ActivationLoss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class ActivationAccount:
     """Observes activations: what was lost by module, and whether it was a gradient.
 
-    If it is ``exact``, messages bring what plain messages bring, so that a composition is compared with
-    one process to the last digits. If it only notes, results are bitwise those of training, which a
-    proof checks.
+    If it is ``exact``, messages bring what plain messages bring. Else results are those of training.
     """
 
     def __init__(self, exact: bool = True) -> None:
         self.exact = exact
-        self.by_module: dict[tuple[str, bool], Lost] = {}
+        self.by_module: dict[tuple[str, bool], ActivationLoss] = {}
 
     def __call__(
         self,
@@ -176,7 +173,7 @@ class ActivationAccount:
         """Note what a message lost, and return what it brings."""
         right = plain()
         expected = torch.stack([expected_of_rows(module.owner.code, part) for part in encoded]).sum()
-        own = self.by_module.setdefault((module.name, gradient), Lost())
+        own = self.by_module.setdefault((module.name, gradient), ActivationLoss())
         own.lost += float((found.double() - right.double()).square().sum())
         own.expected += float(times * expected)
         own.whole += float(right.double().square().sum())

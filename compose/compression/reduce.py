@@ -1,8 +1,8 @@
 """Sums of gradients over ranks, in fewer bytes than they have.
 
-A sum takes rows (n, S), what this rank has for each of the n ranks of a group, and writes the sum of
-the ranks' rows for this rank, (S,). Or it makes a flat tensor (S,) the sum of all ranks'. Sums are made
-in float32 or wider; nothing is summed in a code.
+A reduce-scatter takes rows (n, S), one for each of the n ranks of a group, and writes the sum of the
+ranks' rows for this rank, (S,). An all-reduce makes a flat tensor (S,) the sum of all ranks'. Sums are
+made in float32 or wider.
 """
 
 import math
@@ -31,7 +31,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.missing: Tensor | None = None
-        """(S,): with it, this rank's sums are those of plain messages. Float64."""
+        """The difference (S,), float64, of this rank's sums to those of plain messages."""
 
     def begins(self, code: "GradientCode", rows: Tensor) -> None:
         """Note that rows (R, S) are to be sent."""
@@ -42,8 +42,8 @@ class Losses:
     def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
         """Note what messages lost; a collective.
 
-        Rows (n, ..., S) are what each rank should have had, less what it got, with a dim for each of
-        the groups over which they are summed. If it is ``whole``, all ranks get the sum of one row.
+        Rows (n, ..., S) are the losses of each rank, with a dim for each of the groups over which they
+        are summed. If it is ``whole``, all ranks get the sum of one row.
         """
         if whole:
             rows = rows[0].to(torch.float64, copy=True)
@@ -68,13 +68,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all sums of a stage have in common."""
+    """The settings of all sums of a stage."""
 
     comm: Comm
     traffic: Traffic
     compiled: bool = False
     levels: Levels | None = None
-    """The groups of two levels."""
     wanted: Scratch = field(default_factory=Scratch)
     """Memory for gradients with their residual, which units share."""
 
@@ -98,7 +97,7 @@ class GradientCode(Sender):
     def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
         """Write the sum of rows (n, S) of a loss scale for this rank to ``out`` (S,).
 
-        It is of any float type, and may be a row of ``rows`` if n is 1. Rows are not changed.
+        ``out`` may be a row of ``rows`` if n is 1; else rows are not changed.
         """
         raise NotImplementedError
 
@@ -124,10 +123,8 @@ class Plain(GradientCode):
 class BlockSum(GradientCode):
     """The sum of rows that travel in blocks of few bits: an all-to-all, and a sum in float32.
 
-    With levels, neighbours sum first, in 8 bits if the others are of 4. Then each rank has what its
-    whole node adds to the rows of those ranks that have its place on other nodes. These rows travel in
-    ``bits``. Error feedback is for blocks of 4 bits, and for these rows.
-
+    With levels, neighbours sum first, in 8 bits or more. Then ranks with the same place on other nodes
+    exchange the sums of their nodes in ``bits``. Error feedback is for blocks of 4 bits in these rows.
     An all-reduce is a sum for each rank, and a gather of the sums in 8 bits or more.
     """
 
@@ -184,7 +181,7 @@ class BlockSum(GradientCode):
         self.traffic.count("gradients", message.numel(), group.size())
         packing.unpack(gathered(message[0], group), rows)
         if self.observer:
-            # What is noted is of this rank's part, and shall be of the whole tensor.
+            # The loss is noted for this rank's part, and shall be for the whole tensor.
             self.observer.rounds(packing, own[None])
             missing = self.observer.missing + own.double() - rows[group.rank()].double()
             self.observer.missing = missing.new_empty(self.whole.numel)
@@ -198,15 +195,12 @@ def _sent(packing: Packing, messages: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LowRank(GradientCode):
-    """The sum of gradients of which an approximation of low rank travels.
+    """The sum of gradients as products of low rank: PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
 
-    It is PowerSGD (Vogels et al. 2019, arXiv:1905.13727). A gradient M (m, c) is sent as P = M Q (m, r)
-    and Q = M^T P (c, r), where P is made orthonormal between the two. Both are summed over ranks. Each
-    step begins with the last step's Q, so that the product comes closer to the best one of this rank.
-    Error feedback keeps M - P Q^T, with this rank's own Q.
-
-    A part is the matrix of its first dim, over all ranks, and all others. A part whose factors have no
-    fewer elements than itself travels plain.
+    A gradient M (m, c) is sent as P = M Q (m, r) and Q = M^T P (c, r), where P is made orthonormal
+    between the two. Both are summed over ranks. Each step begins with the last step's Q. Error feedback
+    keeps M - P Q^T, with this rank's own Q. M has the first dim over all ranks as rows, and all other
+    dims as columns. A part whose factors have no fewer elements than itself travels plain.
     """
 
     def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
@@ -288,7 +282,7 @@ class LowRank(GradientCode):
             return []
         flat = torch.cat([t.reshape(-1) for t in tensors])
         dist.all_reduce(flat, group=group)
-        # An all-reduce sends each part of its sum twice: to the rank that sums it, and back.
+        # An all-reduce sends each part twice: to the rank that sums it, and back.
         self.traffic.count("gradients", 2 * math.ceil(flat.nbytes / group.size()), group.size())
         parts = flat.split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
@@ -300,11 +294,10 @@ def _orthonormal(p: Tensor) -> Tensor:
 
 
 class TopK(GradientCode):
-    """The sum of gradients of which only the largest elements travel.
+    """The sum of the largest elements (Aji and Heafield 2017, arXiv:1704.05021; Lin et al. 2018).
 
-    Aji and Heafield 2017 (arXiv:1704.05021) and Lin et al. 2018 (arXiv:1712.01887) train so. Of each
-    parameter's part for a rank, the k elements of largest magnitude are sent: their values in bfloat16
-    and their places in int32. Error feedback keeps all others.
+    The k elements of largest magnitude of each part for a rank are sent: values in bfloat16, and places
+    in int32. Error feedback keeps all others.
     """
 
     def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
@@ -357,7 +350,7 @@ class TopK(GradientCode):
         return self.unpack(messages, dtype).sum(0, dtype=wide)
 
     def pack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return messages (R, bytes) of rows (R, S): places, values, and what is plain in its type."""
+        """Return messages (R, bytes) of rows (R, S): places, values, and plain parts in their type."""
         values, places, plain, begin = [], [], [rows[:, :0]], 0
         for piece, count in zip(self.layout.pieces(rows), self.counts, strict=True):
             if count:
@@ -395,8 +388,7 @@ GRADIENT_CODES: dict[str, Callable[[Settings, UnitLayout, int], GradientCode]] =
     "powersgd": LowRank,
     "top_k": TopK,
 }
-"""What makes the sum of each value of comm.gradients, of a layout: for a reduce-scatter, or for an
-all-reduce among so many ranks."""
+"""The sum of each value of comm.gradients: for a reduce-scatter, or an all-reduce among ranks."""
 LOSSY = ("int4", "powersgd", "top_k")
 """Codes of gradients that are for slow links; between neighbours int8 takes their place."""
 

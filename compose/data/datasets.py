@@ -164,7 +164,7 @@ def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
         if sources:  # with the chat template that the run learns
             copy_tokenizer(sources[0], folder)
             _drop_others(folder, sources[0])
-            _note_ends(folder, [each.end for each in sets if each])
+            _note_ends(folder, [each.manifest.tokenizer.end for each in sets if each])
     except OSError as error:
         raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None
 

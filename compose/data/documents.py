@@ -132,20 +132,11 @@ def _opened(unit: FilePart) -> IO[bytes]:
         raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
 
 
-@dataclass(frozen=True)
-class TextBlock:
-    """A part of a text, from ``start`` to ``stop``, with the text around it."""
+def text_blocks(unit: FilePart) -> Iterator[tuple[str, int, int]]:
+    """Yield (text, start, stop) for the parts of a text file that belong to a unit. Raises BadLine.
 
-    text: str
-    start: int
-    stop: int
-
-
-def text_blocks(unit: FilePart) -> Iterator[TextBlock]:
-    """Yield the parts of a text file that belong to a unit. Raises BadLine.
-
-    A tokenizer may treat the start and the end of what it is given in a special way. So a part comes
-    with the text around it, from which a tokenizer knows that it is in the midst of a text.
+    A tokenizer may treat the start and the end of its input in a special way. So the text around a part
+    comes with it.
     """
     with _opened(unit) as file:
         place, end = _seam(file, unit.start, unit.size), _seam(file, unit.stop, unit.size)
@@ -161,7 +152,7 @@ def text_blocks(unit: FilePart) -> Iterator[TextBlock]:
             except UnicodeDecodeError as error:
                 words = f"is not UTF-8: {error.reason}"
                 raise BadLine(unit.path, place + error.start, words) from None
-            yield TextBlock(left + text + right, len(left), len(left) + len(text))
+            yield left + text + right, len(left), len(left) + len(text)
             place = stop
 
 

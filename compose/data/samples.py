@@ -93,7 +93,7 @@ class Conversations:
         assert token_set.trained is not None
         self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
         self.token_set: TokenSet | None = token_set
-        self.tokenizer: str | None = token_set.sha256
+        self.tokenizer: str | None = token_set.manifest.tokenizer.sha256
         self.tokens, self.trained = token_set.tokens, token_set.trained
         self.starts = np.concatenate([[0], token_set.ends[:-1]]).astype(np.int64)
         lengths = np.minimum(token_set.ends - self.starts - 1, seq_len)
@@ -119,18 +119,22 @@ class Conversations:
     def table(self) -> str:
         """Return what a run learns of the set in an epoch, as a table."""
         assert self.token_set is not None
-        whole, used = self.token_set, int(self.lengths.sum())
-        lost, learnt = 0, whole.learnt
+        ends, manifest, used = self.token_set.ends, self.token_set.manifest, int(self.lengths.sum())
+        cut, learnt = 0, manifest.learnt
         for number in self.cut.tolist():
-            size, kept = int(whole.ends[number] - self.starts[number]) - 1, int(self.lengths[number])
-            lost += size - kept
+            size, kept = int(ends[number] - self.starts[number]) - 1, int(self.lengths[number])
+            cut += size - kept
             learnt -= int(self._learnt(number, size)[kept:].sum())
         return as_table(
             [
-                ("rows", whole.rows, ""),
-                ("replies", whole.replies, ""),
-                ("conversations", len(whole.ends), ""),
-                ("cut", len(self.cut), f"at train.seq_len {self.seq_len:,}: {lost:,} tokens are lost"),
+                ("rows", manifest.rows, ""),
+                ("replies", manifest.replies, ""),
+                ("conversations", len(ends), ""),
+                (
+                    "cut",
+                    len(self.cut),
+                    f"at train.seq_len {self.seq_len:,}: {cut:,} tokens are lost",
+                ),
                 ("left out", int((self.lengths == 0).sum()), "of these: nothing to learn remains"),
                 ("tokens learnt", learnt, f"in an epoch, of {used:,}"),
                 (
@@ -338,15 +342,16 @@ def _what_it_is(folder: Path, path: str) -> str:
 
 
 def _of_token_set(path: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> Samples:
-    if token_set.vocab_size > vocab_size:
+    tokenizer = token_set.manifest.tokenizer
+    if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"{path} has ids up to {token_set.vocab_size - 1}; set model.vocab_size to at least"
-            f" {token_set.vocab_size} (it is {vocab_size})"
+            f"{path} has ids up to {tokenizer.vocab_size - 1}; set model.vocab_size to at least"
+            f" {tokenizer.vocab_size} (it is {vocab_size})"
         )
-    if token_set.kind == "chat":
+    if token_set.manifest.kind == "chat":
         return Conversations(path, token_set, seq_len, vocab_size)
-    row, end, tokenizer = token_set.tokens, token_set.end, token_set.sha256
-    return Windows(path, row, end, seq_len, vocab_size, tokenizer, token_set)
+    row, end = token_set.tokens, tokenizer.end
+    return Windows(path, row, end, seq_len, vocab_size, tokenizer.sha256, token_set)
 
 
 @functools.cache

@@ -191,6 +191,7 @@ class _Tokenizer(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     vocab_size: Annotated[int, Field(ge=1, le=1 << 32)]
     end: Annotated[int, Field(ge=-1, lt=1 << 32)]
+    """The id that ends a document, -1 if there is none."""
 
 
 class _Shard(BaseModel):
@@ -199,20 +200,19 @@ class _Shard(BaseModel):
     documents: Count
 
 
-class _Manifest(BaseModel):
-    """The used part of a manifest.
-
-    The dtypes are listed: numpy's dtype "O" would follow pointers.
-    """
+class Manifest(BaseModel):
+    """The used part of a manifest."""
 
     kind: Literal["text", "chat"]
-    dtype: Literal["<u2", "<u4"]
+    dtype: Literal["<u2", "<u4"]  # no others: numpy's dtype "O" would follow pointers
     tokenizer: _Tokenizer
     shards: list[_Shard]
     added: bool | None
     rows: Count
+    """Rows that the set was made from."""
     replies: Count = 0
     learnt: Count = 0
+    """For chats: the tokens to learn."""
 
 
 @dataclass(frozen=True)
@@ -220,25 +220,12 @@ class TokenSet:
     """A token set, opened."""
 
     path: Path
-    kind: Literal["text", "chat"]
-    """The kind of documents that it was made from."""
-    sha256: str
-    """SHA-256 of the tokenizer's file."""
-    vocab_size: int
-    """Size of the tokenizer's vocabulary."""
-    end: int
-    """The id that ends a document, -1 if there is none."""
+    manifest: Manifest
     tokens: TokenRow
     ends: np.ndarray
     """The index over the whole row: for each document the place after its last token, int64."""
     trained: TokenRow | None
     """For chats: 1 for each token that is learnt, else 0. None for text."""
-    rows: int
-    """Rows that it was made from."""
-    replies: int
-    """For chats: the replies to learn."""
-    learnt: int
-    """For chats: the tokens to learn."""
 
 
 def open_token_set(folder: Path) -> TokenSet:
@@ -249,7 +236,7 @@ def open_token_set(folder: Path) -> TokenSet:
     version = read_json(path, _Format).format
     if version != FORMAT:
         raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")
-    manifest = read_json(path, _Manifest)
+    manifest = read_json(path, Manifest)
     tokenizer, chat = manifest.tokenizer, manifest.kind == "chat"
     if tokenizer.end >= tokenizer.vocab_size or (tokenizer.end < 0 and not chat):
         raise ConfigError(f"{path}: tokenizer.end: {tokenizer.end} is no id of its vocabulary")
@@ -269,19 +256,8 @@ def open_token_set(folder: Path) -> TokenSet:
     if problems:
         raise ConfigError(*problems)
     tokenizer_files(folder)  # a run copies these files
-    return TokenSet(
-        folder,
-        manifest.kind,
-        tokenizer.sha256,
-        tokenizer.vocab_size,
-        tokenizer.end,
-        TokenRow(tokens),
-        _joined_ends(folder, manifest.shards, ends),
-        TokenRow(trained) if chat else None,
-        manifest.rows,
-        manifest.replies,
-        manifest.learnt,
-    )
+    joined = _joined_ends(folder, manifest.shards, ends)
+    return TokenSet(folder, manifest, TokenRow(tokens), joined, TokenRow(trained) if chat else None)
 
 
 def _file_problems(path: Path, folder: Path, wanted: int) -> list[str]:

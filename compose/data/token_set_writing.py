@@ -327,8 +327,8 @@ def _texts(
         # The file is one document, and this unit is a part of it.
         if unit.start == 0:
             yield before, [], False
-        for block in text_blocks(unit):
-            yield tokenizer.encode_part(block.text, block.start, block.stop), [], False
+        for text, start, stop in text_blocks(unit):
+            yield tokenizer.encode_part(text, start, stop), [], False
         if unit.stop == unit.size:
             counts.rows += 1
             yield [*after, *ending], [], True

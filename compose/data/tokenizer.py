@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from compose.config.json_files import read_json
 from compose.data.special_tokens import (
@@ -39,38 +39,13 @@ _TOKENIZER_FILES = (
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
-class Tokenizer(Protocol):
-    """The methods and fields of every tokenizer."""
-
-    name: str
-    """The name in messages."""
-    sha256: str
-    """SHA-256 of the tokenizer's file; empty for bytes."""
-    vocab_size: int
-    end: int
-    """The id that ends a document, -1 if there is none."""
-
-    def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
-        """Return the ids of a text.
-
-        ``added`` adds the tokens that the tokenizer puts around a text. With ``markup`` special tokens
-        in the text count as such; else they are ordinary text. With both, it is ``tokenizer(text)``
-        of transformers.
-        """
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
-        ...
-
-
 class Bytes:
     """The tokenizer whose ids are the bytes of UTF-8; the id 256 ends a document."""
 
     name, sha256, vocab_size, end = "bytes", "", SEPARATOR + 1, SEPARATOR
 
     def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
-        """Return the bytes of ``text`` in UTF-8."""
+        """Return the bytes of ``text`` in UTF-8; nothing is added, and no text is special."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -119,7 +94,11 @@ class JsonTokenizer:
         self.end = next(iter(ends), -1)
 
     def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
-        """Return the ids of ``text``, as ``Tokenizer.encode``."""
+        """Return the ids of a text; with ``added`` also the tokens that the tokenizer puts around it.
+
+        With ``markup`` special tokens in the text count as such. With both, it is transformers'
+        ``tokenizer(text)``.
+        """
         return self._encoded(text, added, markup).ids
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
@@ -153,6 +132,9 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+Tokenizer = Bytes | JsonTokenizer
 
 
 def _split_as_llama(tokenizer: Any, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import EllipsisType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.ops.tensors import local_region, local_tensor
+from compose.ops.tensors import gathered_objects, local_region, local_tensor
 
 Part = tuple[int, int]
 """The rows [low, high) of a parameter, by their places in the deal, or [begin, end) of a vector."""
@@ -137,13 +136,11 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
             copies.setdefault(name, []).append(parameter)
     here = {name: region_of(some[0]) for name, some in copies.items() if local_tensor(some[0]).numel()}
     shapes = {name: tuple(some[0].shape) for name, some in copies.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (here, shapes))
     holders: dict[tuple[str, Region], list[int]] = {}
     whole: dict[str, tuple[int, ...]] = {}
-    for rank, (there, known) in enumerate(everyone):
+    for rank, (regions, known) in enumerate(gathered_objects((here, shapes))):
         whole |= known
-        for name, region in there.items():
+        for name, region in regions.items():
             holders.setdefault((name, region), []).append(rank)
     groups = _groups(composition.mesh, {tuple(ranks) for ranks in holders.values()})
     found: list[list[Span]] = []

@@ -38,6 +38,7 @@ from compose.diloco.messages import (
     averaged_buffers,
     checksum,
     code_of,
+    ended,
     outer_dtype,
 )
 from compose.diloco.options import Outer, best_lr
@@ -336,9 +337,7 @@ class OuterLoop(Hook):
                 continue
             due, worker = others
             messages[worker] = value
-            known: Future[list[Tensor | None]] = Future()
-            known.set_result(messages)
-            self.pending = Pending(first, due, self.options.mix, known)
+            self.pending = Pending(first, due, self.options.mix, ended(messages))
 
     def close(self, failed: bool) -> None:
         """Wait until other workers have read all messages; after an error some may be gone."""

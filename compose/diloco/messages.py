@@ -59,48 +59,32 @@ class Code(Protocol):
 def code_of(options: Outer, dtype: torch.dtype) -> Code:
     """Return the code that the table asks for, for vectors of a type."""
     if options.dtype in ("float32", "bfloat16"):
-        return Plain(dtype if options.dtype == "float32" else torch.bfloat16)
+        return BlockCode(Blocks(0 if options.dtype == "float32" else 16, 1), dtype)
     if options.dtype == "int8":
-        return Int8()
+        return BlockCode(Blocks(8, BLOCK), dtype)
     return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Elements of a type, without a scale; in a proof in float64 they are that instead of float32."""
+class BlockCode:
+    """Blocks of compose/compression; where elements have no scale, each is a block."""
 
+    blocks: Blocks
     dtype: torch.dtype
+    """The type of what is sent; it counts if nothing is to be lost."""
 
     def size(self, elements: int) -> int:
         """Return the bytes of so many elements."""
-        return elements * self.dtype.itemsize
+        return -(-elements // self.blocks.size) * self.blocks.width(self.dtype)
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the bytes of a vector."""
-        return x.to(self.dtype).contiguous().view(torch.uint8)
+        return self.blocks.encode(_rows(x, self.blocks.size)).flatten()
 
     def decode(self, codes: Tensor, like: Tensor) -> Tensor:
         """Return the vector of the bytes."""
-        return numbers(codes[None], self.dtype)[0].to(like.dtype)
-
-
-class Int8:
-    """Blocks of integers of 8 bits with a scale."""
-
-    blocks = Blocks(8, BLOCK)
-
-    def size(self, elements: int) -> int:
-        """Return the bytes of so many elements."""
-        return -(-elements // BLOCK) * self.blocks.width(torch.float32)
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the bytes of a vector."""
-        return self.blocks.encode(_rows(x, BLOCK)).flatten()
-
-    def decode(self, codes: Tensor, like: Tensor) -> Tensor:
-        """Return the vector of the bytes."""
-        width = self.blocks.width(torch.float32)
-        return self.blocks.decode(codes.view(-1, width), like.dtype).flatten()[: len(like)]
+        rows = codes.view(-1, self.blocks.width(self.dtype))
+        return self.blocks.decode(rows, like.dtype).flatten()[: len(like)]
 
 
 class E3M0:
@@ -143,8 +127,7 @@ class TopK:
     with fewer elements than are sent repeats its largest.
     """
 
-    kept: int
-    """Elements of a row that are sent, a multiple of 4."""
+    kept: int  # elements of a row that are sent, a multiple of 4
 
     def size(self, elements: int) -> int:
         """Return the bytes of so many elements."""
@@ -194,13 +177,17 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def _mean(x: Tensor, where: Tensor) -> Tensor:
-    """Return the mean of the elements of each row that are chosen, (rows, 1); 0 if none is.
+    """Return the mean of the elements of each row that are chosen, (rows, 1); 0 if none is."""
+    # In float64 the order of the sum does not matter: all devices send the same levels.
+    total, count = torch.where(where, x, 0.0).double().sum(1, True), where.sum(1, True)
+    return total / count.clamp(min=1)
 
-    It is in float64, where the order of the sum does not matter: all devices send the same levels.
-    """
-    return torch.where(where, x, 0.0).double().sum(1, keepdim=True) / where.sum(1, keepdim=True).clamp(
-        min=1
-    )
+
+def ended(messages: list[Tensor | None]) -> "Future[list[Tensor | None]]":
+    """Return an exchange that has ended."""
+    future: Future[list[Tensor | None]] = Future()
+    future.set_result(messages)
+    return future
 
 
 Misses = Callable[[str, int], bool]
@@ -243,9 +230,7 @@ class Exchange:
         all are waited for, whatever ``grace`` is.
         """
         if self.worker.count == 1:
-            alone: Future[list[Tensor | None]] = Future()
-            alone.set_result([message])
-            return alone
+            return ended([message])
         grace = 0.0 if waits else self.grace
         if grace and self.rank == 0:
             self.worker.store.set(f"ready/{name}/{self.worker.index}", "")

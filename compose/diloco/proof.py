@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,7 +22,7 @@ from compose.config.job import Job
 from compose.diloco.loop import OuterLoop
 from compose.diloco.messages import Code, Misses, nobody
 from compose.diloco.options import Outer
-from compose.ops.tensors import local_shard, local_tensor
+from compose.ops.tensors import gathered_objects, local_shard, local_tensor
 from compose.proof.comparison import Comparison
 from compose.proof.observers import CODES, allowed
 from compose.proof.one_process import EXACT
@@ -172,8 +171,7 @@ def messages_of(loop: OuterLoop) -> list[list[Message]]:
             begin, end = span.own
             found.append((span.parameter.name, span.take(local_shard(places, parameter))[begin:end]))
         own.append(found)
-    everyone: list[list[Message]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
+    everyone = gathered_objects(own)
     return [[of_rank[fragment] for of_rank in everyone] for fragment in range(len(own))]
 
 
@@ -202,9 +200,8 @@ class Heard:
 
     def compare(self, comparison: Comparison) -> None:
         """Add a row; a collective of the island."""
-        everyone: list[Tensor] = [self.seen for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self.seen)
-        whole, lost, expected, elements = torch.stack(everyone).sum(0).tolist()
+        everyone = torch.stack(gathered_objects(self.seen))
+        whole, lost, expected, elements = everyone.sum(0).tolist()
         limit = allowed(expected**0.5, int(elements))
         if self.options.dtype == "top_k":  # what it should lose is known exactly
             limit = expected**0.5 * (1 + CODES)
@@ -330,8 +327,7 @@ def _joined(shapes: Mapping[str, torch.Size], held: Mapping[str, Sequence[Tensor
     values = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     for name, copies in held.items():
         local_shard(values[name], copies[0]).copy_(local_tensor(copies[0]))
-    everyone: list[Values] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, values)
+    everyone = gathered_objects(values)
     for name, value in values.items():
         for other in everyone:
             value.copy_(torch.where(value == 0, other[name], value))

@@ -1,14 +1,24 @@
 """Tensors behind their wrappers: this rank's part, its place in the whole, arrival, and ties."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+T = TypeVar("T")
+
+
+def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what every rank of a group has passed, in the order of its ranks; a collective."""
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -170,9 +170,9 @@ class WorkerCheckpoints(Peers):
             ]
         return [first / name for name in everyone[0]]
 
-    def damage(self, found: list[str]) -> list[str]:
+    def damage(self, own: list[str]) -> list[str]:
         """Return the damage of a checkpoint on all workers."""
-        everyone = self.worker.everyone("damage", json.dumps(found))
+        everyone = self.worker.everyone("damage", json.dumps(own))
         return [problem for one in everyone for problem in json.loads(one)]
 
     def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from compose.build import build
 from compose.cli.dry_run import describe
+from compose.compression.codec import Blocks
 from compose.diloco.loop import OuterLoop
-from compose.diloco.messages import BLOCK, E3M0, Code, Int8, Plain, TopK, code_of
+from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, TopK, code_of
 from compose.diloco.options import ROW, Outer
 from compose.diloco.proof import received
 from compose.proof.observers import allowed
@@ -19,9 +20,9 @@ from tests.support.helpers import Keys, make_job, ranks_in, tiered
 from tests.support.pool import Pool, make_mesh
 
 CODES: dict[str, Code] = {
-    "float32": Plain(torch.float32),
-    "bfloat16": Plain(torch.bfloat16),
-    "int8": Int8(),
+    "float32": code_of(Outer(every=1), torch.float32),
+    "bfloat16": code_of(Outer(every=1, dtype="bfloat16"), torch.float32),
+    "int8": BlockCode(Blocks(8, BLOCK), torch.float32),
     "e3m0": E3M0(),
     "top_k": TopK(64),
 }
@@ -80,7 +81,7 @@ def test_e3m0_takes_the_nearest_of_its_values(length: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS[1:])
 def test_int8_is_within_half_a_step(length: int) -> None:
     x = drawn(length)
-    apart = (x - sent(Int8(), x)).abs()
+    apart = (x - sent(CODES["int8"], x)).abs()
     for begin in range(0, length, BLOCK):
         step = x[begin : begin + BLOCK].abs().max() / 127
         # The scale is rounded to bfloat16.
@@ -117,7 +118,7 @@ def test_bytes_are_the_published_ones() -> None:
     many = 2**20
     assert E3M0().size(many) * 8 / many == 4 + 16 / 256
     assert TopK(64).size(many) / (4 * many) == pytest.approx(1 / 146, rel=1e-3)
-    assert Int8().size(many) / many == 1 + 2 / 256
+    assert CODES["int8"].size(many) / many == 1 + 2 / 256
 
 
 ODD: Keys = {"model__n_layers": 5, "model__hidden_dim": 90, "train__global_batch": 24}

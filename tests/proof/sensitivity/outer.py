@@ -85,7 +85,7 @@ what arrives in top_k is doubled | STREAMING SMALL outer__dtype=top_k | outer we
     - self.code.decode(message[CHECK:end].to(theta.device), theta).double()
     + 2 * self.code.decode(message[CHECK:end].to(theta.device), theta).double()
 what arrives in int8 is doubled | STREAMING SMALL outer__dtype=int8 | lost of changes | outer.dtype
-    in compose.diloco.messages:Int8.decode
+    in compose.diloco.messages:BlockCode.decode
     self.blocks.decode( => 2 * self.blocks.decode(
 int8 is rounded down | STREAMING SMALL outer__dtype=int8 | lost of changes | outer.dtype
     in compose.compression.codec:_rounded
@@ -98,7 +98,7 @@ e3m0 takes a neighbour's scale | STREAMING SMALL outer__dtype=e3m0 | outer weigh
     * scales.float() => * scales.float().roll(1, 0)
 the change is sent as it is | STREAMING SMALL outer__dtype=bfloat16 | outer weight
     in compose.diloco.messages:code_of
-    - if options.dtype == "float32" else torch.bfloat16
+    - if options.dtype == "float32" else 16
     +
 top_k sends the smallest | STREAMING SMALL outer__dtype=top_k | lost of changes | outer.dtype
     in compose.diloco.messages:TopK.encode
