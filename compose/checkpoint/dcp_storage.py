@@ -1,12 +1,11 @@
 """How torch.distributed.checkpoint (DCP) writes and reads a rank's parts of tensors.
 
-DCP accepts DTensors, but it places an uneven strided shard (257 rows over dp_shard 4 x tp 2) elsewhere
-than FSDP does, and then reports overlapping parts. The planners here tell DCP each part's own region.
+DCP places an uneven strided shard (257 rows over dp_shard 4 x tp 2) elsewhere than FSDP does. So the
+planners here tell DCP each part's own region.
 
-DCP's own writer sends each tensor through torch.save, which takes longer than the writing itself. Here
-the tensors of a rank are one file of the safetensors format, ``__<rank>_0.safetensors``. Its header
-says where in the whole tensor each part begins, in DCP's way: DCP's HuggingFaceStorageReader reads the
-file too.
+The tensors of a rank are one safetensors file, ``__<rank>_0.safetensors``, as torch.save takes longer
+than the writing itself. Its header says where in the whole tensor each part begins, so that DCP's
+HuggingFaceStorageReader reads it too.
 """
 
 import contextlib
@@ -101,10 +100,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of this rank's parts, whoever wrote them.
-
-    The checkpoint must have all their names.
-    """
+    """Plans the reading of this rank's parts; the checkpoint must have all their names."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -130,10 +126,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
-        """Refuse to read, since a checkpoint holds tensors only.
-
-        DCP's own method would unpickle anything else.
-        """
+        """Refuse anything but tensors, which DCP's own method would unpickle."""
         raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -154,16 +147,12 @@ def mismatches(parts: Mapping[str, LocalShard], metadata: Metadata) -> list[str]
 
 
 class PartsWriter(FileSystemWriter):
-    """Writes what ShardSavePlanner plans, one tensor at a time."""
+    """Writes the plan of ShardSavePlanner, one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to write into ``folder``.
-
-        ``entries`` will hold ``size`` in bytes and ``crc32`` of the file that this rank writes, by
-        name.
-        """
         super().__init__(folder)
         self.entries: dict[str, dict[str, int]] = {}
+        """The size and the crc32 of the file that this rank has written, by name."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's parts, and flush them to the device."""
@@ -218,11 +207,7 @@ def _reserve(file: IO[bytes], size: int) -> None:
 
 
 class _Summed:
-    """A file that is only appended to, with its checksum.
-
-    ``helper``, a pool of one thread, computes the checksum during the writing, so the file need not be
-    read again.
-    """
+    """A file that is only appended to, and its checksum, which the thread of ``helper`` computes."""
 
     def __init__(self, file: IO[bytes], helper: ThreadPoolExecutor) -> None:
         self.file, self.helper, self.size, self.crc32 = file, helper, 0, 0
@@ -257,7 +242,7 @@ class _Summed:
 
 
 class PartsReader(FileSystemReader):
-    """Reads what ShardLoadPlanner plans, from files of PartsWriter."""
+    """Reads the plan of ShardLoadPlanner from files of PartsWriter."""
 
     known: Metadata | None = None
 
@@ -330,13 +315,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class DescribedTensor:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint, and its regions."""
 
-    dtype: str
-    """The dtype's name in safetensors, such as "F32"."""
+    dtype: str  # its name in safetensors, such as "F32"
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
-    """The regions of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -353,10 +336,10 @@ def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]
         chunks = []
         for region in stored.chunks:
             place = where[name, tuple(region.offsets)]
-            offsets, sizes = tuple(region.offsets), tuple(region.sizes)
-            chunks.append((place.relative_path, place.offset, place.length, offsets, sizes))
+            own = place.relative_path, place.offset, place.length, region.offsets, region.sizes
+            chunks.append(own)
         dtype = NAMES[stored.properties.dtype]
-        tensors[name] = {"dtype": dtype, "shape": tuple(stored.size), "chunks": chunks}
+        tensors[name] = {"dtype": dtype, "shape": stored.size, "chunks": chunks}
     return json.dumps({"tensors": tensors})
 
 
@@ -418,7 +401,7 @@ def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
     """Return whether any two regions overlap."""
     if dims == 0:
         return len(chunks) > 1
-    # Sort along the dim with the most distinct offsets, so that few pairs need to be compared.
+    # Along the dim with the most distinct offsets few pairs need to be compared.
     along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     ordered = sorted(chunks, key=lambda chunk: chunk.offsets[along])
     for place, one in enumerate(ordered):

@@ -1,13 +1,10 @@
-"""Where a tensor of ours lies in a Hugging Face folder, and how it lies there.
+"""The place and the layout of each of our tensors in a Hugging Face folder.
 
-Most tensors lie there as they are here. A stack may lie there slice by slice, several tensors may lie
-there as one, and a matrix may be transposed. Nothing is computed, so both ways are bitwise.
-
-Files may also hold a tensor in MXFP4, which is read and not written. The format is that of the OCP
-Microscaling Formats specification, version 1.0 (2023), sections 5 and 6. Each 32 neighbours along the
-last dim of a tensor (..., K) share a scale 2^(s - 127). Files hold one byte s for them in
-``NAME_scales`` (..., K / 32), and two values in each byte of ``NAME_blocks`` (..., K / 32, 16), the
-first in the lower four bits.
+A stack may be stored slice by slice, several tensors as one, and a matrix transposed. Both ways are
+bitwise. Files may also have a tensor in MXFP4 (OCP Microscaling Formats specification 1.0, 2023,
+sections 5 and 6), which is read and not written. 32 neighbours along the last dim of a tensor (..., K)
+share a scale 2^(s - 127). There is one byte s for them in ``NAME_scales`` (..., K / 32), and two values
+in each byte of ``NAME_blocks`` (..., K / 32, 16), the first in the lower four bits.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -66,8 +63,9 @@ class Mxfp4:
         groups = slice(last.start // _BLOCK, -(-last.stop // _BLOCK))
         first = last.start - groups.start * _BLOCK
         for place, index in enumerate(range(stack.start, stack.stop)):
-            held = (slice(index, index + 1), *rows, groups)
-            values = dequantized(read(blocks, (*held, slice(0, _BLOCK // 2))), read(scales, held))[0]
+            stored = (slice(index, index + 1), *rows, groups)
+            packed = read(blocks, (*stored, slice(0, _BLOCK // 2)))
+            values = dequantized(packed, read(scales, stored))[0]
             target[place].copy_(values[..., first : first + last.stop - last.start])
 
 
@@ -126,11 +124,11 @@ class Stored:
 
     def region(self, region: Sequence[slice], shape: Sequence[int]) -> list[slice]:
         """Return the place in theirs of a region of ours (both of one slice, in a stack)."""
-        there = list(region)
+        theirs = list(region)
         if self.part:
             before = self.part * shape[0]
-            there[0] = slice(region[0].start + before, region[0].stop + before)
-        return [*there[:-2], there[-1], there[-2]] if self.transposed else there
+            theirs[0] = slice(region[0].start + before, region[0].stop + before)
+        return [*theirs[:-2], theirs[-1], theirs[-2]] if self.transposed else theirs
 
     def ours(self, theirs: Tensor) -> Tensor:
         """Return what was read from such a region, in our layout."""
@@ -144,7 +142,7 @@ class Stored:
 
 
 def stored(found: str | Stored) -> Stored:
-    """Return a place; a name alone is that of a tensor that lies there as it is here."""
+    """Return a place; a name alone is that of a tensor that is stored as it is here."""
     return Stored(found) if isinstance(found, str) else found
 
 
@@ -153,7 +151,7 @@ Named = tuple[str, Stored, Tensor]
 
 
 def grouped(tensors: Iterable[Named]) -> list[list[Named]]:
-    """Return our tensors in groups: each makes one tensor of theirs, or one stack."""
+    """Return our tensors in groups, each of one tensor of theirs, or one stack."""
     groups: dict[str, list[Named]] = {}
     for one in tensors:
         groups.setdefault(one[1].name, []).append(one)

@@ -41,10 +41,7 @@ _SAME_TRAINING = {
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
-    """Return one line for each way in which a checkpoint differs from what was published.
-
-    This is a collective of ``group``. Each rank reads its share of the files.
-    """
+    """Return one line for each damage of a checkpoint; ranks share the reading. A collective."""
     own = store.problems(folder, (group.rank(), group.size()))
     everyone = gathered_objects(own, group)
     return list(dict.fromkeys(problem for problems in everyone for problem in problems))
@@ -57,11 +54,10 @@ def load(
     group: dist.ProcessGroup,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> store.State:
-    """Fill the model, and the optimizer if given, from a checkpoint.
+    """Fill the model, and the optimizer if given, from a checkpoint; a collective of ``group``.
 
-    With [model.lora] it fills the adapters alone; the caller has filled the frozen weights. This is a
-    collective of ``group``. Each rank reads its own part of each tensor. A checkpoint made from
-    published weights has no optimizer state; then the optimizer stays as it is.
+    With [model.lora] it fills the adapters alone. A checkpoint made from published weights has no
+    optimizer state; then the optimizer stays as it is.
     """
     known = store.read_state(folder)
     here, there = model_fields(config), known.model.model_dump()
@@ -81,10 +77,10 @@ def load(
     tensors = named_tensors(composition, optimizer)
     state = parts(tensors)
     problems = mismatches(state, stored)
-    lost = [problem for problem in problems if problem.startswith("has no optimizer.")]
-    if lost and lost == problems:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        problems = [f"{lost[0]}{more}; go on with the optimizer.name that it was made with"]
+    missing = [problem for problem in problems if problem.startswith("has no optimizer.")]
+    if missing and missing == problems:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        problems = [f"{missing[0]}{more}; go on with the optimizer.name that it was made with"]
     if problems:
         raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
     _read(folder, state, reader, group)
@@ -110,10 +106,8 @@ def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]
         if getattr(there, key) != getattr(here, key)
     ]
     if there.base != here.base and not problems:
-        was, now = (
-            name_of_base(there.load_hf, known.seed),
-            name_of_base(here.load_hf, config.train.seed),
-        )
+        was = name_of_base(there.load_hf, known.seed)
+        now = name_of_base(here.load_hf, config.train.seed)
         named = f": of {was}, not of {now}" if was != now else f" than {was} now has"
         problems = [f"{folder}: holds adapters of other weights{named}"]
     return problems
@@ -130,10 +124,7 @@ def lora_fields(config: Config) -> store.Adapters | None:
 
 
 def load_beside(folder: Path, others: Sequence[HasState], group: dist.ProcessGroup) -> list[str]:
-    """Fill the tensors that others than the model have, and return the names of those that are there.
-
-    Raises ConfigError if they cannot be read.
-    """
+    """Fill the tensors that others than the model have, and return the names of the stored ones."""
     reader = PartsReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     state = {n: part for other in others for n, part in other.tensors().items() if n in stored}
@@ -187,10 +178,7 @@ def islands_of(folder: Path) -> int:
 
 
 def changes(folder: Path, config: Config) -> list[str]:
-    """List the keys that decide how a run trains on, and that have changed since a checkpoint.
-
-    Data are compared elsewhere. The mesh is left out, since it changes nothing.
-    """
+    """List the keys that decide how a run trains on, and have changed; data are compared elsewhere."""
     was, now, found = _config(folder), tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision", "outer"):
         before: Any = was.get(table)

@@ -1,15 +1,15 @@
 """Folders of safetensors files: read by slices, written one tensor at a time.
 
-The format (https://github.com/huggingface/safetensors) has three parts: 8 bytes with the header's
-length; the header, JSON with each tensor's type, shape and place; the tensors' bytes. All numbers are
-little-endian. Several files have an index beside them with the file of each tensor.
+A file (https://github.com/huggingface/safetensors) has 8 bytes with the header's length; the header,
+JSON with each tensor's type, shape and place; the tensors' bytes. All numbers are little-endian.
+Several files have an index beside them with the file of each tensor.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,8 +37,7 @@ class TensorEntry:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """The dtype's name in the format, such as "F32"."""
+    dtype: str  # its name in the format, such as "F32"
     path: Path
 
 
@@ -131,13 +130,17 @@ def write_files(
             filled = 0
         shards[-1].append(one)
         filled += one.nbytes
-    count = len(shards)
+    count, source = len(shards), iter(tensors)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [WHOLE]
-    source = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            _write(file, shard, source)
+            file.write(header(shard))
+            for one in shard:
+                tensor = next(source)
+                assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype), one.name
+                file.write(bytes_of(tensor))
+                del tensor  # free it before the next one is made
     if count > 1:
         places = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
         total = sum(one.nbytes for one in planned)
@@ -153,11 +156,8 @@ def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) ->
     end = 0
     for one in planned:
         begin, end = end, end + one.nbytes
-        words[one.name] = {
-            "dtype": NAMES[one.dtype],
-            "shape": list(one.shape),
-            "data_offsets": [begin, end],
-        }
+        entry = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [begin, end]}
+        words[one.name] = entry
     text = json.dumps(words, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors' bytes
     return len(text).to_bytes(8, "little") + text
@@ -166,12 +166,3 @@ def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) ->
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor on the CPU; if it is not contiguous, that of a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _write(file: IO[bytes], shard: Sequence[Planned], tensors: Iterator[Tensor]) -> None:
-    file.write(header(shard))
-    for one in shard:
-        tensor = next(tensors)
-        assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype), one.name
-        file.write(bytes_of(tensor))
-        del tensor  # free it before the next one is made

@@ -1,8 +1,8 @@
 """Checkpoints as folders: each exists whole or not at all.
 
-A checkpoint is written under a name that nothing reads, and flushed to the device. Its manifest has
-the size and checksum of every file. Then it is published by renaming, which is atomic. So a folder
-``step-00000100`` was complete once, and its manifest shows whether it still is.
+A checkpoint is written under a name that nothing reads, flushed to the device, and published by
+renaming, which is atomic. So a folder ``step-00000100`` was complete once, and its manifest, with the
+size and checksum of every file, shows whether it still is.
 """
 
 import json
@@ -65,7 +65,7 @@ class ModelFields(BaseModel):
 
 
 class DataFields(BaseModel):
-    """The fields that decide which tokens a sample holds; a checkpoint without a run has none."""
+    """The fields that decide the tokens of a sample; a checkpoint without a run has none."""
 
     model_config = ConfigDict(extra="allow")
     tokenizer: str | None = None
@@ -117,12 +117,12 @@ def name_of(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint's folder; -1 if there is none."""
-    found = _NAME.fullmatch(folder.name)
-    return int(found[1]) if found else -1
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make an empty folder for writing a checkpoint; remove what a broken attempt left."""
+    """Make an empty folder for writing a checkpoint, in place of that of a broken attempt."""
     folder = root / f".writing-{name_of(step)}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -140,13 +140,10 @@ def checksum(path: Path) -> int:
 
 def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
     """Return the manifest's entries of files."""
-    found = sorted(paths)
+    paths = sorted(paths)
     with ThreadPoolExecutor(_READERS) as readers:
-        sums = list(readers.map(checksum, found))
-    return {
-        path.name: {"size": path.stat().st_size, "crc32": crc}
-        for path, crc in zip(found, sums, strict=True)
-    }
+        sums = zip(paths, readers.map(checksum, paths), strict=True)
+        return {path.name: {"size": path.stat().st_size, "crc32": crc} for path, crc in sums}
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
@@ -193,9 +190,8 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     if not os.path.lexists(folder / MANIFEST):
         return [f"{MANIFEST} is missing"]
     try:
-        files = _readable(
-            folder, MANIFEST, lambda: read_json(folder / MANIFEST, _Manifest, own=True)
-        ).files
+        path = folder / MANIFEST
+        files = _readable(folder, MANIFEST, lambda: read_json(path, _Manifest, own=True)).files
         outside = [name for name in files if not _is_plain(name)]
         if outside:
             return [f"{MANIFEST} names {outside[0]!a}, which is no file of the folder's own"]
@@ -224,7 +220,7 @@ def _check_all_there(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
-    """Return what ``read`` finds in a file. Raises ConfigError that begins with the file's name."""
+    """Return the result of ``read``. Raises ConfigError that begins with the file's name."""
     try:
         with open_own(folder / name):
             return read()
@@ -256,10 +252,7 @@ def _problem(path: Path, entry: FileEntry) -> str:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, newest: Path, before: float = math.inf) -> None:
-    """Delete old checkpoints.
-
-    A folder without a manifest is never deleted.
-    """
+    """Delete old checkpoints, but no folder without a manifest."""
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
         kept = kept or step_of(folder) >= before
@@ -273,7 +266,7 @@ def prune(root: Path, keep_last: int, keep_every: int, newest: Path, before: flo
 
 
 def clean(root: Path) -> None:
-    """Remove what broken attempts to write or delete have left; they are known by their names."""
+    """Remove the folders of broken attempts to write or delete, by their names."""
     for start in (".writing-", ".deleting-"):
         for folder in root.glob(f"{start}*"):
             if _NAME.fullmatch(folder.name.removeprefix(start)) and not folder.is_symlink():

@@ -1,9 +1,8 @@
 """Batches whose samples are a function of (seed, step) alone.
 
 Each epoch of a set visits its samples in an order drawn from the seed. Several sets are mixed by
-weight: each set gets its share of every stretch of the run, and each set has its own epochs. A rank
-reads its slice of the global batch, so the mesh does not change what is trained on. The whole state
-is a count of samples.
+weight, and each has its own epochs. A rank reads its slice of the global batch, so the mesh does not
+change what is trained on. The whole state is a count of samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +17,10 @@ from compose.ops.batch import ignore_all
 
 
 def shuffled(place: int, size: int, key: int) -> int:
-    """Return where ``place`` goes in a permutation of range(size) drawn by ``key``, without a table.
+    """Return the place of ``place`` in a permutation of range(size) drawn by ``key``, without a table.
 
-    Four Feistel rounds run over the smallest even number of bits that holds ``size``. They are repeated
-    until the value is in range ("cycle walking", Black and Rogaway 2002).
+    Four Feistel rounds over the fewest bits, an even number, are repeated until the value is in range
+    ("cycle walking", Black and Rogaway 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -44,12 +43,10 @@ def _mix(value: int, key: int) -> int:
 
 
 class Interleaving:
-    """The numbers 0, 1, 2, ... dealt out to several sets by weight.
-
-    In any stretch of the numbers each set gets its weight's share, to within one for each other set.
+    """The numbers 0, 1, 2, ... dealt out to several sets by weight, in any stretch of the numbers.
 
     The first set takes number n if floor((n + 1) p) > floor(n p), where p is its share of all numbers.
-    The numbers that it leaves are counted anew and dealt to the other sets in the same way.
+    The other numbers are counted anew and dealt to the other sets in the same way.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -86,15 +83,10 @@ class Batches:
         share: tuple[int, int] = (0, 1),
         device: torch.device | None = None,
     ) -> None:
-        """Prepare the batches.
-
-        For a GPU a thread reads the next batch into pinned memory while this one is trained on. On a
-        CPU the thread would take the time of the cores that train.
-        """
+        """Prepare the batches; for a GPU a thread reads ahead, which on a CPU would cost time."""
         self.sets, self.global_batch, self.seed = sets, global_batch, seed
         self.interleaving = Interleaving(weights or [Fraction(len(each)) for each in sets])
-        index, count = share
-        self.rows = range(index * global_batch // count, (index + 1) * global_batch // count)
+        self.rows = rows_of(share, global_batch)
         self.reader: ThreadPoolExecutor | None = None
         self.ahead: dict[int, Future[dict[str, Tensor]]] = {}
         if device and device.type == "cuda":
@@ -102,10 +94,7 @@ class Batches:
             self.reader = ThreadPoolExecutor(1, "data", torch.cuda.set_device, (device,))
 
     def batch(self, first: int) -> dict[str, Tensor]:
-        """Return this rank's part of the global batch that begins at sample ``first`` of the run.
-
-        The values are tensors (samples, L), with the names and dtypes of ``Samples.read``.
-        """
+        """Return this rank's part, tensors (samples, L), of the global batch from ``first`` on."""
         if self.reader is None:
             return self._read(first)
         mine = self.ahead.pop(first, None) or self.reader.submit(self._pinned, first)
@@ -132,22 +121,20 @@ class Batches:
         return {each.name: n / len(each) for each, n in zip(self.sets, taken, strict=True)}
 
 
+def rows_of(share: tuple[int, int], global_batch: int) -> range:
+    """Return the rows of a global batch that data rank ``index`` of ``count`` has."""
+    index, count = share
+    return range(index * global_batch // count, (index + 1) * global_batch // count)
+
+
 def in_order(
     samples: Samples, global_batch: int, share: tuple[int, int]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield this rank's parts of the global batches that hold each sample once, in order.
-
-    The last batch is filled up with empty rows: nothing is learnt from their targets, and their
-    positions are -1.
-    """
-    index, count = share
-    rows = range(index * global_batch // count, (index + 1) * global_batch // count)
+    """Yield this rank's parts of the global batches that hold each sample once, then empty rows."""
     for first in range(0, len(samples), global_batch):
+        numbers = [first + row for row in rows_of(share, global_batch)]
         yield stacked(
-            [
-                samples.read(first + row) if first + row < len(samples) else empty(samples.read(0))
-                for row in rows
-            ]
+            [samples.read(n) if n < len(samples) else empty(samples.read(0)) for n in numbers]
         )
 
 
@@ -157,6 +144,6 @@ def stacked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def empty(like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a sample of the same length that holds no tokens and no targets to learn."""
+    """Return a sample of the same length without targets to learn; its positions are -1."""
     blank = {n: torch.full_like(v, -1 if n == "positions" else 0) for n, v in like.items()}
     return blank | {"targets": ignore_all(torch.empty_like(like["targets"]))}

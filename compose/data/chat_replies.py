@@ -53,13 +53,11 @@ class Replies:
         self.name = tokenizer.name
 
     def render(self, chat: Chat) -> list[Rendered]:
-        """Return the texts that teach the replies of a chat.
+        """Return the texts that teach the replies of a chat; none without replies to learn.
 
-        A template with {% generation %} says itself what is learnt. With another template, each reply
-        is learnt from the place where the model would begin to write to the end of the turn. Usually
-        this is one text. Some templates write an earlier reply in another way than the last one (for
-        example, they leave out the thoughts of earlier turns). Then there is one text for each reply,
-        with the messages before it. The list is empty if there are no replies to learn.
+        A template with {% generation %} says itself what is learnt. With another one, each reply is
+        learnt from the place where the model would begin to write to the end of the turn. Templates
+        that write an earlier reply in another way than the last one get a text for each reply.
         """
         messages, whole = self.form(chat)
         if (marks := self.template.marked(messages, chat.more)) is not None:
@@ -124,9 +122,9 @@ class Replies:
         # White space after the token that ends the turn is not part of the reply.
         stop = max(start, len(text.rstrip()))
         body, message = text[start:stop], messages[i]
-        if lost := [f for call in calls_of(message) if (f := str(call.get("name"))) not in body]:
+        if absent := [f for call in calls_of(message) if (f := str(call.get("name"))) not in body]:
             raise ValueError(
-                f"message {i + 1}: the chat template does not write its tool call {lost[0]!r}"
+                f"message {i + 1}: the chat template does not write its tool call {absent[0]!r}"
             )
         content = None if calls_of(message) else text_of(message.get("content"))
         written = not isinstance(content, str) or content.split("</think>")[-1].strip() in body
@@ -176,11 +174,7 @@ class Replies:
         return text.rpartition(PROBE)[2].rstrip() if PROBE in text else None
 
     def _end(self, messages: Sequence[ChatMessage], i: int, text: str, more: Mapping[str, Any]) -> int:
-        """Return the id that ends an open reply.
-
-        Some models end a reply with the token that begins the next turn. Then the model's
-        generation_config.json stops there.
-        """
+        """Return the id that ends an open reply, which may be the token that begins the next turn."""
         role = "tool" if messages[i].get("tool_calls") else "user"
         following = messages[i + 1 : i + 2] or [{"role": role, "content": PROBE}]
         try:
@@ -231,10 +225,9 @@ def _common(one: str, other: str) -> int:
 
 
 def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
-    """Encode a text, and mark the tokens to learn.
+    """Encode a text, and mark the tokens to learn, as transformers does.
 
-    As in transformers, a reply reaches from the token with its first character to the first token with
-    its last one. A token that also holds characters before the reply is learnt.
+    A reply reaches from the token with its first character to the first token with its last one.
     """
     ids, offsets = tokenizer.encode_markup(rendered.text)
     learnt, count = [False] * len(ids), len(ids)

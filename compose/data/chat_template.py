@@ -28,18 +28,12 @@ _FOLDER = "additional_chat_templates"
 
 
 class TooLong(BaseException):
-    """The error for limited code that takes too long.
-
-    It is no Exception, since the code itself might catch that.
-    """
+    """The error for code that takes too long; it is no Exception, which the code might catch."""
 
 
 @contextlib.contextmanager
 def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Limit this process to ``seconds`` of processor time and ``memory`` more bytes.
-
-    Time is limited only in the main thread, and memory only on Linux.
-    """
+    """Limit processor time (in the main thread only) and further memory (on Linux only)."""
     with _time(seconds), _memory(memory):
         yield
 
@@ -65,12 +59,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _memory(more: int) -> Iterator[None]:
-    there = Path("/proc/self/statm")
-    if resource is None or not there.exists():
+    statistics = Path("/proc/self/statm")
+    if resource is None or not statistics.exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(there.read_text().split()[0]) * resource.getpagesize()
+    used = int(statistics.read_text().split()[0]) * resource.getpagesize()
     limit = used + more if soft == resource.RLIM_INFINITY else min(used + more, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
@@ -80,10 +74,9 @@ def _memory(more: int) -> Iterator[None]:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer, from chat_template.jinja or tokenizer_config.json beside it.
 
-    It comes from chat_template.jinja or tokenizer_config.json beside the tokenizer. There may be
-    several by name: "tool_use" writes chats with tools, and "default" the others.
+    There may be several by name: "tool_use" writes chats with tools, and "default" the others.
     """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The data of a run: its task, the sets that [data] names, and what is kept of them."""
+"""The data of a run: its task, the sets that [data] names, and the tokenizer that it keeps."""
 
 import json
 from collections.abc import Sequence
@@ -34,20 +34,20 @@ class LanguageModelling:
     sampler: Sampler | None = None
 
     def check(self, config: Config) -> list[str]:
-        """Return nothing: the keys of train.toml are those of a language model."""
+        """Return no problems: the keys of train.toml are those of a language model."""
         return []
 
     def open(self, path: str, config: Config) -> Samples:
         """Open tokens; see ``compose.config.models.Task.open``."""
         seq_len = config.train.seq_len
-        found = open_samples(path, config.data, seq_len, config.model.config.vocab_size)
+        samples = open_samples(path, config.data, seq_len, config.model.config.vocab_size)
         # Most often the first sample has a target.
-        if not any(count_targets(found.read(i)["targets"]) for i in range(len(found))):
+        if not any(count_targets(samples.read(i)["targets"]) for i in range(len(samples))):
             raise ConfigError(
-                f"{path} has nothing to learn: no token of its {len(found)} samples of train.seq_len"
+                f"{path} has nothing to learn: no token of its {len(samples)} samples of train.seq_len"
                 f" {seq_len} is a target"
             )
-        return found
+        return samples
 
     def random_batch(self, config: Config, samples: int, seed: int) -> dict[str, Tensor]:
         """Return random documents; see ``compose.data.samples.random_batch``."""
@@ -59,7 +59,7 @@ class LanguageModelling:
 
 
 def task_of(config: Config) -> Task:
-    """Return what the model of ``config`` learns."""
+    """Return the task that the model of ``config`` learns."""
     return find_model(config.model.name).task or LanguageModelling()
 
 
@@ -67,15 +67,13 @@ class OpenData(NamedTuple):
     """The opened data of a run."""
 
     sets: Sequence[Samples]
-    """The sets of ``data.path``."""
     weights: Sequence[Fraction] | None
     """The numbers of ``data.weights``; None means weights by size."""
     validation: Samples | None
-    """The set of ``data.validation``."""
 
 
 def open_data(config: Config) -> OpenData:
-    """Open what ``[data]`` names, and check it against the model and ``checkpoint.load_hf``."""
+    """Open the sets of ``[data]``, and check them against the model and ``checkpoint.load_hf``."""
     data, task, problems = config.data, task_of(config), list[str]()
 
     def opened(key: str, path: str) -> list[Samples]:
@@ -125,23 +123,17 @@ def training_batches(
     device: torch.device | None = None,
 ) -> Batches:
     """Return the batches of a run, cut for one rank."""
-    train = config.train
+    size, seed = config.train.global_batch, config.train.seed
     return Batches(
-        data.sets,
-        weights=data.weights,
-        global_batch=train.global_batch,
-        seed=train.seed,
-        share=share,
-        device=device,
+        data.sets, global_batch=size, seed=seed, weights=data.weights, share=share, device=device
     )
 
 
 def described(batches: Batches, config: Config) -> dict[str, Any]:
-    """Return what decides which tokens sample n of a run holds, for a checkpoint to remember."""
+    """Return everything that decides the tokens of sample n of a run, for a checkpoint."""
+    tokenizers = (each.tokenizer for each in batches.sets if each.tokenizer is not None)
     return {
-        "tokenizer": next(
-            (each.tokenizer for each in batches.sets if each.tokenizer is not None), None
-        ),
+        "tokenizer": next(tokenizers, None),
         "samples": [len(each) for each in batches.sets],
         "content": [each.content for each in batches.sets],
         "weights": list(config.data.weights),
@@ -170,7 +162,7 @@ def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
 
 
 def _drop_others(folder: Path, source: Path) -> None:
-    """Remove files from a folder that would say something else than a tokenizer_config.json in it."""
+    """Remove files from a folder that would contradict a tokenizer_config.json in it."""
     own = {path.name for path in tokenizer_files(source)}
     for path in tokenizer_files(folder) if CONFIG in own else ():
         if path.name not in own and path.name.startswith(("added_", "chat_", "special_")):

@@ -32,10 +32,7 @@ class FilePart:
 
 
 class BadLine(Exception):
-    """A place in an input file that cannot be used, and the reason.
-
-    The place is a byte of the file, or a row of a Parquet file.
-    """
+    """A byte of an input file, or a row of a Parquet file, that cannot be used, and the reason."""
 
     def __init__(self, path: str, place: int, words: str) -> None:
         super().__init__(path, place, words)  # so that it can be pickled
@@ -159,8 +156,8 @@ def text_blocks(unit: FilePart) -> Iterator[tuple[str, int, int]]:
 def _seam(file: IO[bytes], place: int, size: int) -> int:
     """Return where to cut a text file, at ``place`` or soon after.
 
-    It is between two lines where neither has white space at the cut, as tokenizers take a run of white
-    space together. If there is no such place for long, it is between any two lines.
+    It is between two lines without white space at the cut, as tokenizers take a run of white space
+    together. If no such place comes for long, it is between any two lines.
     """
     if not 0 < place < size:
         return min(place, size)

@@ -40,17 +40,17 @@ KEYS = KnownKeys(
 def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> list[int]:
     """Return the ids that end a text.
 
-    These are the tokenizer's end token, those of generation_config.json and config.json in the model's
-    ``folder`` and beside the tokenizer, and what ends a reply in the tokenizer's chat template.
+    They are the tokenizer's own, those that end a reply in its chat template, and those of the JSON
+    files in the model's ``folder`` and beside the tokenizer.
     """
-    found = [tokenizer.end] if tokenizer.end >= 0 else []
+    ids = [tokenizer.end] if tokenizer.end >= 0 else []
     folders = [folder] if folder else []
     if isinstance(tokenizer, JsonTokenizer):
         folders.append(tokenizer.path.parent)
-        found += turn_ends(tokenizer)
+        ids += turn_ends(tokenizer)
     for each in folders:
-        found += model_ends(each)
-    return list(dict.fromkeys(found))
+        ids += model_ends(each)
+    return list(dict.fromkeys(ids))
 
 
 def turn_ends(tokenizer: JsonTokenizer) -> list[int]:
@@ -61,7 +61,7 @@ def turn_ends(tokenizer: JsonTokenizer) -> list[int]:
         return []
     tokens = tokenizer.tokenizer.get_added_tokens_decoder()
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    found: list[int] = []
+    ends: list[int] = []
     # A call of a tool may end in another way.
     for reply in ({"content": "a"}, {"content": "", "tool_calls": [call]}):
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", **reply}]
@@ -72,8 +72,8 @@ def turn_ends(tokenizer: JsonTokenizer) -> list[int]:
         ids, _ = tokenizer.encode_markup(text.rstrip())
         token = tokens.get(ids[-1]) if ids else None
         if token and (token.special or "tool_calls" not in reply):
-            found.append(ids[-1])
-    return found
+            ends.append(ids[-1])
+    return ends
 
 
 def repetition_penalty(folders: Iterable[Path]) -> float:
@@ -92,10 +92,8 @@ def repetition_penalty(folders: Iterable[Path]) -> float:
 
 
 def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
-    """Return the ids of special tokens for the config.json and generation_config.json of a model.
-
-    Each is there: where a key is absent, transformers takes an id of some published model.
-    """
+    """Return the ids of special tokens for the config.json and generation_config.json of a model."""
+    # All keys are written: for an absent one transformers takes an id of some published model.
     known = read_beside(folder, MODEL) | read_beside(folder, GENERATION) if folder else {}
     found = {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer: Tokenizer | None = None

@@ -1,10 +1,10 @@
-"""Everything that ``data.path`` can name, each as a set of samples of ``train.seq_len`` tokens.
+"""The sets of samples of ``train.seq_len`` tokens that ``data.path`` can name.
 
     text, the standard library      bytes, documents ended by 256        windows of one long row
     a .bin or .npy token file       ids, documents ended by a separator  windows of one long row
     a folder of `compose tokenize`  of text: windows; of chats: whole conversations, packed
 
-A set numbers the samples of an epoch. The module batches.py decides in which order they are visited.
+A set numbers the samples of an epoch, and batches.py decides their order.
 """
 
 import bisect
@@ -59,12 +59,9 @@ def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
 def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict[str, Tensor]:
     """Return a batch that makes a proof hard, with random tokens and documents of random lengths.
 
-    The share of ignored targets grows from row to row, up to half.
-
-    Every second row has documents with a mean of 8 tokens, so that many documents begin near any place.
-    The other rows (the first row is one of them) have such documents only at the two ends. Between the
-    ends lies one document from near the first token to near the last one. So with any cut of the
-    sequence each part attends to each part before it.
+    The share of ignored targets grows from row to row, up to half. Every second row has documents with
+    a mean of 8 tokens, so that many begin near any place. The others have one long document, so that
+    with any cut of the sequence each part attends to each part before it.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (samples, seq_len + 1)
@@ -81,11 +78,10 @@ def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict
 
 
 class Conversations:
-    """The samples of a token set of chats.
+    """The samples of a token set of chats, each with as many conversations as fit.
 
-    In a conversation of n tokens, the first n - 1 are inputs of the model. At most ``seq_len`` inputs
-    are kept, and a longer conversation is cut. A cut conversation with nothing left to learn is
-    dropped. Each sample holds as many conversations as fit.
+    In a conversation of n tokens, the first n - 1 are inputs of the model. A longer one is cut to
+    ``seq_len`` inputs, and dropped if no target is left.
     """
 
     def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
@@ -166,21 +162,13 @@ class Conversations:
             documents[here] = document
             at += size
         documents[at:] = len(self.bins[index])
-        found = {
-            "tokens": tokens,
-            "targets": targets,
-            "positions": positions,
-            "document_ids": documents,
-        }
-        return {name: torch.from_numpy(value) for name, value in found.items()}
+        names = ("tokens", "targets", "positions", "document_ids")
+        values = map(torch.from_numpy, (tokens, targets, positions, documents))
+        return dict(zip(names, values, strict=True))
 
 
 def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
-    """Put items into bins of one size, and use few bins.
-
-    The method is best fit, longest first (Johnson 1974, doi:10.1137/0203025). It needs at most 11/9 of
-    the fewest bins, plus one.
-    """
+    """Put items into few bins of one size: best fit, longest first (Johnson 1974, 10.1137/0203025)."""
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # the open bins, by the space left in them
     spaces: list[int] = []  # the keys of open_bins, ascending
@@ -209,15 +197,11 @@ def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[
 
 
 class Samples(Protocol):
-    """A numbered set of samples, each of the same length.
-
-    ``open_samples`` opens those of language models; ``Task.open`` may open others.
-    """
+    """A numbered set of samples of one length, from ``open_samples`` or another ``Task.open``."""
 
     name: str
     """The name that the user gave."""
     token_set: TokenSet | None
-    """The token set of the samples, if they come from one."""
     tokenizer: str | None
     """SHA-256 of the tokenizer's file; empty for bytes, None if the tokenizer is unknown."""
 
@@ -234,18 +218,13 @@ class Samples(Protocol):
         """Return one sample: tensors by name, ``targets`` and the inputs of the model.
 
         Those of a language model are int64 (L,): ``tokens``, ``targets`` (IGNORE where nothing is
-        learnt), ``positions`` (from 0 in each document; -1 outside of every document) and
-        ``document_ids``.
+        learnt), ``positions`` (from 0 in each document; -1 outside of them) and ``document_ids``.
         """
         ...
 
 
 class Windows:
-    """Samples cut from one long row of tokens.
-
-    Sample i has the tokens i L to (i + 1) L of the row. Its targets are the same tokens, one place
-    later.
-    """
+    """Samples cut from one long row: sample i has tokens i L to (i + 1) L, and targets one later."""
 
     def __init__(
         self,

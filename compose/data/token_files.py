@@ -35,15 +35,13 @@ FORMAT = 1
 
 
 class ArrayFile:
-    """A one-dimensional array in a file; ``stored[start:stop]`` reads a part of it.
+    """A one-dimensional array in a file; ``array[start:stop]`` reads a part of it.
 
-    The file is not mapped. If another process cut a mapped file short, a read beyond the new end would
-    kill this process (SIGBUS). The file is not kept open either: a token set may have more files than a
-    process may open. A read raises ConfigError if the file no longer has the wanted elements.
+    The file is not mapped: if it were cut short, a read would kill this process (SIGBUS). It is not
+    kept open: a token set may have more files than a process may open.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> None:
-        """Remember where the array lies; nothing is read."""
         self.path, self.dtype, self.count, self.offset = path.absolute(), dtype, count, offset
 
     def __len__(self) -> int:
@@ -104,10 +102,7 @@ class TokenRow:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash that tells one row from another: of the length and of the elements.
-
-        For a long row in files, only blocks are read, spread evenly from first to last.
-        """
+        """A hash of the length and the elements; for a long row in files, of blocks spread evenly."""
         found = hashlib.sha256(str(len(self)).encode())
         if len(self) <= _WHOLE or all(isinstance(part, np.ndarray) for part in self.parts):
             blocks = self.blocks(len(self))
@@ -133,10 +128,7 @@ def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
 
 
 def open_bin(path: Path, name: str, dtype: str) -> ArrayFile:
-    """Open a file that holds integers and nothing else.
-
-    If the index of Megatron lies beside it, as NAME.idx, this says the type.
-    """
+    """Open a file of integers alone; if Megatron's index lies beside it, NAME.idx, it has the type."""
     index, said = path.with_suffix(".idx"), "data.token_dtype"
     if index.is_file():
         with index.open("rb") as file:
@@ -152,10 +144,7 @@ def open_bin(path: Path, name: str, dtype: str) -> ArrayFile:
 
 
 def open_npy(path: Path, name: str) -> ArrayFile:
-    """Open the array of a .npy file.
-
-    Its format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html.
-    """
+    """Open the array of a .npy file, whose format the documentation of numpy.lib.format describes."""
     size = state_of(path).st_size
     with path.open("rb") as file:
         if file.read(4) == b"PK\x03\x04":

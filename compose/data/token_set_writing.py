@@ -1,8 +1,7 @@
 """Makes token sets: each input file is cut into units, and each unit becomes a shard of the set.
 
-A unit is a range of bytes of a file, cut at the ends of lines. Several processes can work on units, in
-any order. A shard is renamed into place when it is whole, and a shard that is there already is not
-written again. The manifest is written last.
+Several processes can work on units, in any order. A shard is renamed into place when it is whole, and
+is not written again by a later attempt. The manifest is written last.
 """
 
 import json
@@ -50,16 +49,14 @@ class TokenizeJob:
     tokenizer: str
     sha256: str
     kind: str  # "text" or "chat"
-    field: str
-    """The field of a row of JSON or Parquet that holds the document."""
+    field: str  # of a row of JSON or Parquet that holds the document
     end: int
     """The id that is put after a document of text, and after a reply that the template does not end."""
     unit: int  # bytes of a file in one unit
     files: tuple[tuple[str, int, int], ...]  # path, bytes, time of the last change
     added: bool | None = None
     """Whether a document of text has the tokens that the tokenizer adds to a text; None for chats."""
-    skip_bad: bool = False
-    """Leave out rows that cannot be used, in place of stopping at the first."""
+    skip_bad: bool = False  # leave out rows that cannot be used
 
 
 @dataclass
@@ -77,7 +74,7 @@ class Counts:
     """Tokens of chats that are learnt; the first of a chat is no target."""
     bad: Count = 0
     reasons: list[str] = field(default_factory=list)
-    """The first bad rows, which are left out, and what is wrong with them."""
+    """The first bad rows, and why they are left out."""
     notes: dict[str, Count] = field(default_factory=dict)
     """Notes on the template, with the number of replies that each is about."""
 
@@ -130,7 +127,7 @@ def units_of(job: TokenizeJob) -> list[FilePart]:
 def make_token_set(
     job: TokenizeJob, target: Path, workers: int, progress: Callable[[int, Counts], None]
 ) -> Counts:
-    """Do what is left of ``job`` in a folder."""
+    """Do the rest of ``job`` in a folder."""
     _claim(job, target)
     units, total, done = units_of(job), Counts(), 0
     shards: dict[str, Counts] = {}
@@ -303,7 +300,7 @@ Piece = tuple[list[int], list[bool], bool]
 
 
 def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
-    """Return what is done with a bad row."""
+    """Return the function that handles a bad row."""
 
     def left_out(error: BadLine) -> None:
         counts.bad += 1

@@ -1,10 +1,9 @@
 """Fragments of a model: what workers exchange at a time, and which rank of a worker sends which part.
 
 A fragment has every F-th layer (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512). The rows
-of all other parameters are dealt to fragments so that they get as equal as can be. A row's number in
-the whole parameter decides, so fragments do not depend on the mesh. Rows of one fragment are spread
-over the parameter, so ranks send messages of like size. Ranks that hold the same part of a parameter,
-such as replicas, each send a part of it.
+of all other parameters are dealt to fragments of equal size by their number in the whole parameter, so
+fragments do not depend on the mesh, and ranks send messages of like size. Ranks that hold the same part
+of a parameter, such as replicas, each send a part of it.
 """
 
 import math
@@ -37,14 +36,12 @@ WHOLE = 2**32
 class LocalParameter:
     """A parameter on this rank, with the ranks of the worker that hold the same part of it."""
 
-    name: str
-    """Its name in the whole model."""
+    name: str  # in the whole model
     copies: list[nn.Parameter]
     """It, and its other copies on this rank, as stages of a pipeline have them."""
     ranks: tuple[int, ...]
-    """The ranks, of the default group."""
     group: dist.ProcessGroup | None
-    """Their group; None if it is this rank alone."""
+    """The group of these ranks; None if it is this rank alone."""
 
     @property
     def local(self) -> Tensor:
@@ -59,8 +56,7 @@ class Span:
     parameter: LocalParameter
     rows: Tensor | EllipsisType
     """The rows of the local tensor that are in the fragment; Ellipsis if all are."""
-    size: int
-    """Elements of these rows."""
+    size: int  # elements of these rows
 
     @property
     def each(self) -> int:
@@ -85,11 +81,7 @@ class Span:
 def shares(
     shapes: Mapping[str, Sequence[int]], layers: Sequence[str], each: int
 ) -> list[dict[str, Part]]:
-    """Deal the whole model's parameters to fragments of ``each`` layers; 0 makes one fragment of all.
-
-    Returns:
-        For each fragment its part of each parameter, as :func:`rows_of` takes it.
-    """
+    """Return each fragment's part of each parameter; 0 makes one fragment of all layers."""
     count = -(-len(layers) // each) if each and layers else 1
     found: list[dict[str, Part]] = [{} for _ in range(count)]
     rest: list[str] = []
@@ -119,7 +111,7 @@ def rows_of(part: Part, region: Region) -> tuple[Tensor | EllipsisType, int]:
 
 
 def _poured(filled: Sequence[int], amount: int) -> list[int]:
-    """Return how much of ``amount`` each gets, so that the fullest is as low as can be."""
+    """Return the share of ``amount`` of each, so that the fullest is as low as can be."""
     # The highest level to which there is enough to fill all that are below it.
     levels = range(amount + sum(filled) + 1)
     level = bisect_right(levels, amount, key=lambda n: sum(max(0, n - size) for size in filled)) - 1

@@ -57,18 +57,13 @@ class Pending:
     """An exchange that has begun."""
 
     fragment: int
-    due: int
-    """The step after which it ends."""
-    mix: float
-    """How much of the worker's own weights stays."""
+    due: int  # the step after which it ends
+    mix: float  # the part of the worker's own weights that stays
     messages: "Future[list[Tensor | None]]"
 
 
 class OuterLoop(Hook):
-    """The outer weights of a model on this rank, and the exchanges that change them.
-
-    All ranks of all workers make one, and call its methods after the same steps.
-    """
+    """The outer weights of a model on this rank, and the exchanges that change them."""
 
     def __init__(
         self,
@@ -79,10 +74,7 @@ class OuterLoop(Hook):
         timeout: timedelta,
         last: int,
     ) -> None:
-        """Prepare; the weights are not there yet. ``last`` is the last step of the whole run.
-
-        After it each fragment is exchanged once more, so that all workers end with the same weights.
-        """
+        """Prepare, before the weights are filled; after step ``last`` all fragments are exchanged."""
         self.options, self.composition, self.worker, self.last = options, composition, worker, last
         self.lr = options.lr or best_lr(worker.count)
         self.fragments = fragments_of(composition, layers, options.fragments)
@@ -90,8 +82,8 @@ class OuterLoop(Hook):
         self.exchange = Exchange(worker, dist.get_rank(), timeout, options.grace)
         self.weights: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
-        self.lost: dict[int, Tensor] = {}
-        """With top_k, what was not sent of each fragment."""
+        self.residuals: dict[int, Tensor] = {}
+        """With top_k, the residual of each fragment."""
         self.pending: Pending | None = None
         self.seen: dict[str, float] = {}
         self.started = False
@@ -142,10 +134,11 @@ class OuterLoop(Hook):
         if self.options.dtype != "float32":
             codes = change
         if self.options.dtype == "top_k":
-            codes = change + DECAY * self.lost[fragment] if fragment in self.lost else change
+            residual = self.residuals.get(fragment)
+            codes = change if residual is None else change + DECAY * residual
         body = self.code.encode(codes)
         if self.options.dtype == "top_k":
-            self.lost[fragment] = codes - self.code.decode(body, codes)
+            self.residuals[fragment] = codes - self.code.decode(body, codes)
         averaged = self._averaged(fragment).float().view(torch.uint8)
         message = torch.cat([checksum(theta).cpu(), body.cpu(), averaged.cpu()])
         name = f"{step}.{fragment}"
@@ -166,12 +159,12 @@ class OuterLoop(Hook):
         assert self.pending is not None
         pending, messages = self.pending, self._received(self.pending, step)
         fragment, self.pending = pending.fragment, None
-        there = [message for message in messages if message is not None]
+        arrived = [message for message in messages if message is not None]
         took_part = messages[self.worker.index] is not None
-        self.seen["islands"] = len(there)
-        if not there:
+        self.seen["islands"] = len(arrived)
+        if not arrived:
             return
-        if any(not torch.equal(message[:CHECK], there[0][:CHECK]) for message in there):
+        if any(not torch.equal(message[:CHECK], arrived[0][:CHECK]) for message in arrived):
             with contextlib.suppress(RuntimeError):  # another worker may have ended already
                 self.exchange.close()  # all have to read this worker's message, to say the same
             raise TrainingError(
@@ -179,26 +172,23 @@ class OuterLoop(Hook):
             )
         theta = self._own(fragment, self.weights)
         averaged = self._averaged(fragment)
-        end = len(there[0]) - 4 * averaged.numel()
+        end = len(arrived[0]) - 4 * averaged.numel()
         # In the same order and in float64 everywhere, so that the result is bitwise the same.
         total, sums = torch.zeros_like(theta, dtype=torch.float64), averaged.double() * 0
-        for message in there:
+        for message in arrived:
             total += self.code.decode(message[CHECK:end].to(theta.device), theta).double()
             values = message[end:].clone().view(torch.float32)
             sums += values.to(sums.device).double()
-        mean = total / len(there)
+        mean = total / len(arrived)
         if self.options.dtype != "float32":
             mean = theta.double() - mean
         if took_part:
-            self._set_averaged(fragment, sums / len(there))
+            self._set_averaged(fragment, sums / len(arrived))
         for span, values in self._spread(fragment, mean.to(theta.dtype)):
             self._step(span, values, pending.mix if took_part else None)
 
     def _step(self, span: Span, mean: Tensor, mix: float | None) -> None:
-        """Take the outer step of a span to the mean of the workers' weights.
-
-        ``mix`` is None if this worker has no part in the exchange, and keeps its own weights.
-        """
+        """Take the outer step of a span; with ``mix`` None this worker keeps its own weights."""
         theta = self.weights[span.parameter.name]
         wide, mean = span.take(theta).double(), mean.to(theta.device).double()
         # To a rate of 1 lerp returns the mean itself, bit for bit.
@@ -217,14 +207,14 @@ class OuterLoop(Hook):
             span.put(local, torch.lerp(common, span.take(local).to(common.dtype), mix))
 
     def _own(self, fragment: int, of: dict[str, Tensor] | None) -> Tensor:
-        """Return what this rank sends of a fragment, as one vector: of ``of``, or of the model."""
-        found = [torch.zeros(0, dtype=self.dtype)]
+        """Return the vector that this rank sends of a fragment, from ``of`` or from the model."""
+        parts = [torch.zeros(0, dtype=self.dtype)]
         for span in self.fragments[fragment]:
             begin, end = span.own
             local = of[span.parameter.name] if of is not None else span.parameter.local
-            found.append(span.take(local)[begin:end].to(self.dtype))
-        device = "cpu" if self.options.offload else found[-1].device
-        return torch.cat([part.to(device) for part in found])
+            parts.append(span.take(local)[begin:end].to(self.dtype))
+        device = "cpu" if self.options.offload else parts[-1].device
+        return torch.cat([part.to(device) for part in parts])
 
     def _spread(self, fragment: int, own: Tensor) -> Iterator[tuple[Span, Tensor]]:
         """Yield the values of each span whole, from what each of its ranks has; a collective."""
@@ -263,28 +253,28 @@ class OuterLoop(Hook):
             at += buffer.numel()
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the last step has sent and found.
+        """Return the metrics of the last step.
 
         ``bytes`` that this rank has sent since the last call; of the last exchange the number of
         ``islands`` that took part and ``change_norm``, the norm of this rank's part of the change; and
-        with top_k ``lost_norm``, the norm of what was not sent yet.
+        with top_k ``lost_norm``, the norm of residuals.
         """
-        found: dict[str, float] = {"bytes": self.exchange.sent, **self.seen}
+        metrics: dict[str, float] = {"bytes": self.exchange.sent, **self.seen}
         self.exchange.sent = 0
-        if self.lost:
-            norms = torch.stack([one.norm() for one in self.lost.values()])
-            found["lost_norm"] = float(norms.norm())
-        return {"outer": found}
+        if self.residuals:
+            norms = torch.stack([residual.norm() for residual in self.residuals.values()])
+            metrics["lost_norm"] = float(norms.norm())
+        return {"outer": metrics}
 
     def tensors(self) -> dict[str, LocalShard]:
         """Return this rank's part of the outer weights and their momentum, by name."""
-        found: dict[str, LocalShard] = {}
+        tensors: dict[str, LocalShard] = {}
         for parameter in self.parameters:
             shard, name = local_shard_of(parameter.copies[0]), f"outer.{parameter.name}"
-            found[f"{name}.weight"] = replace(shard, local=self.weights[parameter.name])
+            tensors[f"{name}.weight"] = replace(shard, local=self.weights[parameter.name])
             if self.momentum:
-                found[f"{name}.momentum"] = replace(shard, local=self.momentum[parameter.name])
-        return found
+                tensors[f"{name}.momentum"] = replace(shard, local=self.momentum[parameter.name])
+        return tensors
 
     @property
     def keeps(self) -> bool:
@@ -295,13 +285,13 @@ class OuterLoop(Hook):
         """Return residuals and messages on their way, which it waits for."""
         if not self.keeps:
             return None
-        found = {f"outer.lost.{fragment}": value for fragment, value in self.lost.items()}
+        state = {f"outer.lost.{fragment}": value for fragment, value in self.residuals.items()}
         if self.pending:
             key = f"outer.pending.{self.pending.fragment}.{self.pending.due}"
             for worker, message in enumerate(self.pending.messages.result()):
                 if message is not None:
-                    found[f"{key}.{worker}"] = message
-        return found
+                    state[f"{key}.{worker}"] = message
+        return state
 
     def _forms(self, step: int) -> Forms:
         """Return the forms of what :meth:`state` may return after a step, without the prefix."""
@@ -317,10 +307,7 @@ class OuterLoop(Hook):
         return found
 
     def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
-        """Go on with the outer weights that were read, and with what is this rank's own of ``state``.
-
-        Outer weights that were not read begin as the model's.
-        """
+        """Go on with this rank's ``state``; outer weights that were not read begin as the model's."""
         self._copy_weights(read)
         names = [name for name in state if name.startswith("outer.")] if self.keeps else []
         own = {name.removeprefix("outer."): state.pop(name) for name in names}
@@ -333,7 +320,7 @@ class OuterLoop(Hook):
             kind, *numbers = name.split(".")
             first, *others = map(int, numbers)
             if kind == "lost":
-                self.lost[first] = value
+                self.residuals[first] = value
                 continue
             due, worker = others
             messages[worker] = value

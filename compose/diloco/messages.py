@@ -1,9 +1,9 @@
-"""What DiLoCo workers send each other: a checksum, the change of weights in a code, and buffers.
+"""Messages between DiLoCo workers: a checksum, the change of weights in a code, and buffers.
 
-Ranks with the same place in their workers send each other bytes. Int8 are the blocks of
-compose/compression. The other codes are published: floats of 4 bits without a mantissa (Streaming
-DiLoCo, Douillard et al. 2025, arXiv:2501.18512), and the largest elements in 2 bits with error feedback
-(SparseLoCo, Sarfi et al. 2025, arXiv:2508.15706).
+Ranks with the same place in their workers send each other bytes. The codes are blocks as in
+compose/compression, floats of 4 bits without a mantissa (Streaming DiLoCo, Douillard et al. 2025,
+arXiv:2501.18512), and the largest elements in 2 bits with error feedback (SparseLoCo, Sarfi et al.
+2025, arXiv:2508.15706).
 """
 
 import copy
@@ -200,22 +200,15 @@ def nobody(unused_name: str, unused_worker: int) -> bool:
 
 
 class Exchange:
-    """The exchanges of one rank with the ranks that have its place in other workers.
-
-    A thread sends and waits, so that training goes on meanwhile.
-    """
+    """The exchanges of one rank with those at its place in other workers, in a thread of their own."""
 
     def __init__(self, worker: Worker, rank: int, timeout: timedelta, grace: float) -> None:
-        """Connect; every rank of every worker must.
-
-        ``rank`` is its place in its worker; ``grace`` are the seconds that an exchange waits for late
-        workers, and 0 waits for all of them.
-        """
+        """Connect; every rank of every worker must. With ``grace`` 0 it waits for all late workers."""
         self.worker, self.rank, self.grace = worker, rank, grace
         self.misses: Misses = nobody
-        """Tells, by an exchange's name, which workers miss it; all must answer alike."""
+        """It tells, by an exchange's name, which workers miss it; all must answer the same."""
         self.sent = 0
-        """Bytes that this rank has sent since someone took the number."""
+        """Bytes that this rank has sent since the last metrics."""
         # With their destinations: memory must stay until a message is read.
         self._unread: list[tuple[int, dist.Work, Tensor]] = []
         if worker.count > 1:
@@ -226,8 +219,8 @@ class Exchange:
     def begin(self, name: str, message: Tensor, waits: bool = False) -> "Future[list[Tensor | None]]":
         """Begin to exchange messages of equal length, (bytes,) in host memory, under a name of its own.
 
-        The messages will be in the order of workers, with None for one that misses it. With ``waits``
-        all are waited for, whatever ``grace`` is.
+        The result is in the order of workers, with None for one that misses it. ``waits`` turns
+        ``grace`` off.
         """
         if self.worker.count == 1:
             return ended([message])
@@ -314,24 +307,24 @@ def first_rank_messages(
 ) -> list[int]:
     """Return the bytes of the message of each fragment to one other worker, without asking other ranks.
 
-    It takes this rank for the first one of those that hold the same parts. Others send as much, but for
-    a few rows. The model may be on meta; ``shapes`` are those of all its parameters that are trained.
+    This rank counts as the first one of those that hold the same parts. The model may be on meta;
+    ``shapes`` are those of all its parameters that are trained.
     """
     mesh = composition.mesh
     stage = mesh.size() // axis_size(mesh, "pp")
-    held: dict[str, tuple[Region, int]] = {}
+    regions: dict[str, tuple[Region, int]] = {}
     for name, parameter in composition.named_parameters():
         ranks = stage * composition.holding_ranks(name)
         if isinstance(parameter, DTensor):
             cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             ranks //= math.prod(size for size, placement in cuts if not placement.is_replicate())
-        held[name] = region_of(parameter), ranks
+        regions[name] = region_of(parameter), ranks
     code, found = code_of(options, outer_dtype(composition)), []
     for fragment in shares(dict(sorted(shapes.items())), layers, options.fragments):
         elements = 0
         for name, part in fragment.items():
-            if name in held:
-                region, ranks = held[name]
+            if name in regions:
+                region, ranks = regions[name]
                 elements += -(-rows_of(part, region)[1] // ranks)
         found.append(CHECK + code.size(elements))
     found[-1] += 4 * sum(buffer.numel() for buffer in averaged_buffers(composition.model))
@@ -339,7 +332,7 @@ def first_rank_messages(
 
 
 def sent_bytes(job: "Job", outer: Outer) -> list[int]:
-    """Return what a rank of a DiLoCo worker sends to each other worker, for each fragment.
+    """Return the bytes that a worker's rank sends to another worker, for each fragment.
 
     It is the rank that sends most, of the first ranks of stages.
     """

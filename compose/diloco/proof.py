@@ -1,10 +1,9 @@
-"""The proof of the outer loop: islands are compared with one process that is all of them, in float64.
+"""The proof of the outer loop: workers are compared with one process that is all of them, in float64.
 
-The weights and buffers of each island are moved at random, by moves that every rank can draw. So
-nothing but the outer loop is compared; that an island trains as one process does is proved elsewhere
-(verify.py). The one process knows the table [outer] and the whole model, and shares no code with the
-loop. It asks the loop for two things: which islands were late, and in which order a rank's message has
-its elements, since codes are of blocks of a message.
+The weights and buffers of each worker are moved at random, by moves that every rank can draw. So only
+the outer loop is compared. The one process knows the table [outer] and the whole model, and shares no
+code with the loop. It asks the loop which workers were late, and for the order of elements in a
+message, since codes are of blocks of a message.
 """
 
 import time
@@ -52,7 +51,7 @@ def fragments_of_model(
     """Return the places in each flat parameter that each fragment has.
 
     Layer i of F fragments is in fragment i mod F. The rows of other parameters are dealt by their
-    number times the golden ratio, modulo 1, so that fragments get as equal as can be.
+    number times the golden ratio, modulo 1.
     """
     found: list[Values] = [{} for _ in range(-(-len(layers) // each) if each and layers else 1)]
     rest = dict(shapes)
@@ -77,23 +76,20 @@ def fragments_of_model(
 
 @dataclass
 class OneProcess:
-    """All islands in one process: what each has, buffers too, and what they have in common; flat."""
+    """All workers in one process: the values of each, buffers too, and the common ones; flat."""
 
     options: Outer
     fragments: Sequence[Values]
-    messages: Sequence[Sequence[Message]]
-    """Of each fragment, those of the ranks of an island."""
+    messages: Sequence[Sequence[Message]]  # by fragment and rank of a worker
     islands: list[Values]
-    averaged: Sequence[str]
-    """The names of the buffers."""
-    missed: Misses
-    """Tells which islands miss an exchange; asked when it has ended."""
+    averaged: Sequence[str]  # the names of the buffers
+    missed: Misses  # which workers miss an exchange; asked when it has ended
 
     def __post_init__(self) -> None:
         trained = {name for fragment in self.fragments for name in fragment}
         self.common = {n: value.clone() for n, value in self.islands[0].items() if n in trained}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.common.items()}
-        self.lost: dict[tuple[int, int, int], Tensor] = {}
+        self.residuals: dict[tuple[int, int, int], Tensor] = {}
         self.due: dict[int, tuple[int, float, str, list[tuple[Values, Values]]]] = {}
         many = len(self.islands)
         self.lr = self.options.lr or (0.4 if many < 2 else 0.6 if many < 8 else 0.8)
@@ -117,7 +113,7 @@ class OneProcess:
         for island, weights in enumerate(self.islands):
             change = {name: value - weights[name] for name, value in self.common.items()}
             if self.options.dtype != "float32":
-                change = self._coded(fragment, island, change)
+                change = self._compressed(fragment, island, change)
             # The last fragment brings buffers.
             brings = self.averaged if fragment == len(self.fragments) - 1 else ()
             sent.append((change, {name: weights[name].float().double() for name in brings}))
@@ -125,38 +121,38 @@ class OneProcess:
         if delay == 0:
             self._end(fragment)
 
-    def _coded(self, fragment: int, island: int, change: Values) -> Values:
+    def _compressed(self, fragment: int, island: int, change: Values) -> Values:
         arrived = {name: torch.zeros_like(value) for name, value in change.items()}
         for rank, message in enumerate(self.messages[fragment]):
             parts = [change[name][places] for name, places in message]
             vector = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
             key = (fragment, island, rank)
-            if key in self.lost:
-                vector = vector + _DECAY * self.lost[key]
+            if key in self.residuals:
+                vector = vector + _DECAY * self.residuals[key]
             found, _ = received(self.options, vector)
             if self.options.dtype == "top_k":
-                self.lost[key] = vector - found
+                self.residuals[key] = vector - found
             for (name, places), part in zip(message, found.split([*map(len, parts)]), strict=True):
                 arrived[name][places] = part
         return arrived
 
     def _end(self, fragment: int) -> None:
         _, mix, exchange, sent = self.due.pop(fragment)
-        there = [island for island in range(len(sent)) if not self.missed(exchange, island)]
-        if not there:
+        present = [island for island in range(len(sent)) if not self.missed(exchange, island)]
+        if not present:
             return
         for name, places in self.fragments[fragment].items():
-            changes = [sent[island][0][name][places] for island in there]
+            changes = [sent[island][0][name][places] for island in present]
             gradient = torch.stack(changes).mean(0)
             momentum = self.options.momentum * self.momentum[name][places] + gradient
             self.momentum[name][places] = momentum
             self.common[name][places] -= self.lr * (gradient + self.options.momentum * momentum)
-            for weights in (self.islands[island] for island in there):
+            for weights in (self.islands[island] for island in present):
                 own, common = weights[name][places], self.common[name][places]
                 weights[name][places] = mix * own + (1 - mix) * common
         for name in sent[0][1]:
-            mean = torch.stack([sent[island][1][name] for island in there]).mean(0)
-            for island in there:
+            mean = torch.stack([sent[island][1][name] for island in present]).mean(0)
+            for island in present:
                 self.islands[island][name] = mean.clone()
 
 
@@ -217,11 +213,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report | None:
 def prove_outer_loop(
     job: Job, mesh: DeviceMesh, device: torch.device, misses: Misses = nobody
 ) -> Report:
-    """Compare the outer loop of a job with one process; all ranks of all islands call it.
-
-    The outer weights, the weights and the buffers of this island after some rounds stand each beside
-    one process's. ``misses`` tells which islands miss an exchange.
-    """
+    """Compare weights and buffers after some rounds of a job with one process; a collective of all."""
     islands, config, layers = this_worker(), job.config, job.resolved.checkpoint
     composition = parallelize(job, mesh, device, replace(job.options, precision=EXACT))
     fill_weights(composition, job, device)
@@ -335,10 +327,10 @@ def _joined(shapes: Mapping[str, torch.Size], held: Mapping[str, Sequence[Tensor
 
 
 def received(options: Outer, change: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what other islands get of a vector (N,), float64 in host memory, and its expected loss.
+    """Return a vector (N,), float64, as other workers receive it, and its expected loss (N,).
 
-    The loss is the square of the error of each element (N,). Rounding to values that are a step apart
-    has the mean square step^2 / 12. For top_k it is the error itself.
+    The loss is the square of the error of each element: for rounding step^2 / 12, for top_k the
+    error's.
     """
     if options.dtype == "top_k":
         found = _largest(_rows(change, _ROW), round(options.density * _ROW)).flatten()[: len(change)]
@@ -363,10 +355,10 @@ def received(options: Outer, change: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(rows: Tensor, kept: int) -> Tensor:
-    """Return the ``kept`` largest elements of each row, each as one of the two magnitudes of its group.
+    """Return the ``kept`` largest elements of each row, as one of the two magnitudes of its group.
 
     These are the means of those above and not above the mean. A row with fewer elements that are not 0
-    sends its largest in place of those that it lacks.
+    repeats its largest.
     """
     places = rows.abs().topk(kept, 1).indices
     sent = rows.gather(1, places).double()

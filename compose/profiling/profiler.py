@@ -1,4 +1,4 @@
-"""The profiled steps of a run: which steps, on which ranks, and what they leave in ``run.dir``."""
+"""The profiled steps of a run: which steps, on which ranks, and their files in ``run.dir``."""
 
 import gzip
 import json
@@ -39,11 +39,7 @@ _HISTORY = 1_000_000  # events of the CUDA allocator that are kept; each takes s
 
 
 class Profiler(Hook):
-    """Profiles the steps and ranks that [profile] chooses, into ``run.dir``/traces.
-
-    A run that begins within these steps profiles the rest of them. A run that ends within them profiles
-    those that it has taken.
-    """
+    """Profiles those steps of [profile] that a run takes, on the chosen ranks, into its traces/."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.chosen, self.device = trainer.config.profile, trainer.device
@@ -86,7 +82,7 @@ class Profiler(Hook):
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if anything was, and print a summary; then it is a collective."""
+        """Write the recording, if there is one, and print a summary; then it is a collective."""
         if not self.begun:
             return
         self.begun = False
@@ -114,7 +110,7 @@ class Profiler(Hook):
             print(as_text(summary, self.folder), flush=True)
 
     def close(self, failed: bool) -> None:
-        """Stop, and drop what was not written."""
+        """Stop, and drop an unwritten recording."""
         self.open.close()
         if self.recording:
             self.recording.drop()
@@ -165,8 +161,8 @@ class Recording:
             OPTIMIZER: sum(self._state().values()),
         }
         if self.cuda:
-            there = torch.cuda.memory_allocated(self.device)
-            self.before[OTHER] = there - sum(self.before.values())
+            allocated = torch.cuda.memory_allocated(self.device)
+            self.before[OTHER] = allocated - sum(self.before.values())
             if self.memory:
                 # The name is private, but PyTorch's documentation says to use it.
                 torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
@@ -194,10 +190,7 @@ class Recording:
             self.stop()
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the trace and the memory's snapshot, and return the summary.
-
-        Their names begin with that of ``path``. Raises OSError.
-        """
+        """Write the trace and the memory's snapshot beside ``path``, and return the summary."""
         plain, memory = (path.with_name(f"{path.name}{end}") for end in (".json", "_memory.pickle"))
         for old in (plain, Path(f"{plain}.gz"), memory):
             old.unlink(missing_ok=True)  # a link there could lead anywhere
@@ -239,10 +232,7 @@ class Recording:
 
 @contextmanager
 def _waits_marked() -> Iterator[None]:
-    """Record ranges around waits for messages.
-
-    PyTorch records none, and on a CPU the thread waits there.
-    """
+    """Record ranges around waits for messages, of which PyTorch records none."""
     real = dist.Work.wait
 
     def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:

@@ -30,54 +30,52 @@ class Allocation:
     end: float
     address: int
     bytes: int
-    within: Range | None
-    """The range in which it was allocated."""
+    within: Range | None  # the range in which it was allocated
     freed_within: Range | None
-    category: str
-    """One of CATEGORIES; empty while it is not known."""
+    category: str  # one of CATEGORIES; empty while it is not known
 
 
 def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Allocation]:
-    """Return what was allocated while the trace was made, and on a GPU what was freed meanwhile.
+    """Return the allocations during a trace, and those that were freed meanwhile.
 
     ``noted`` has for each range NOTED of the trace the categories of addresses at that time.
     """
-    found: list[Allocation] = []
-    held: dict[int, Allocation] = {}
+    result: list[Allocation] = []
+    live: dict[int, Allocation] = {}
     marks = sorted(r.start for r in trace.ranges if r.name == NOTED)
     events: list[tuple[float, Any]] = [(change.time, change) for change in trace.changes]
     events += zip(marks, noted, strict=True)
     for time, event in sorted(events, key=lambda pair: pair[0]):
         if isinstance(event, Mapping):
             for address, category in event.items():
-                if address in held:
-                    held[address].category = category
+                if address in live:
+                    live[address].category = category
         elif event.bytes > 0:
-            held[event.address] = Allocation(
-                time, math.inf, event.address, event.bytes, event.within, None, ""
-            )
-            found.append(held[event.address])
-        elif event.address in held:
-            freed = held.pop(event.address)
+            new = Allocation(time, math.inf, event.address, event.bytes, event.within, None, "")
+            live[event.address] = new
+            result.append(new)
+        elif event.address in live:
+            freed = live.pop(event.address)
             freed.end, freed.freed_within = time, event.within
         else:
-            found.append(
-                Allocation(-math.inf, time, event.address, -event.bytes, None, event.within, OTHER)
+            freed_bytes = -event.bytes
+            result.append(
+                Allocation(-math.inf, time, event.address, freed_bytes, None, event.within, OTHER)
             )
-    _categorize(found, trace)
-    return found
+    _categorize(result, trace)
+    return result
 
 
-def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
+def _categorize(allocations: Sequence[Allocation], trace: Trace) -> None:
     """Give each allocation its category, by the ranges in which it was allocated and freed."""
     backwards = sorted(r.start for r in trace.ranges if r.backward)
-    for each in found:
+    for each in allocations:
         within = each.within
         if each.category or within is None:
             each.category = each.category or ACTIVATIONS
             continue
         place = bisect(backwards, each.start)
-        # It was made in a forward and is there when the next backward begins, so it is kept for it.
+        # It was made in a forward, and lives when the next backward begins: it is kept for it.
         kept = not within.backward and place < len(backwards) and backwards[place] < each.end
         if within.buffers:
             each.category = COMMUNICATION
@@ -92,8 +90,8 @@ def _categorize(found: Sequence[Allocation], trace: Trace) -> None:
 def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
     """Return the greatest use of memory; ``before`` are bytes of each category at the start.
 
-    ``peak`` are the most bytes at one time; ``at_peak`` is how CATEGORIES shared them, all of them;
-    ``most`` are the most bytes of each category at any time.
+    ``peak`` are the most bytes at one time, ``at_peak`` those of each of CATEGORIES then, and ``most``
+    the most bytes of each category at any time.
     """
     now = {category: before.get(category, 0) for category in CATEGORIES}
     most, at_peak, whole = dict(now), dict(now), sum(now.values())
@@ -110,10 +108,7 @@ def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, An
 
 
 def snapshot(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
-    """Return for a CPU what ``torch.cuda.memory._snapshot`` returns on a GPU, as far as it is known.
-
-    The viewer colours by category. The ranges of the trace are in the place of Python's stack.
-    """
+    """Return the form of ``torch.cuda.memory._snapshot`` for a CPU, with ranges as Python's stack."""
     events: list[tuple[float, dict[str, Any]]] = []
     # The viewer fails on categories without "unknown".
     for address, category in enumerate(CATEGORIES, 1):
@@ -128,10 +123,8 @@ def snapshot(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str
         events.append((each.start, _entry("alloc", *common)))
         if each.end < math.inf:
             events += [(each.end, _entry(f"free_{how}", *common)) for how in ("requested", "completed")]
-    return {
-        "segments": [],
-        "device_traces": [[entry for _, entry in sorted(events, key=lambda event: event[0])]],
-    }
+    in_order = [entry for _, entry in sorted(events, key=lambda event: event[0])]
+    return {"segments": [], "device_traces": [in_order]}
 
 
 def _entry(
@@ -159,12 +152,10 @@ _MAKING = "making data"
 def time_shares(trace: Trace) -> dict[str, float]:
     """Return the share of each of KINDS in the time of all steps; the shares sum to 1.
 
-    The time is that from the first step's start to the last one's end. On a CPU it is the training
-    thread's time, and each moment belongs to the innermost operator. On a GPU it is the device's time,
-    by kernels. ``communication`` is the part that computation does not hide. On a CPU it is the
-    thread's waits, with the copies into and out of buffers; on a GPU it is the time without another
-    kernel. ``idle`` is Python between operators; on a GPU it is the time without a kernel, unless data
-    is being made.
+    On a CPU it is the training thread's time, and each moment belongs to the innermost operator. On a
+    GPU it is the device's time, by kernels. ``communication`` is the part that computation does not
+    hide: on a CPU the thread's waits and copies of buffers, on a GPU the time without another kernel.
+    ``idle`` is Python between operators; on a GPU it is the time without a kernel or making data.
     """
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for kind, time in _of_device(trace) if trace.gpu else _of_thread(trace):
@@ -214,9 +205,8 @@ def as_text(summary: Mapping[str, Any], folder: Path) -> str:
             lines.append(f"  {rank}: not written: {result['problem']}")
             continue
         shares, memory = result["time"], result["memory"]
-        times.append(
-            [rank, f"{result['seconds_per_step']:.3f}", *(f"{100 * shares[k]:.1f}" for k in KINDS)]
-        )
+        per_step = f"{result['seconds_per_step']:.3f}"
+        times.append([rank, per_step, *(f"{100 * shares[kind]:.1f}" for kind in KINDS)])
         at_peak, most = ([_mib(memory[key][c]) for c in CATEGORIES] for key in ("at_peak", "most"))
         memories += [
             [f"{rank}, at peak", _mib(memory["peak"]), *at_peak],

@@ -14,13 +14,8 @@ from typing import Any
 from torch.profiler import record_function
 
 Label = str
-MATMUL, ATTENTION, DATA, OPTIMIZER, COMMUNICATION = (
-    "matmul",
-    "attention",
-    "data",
-    "optimizer",
-    "communication",
-)
+MATMUL, ATTENTION, DATA = "matmul", "attention", "data"
+OPTIMIZER, COMMUNICATION = "optimizer", "communication"
 # An operator within others gets the label with the highest number: a product within attention is
 # attention, Muon's products are the optimizer, and a wait within it is communication.
 _ORDER = {"": 0, MATMUL: 1, ATTENTION: 2, DATA: 3, OPTIMIZER: 3, COMMUNICATION: 4}
@@ -67,19 +62,13 @@ class Range:
     thread: Any
     operator: bool
     parent: "Range | None"
-    own: float
-    """Time in which no other range inside it ran."""
+    own: float  # time in which no other range inside it ran
     label: Label
-    backward: bool
-    """Whether it is inside autograd's backward."""
-    buffers: bool
-    """Whether it is inside FSDP's work on its buffers."""
-    reduces: bool
-    """Whether it is inside FSDP's reduction of gradients."""
-    makes: int
-    """The number of autograd's node that it may have made, or -1."""
-    runs: int
-    """The number of autograd's node whose backward it is, or -1."""
+    backward: bool  # inside autograd's backward
+    buffers: bool  # inside FSDP's work on its buffers
+    reduces: bool  # inside FSDP's reduction of gradients
+    makes: int  # the number of autograd's node that it may have made, or -1
+    runs: int  # the number of autograd's node whose backward it is, or -1
 
 
 @dataclass(slots=True, eq=False)
@@ -97,25 +86,16 @@ class Change:
 
     time: float
     address: int
-    bytes: int
-    """Bytes allocated at ``address``, or freed if below 0."""
-    within: Range | None
-    """The innermost range."""
+    bytes: int  # allocated, or freed if below 0
+    within: Range | None  # the innermost range
 
 
 class Trace:
-    """The content of a trace's file.
+    """The content of a trace's file, parsed.
 
-    ``ranges`` has those of all threads, each after the range that contains it. ``kernels`` are the
-    GPU's. ``changes`` are those of the device's memory, in order. ``steps`` are their numbers.
-    ``start`` and ``end`` are those of all steps together. ``thread`` is the one that trains.
-
-    Args:
-        content: The parsed file.
-        gpu: Whether training is on a GPU; else it is on the CPU.
-
-    Raises:
-        IndexError: There is no range of a step.
+    ``ranges`` has those of all threads, each after the range that contains it. ``changes`` are those of
+    the device's memory, in order. ``start`` and ``end`` are those of all ``steps`` together. ``thread``
+    is the one that trains.
     """
 
     def __init__(self, content: Mapping[str, Any], gpu: bool = False) -> None:
