@@ -187,6 +187,12 @@ def leads_out(path: Path, folder: Path) -> bool:
     return not any(found.is_relative_to(each) for each in roots)
 
 
+def refuse_link_out(path: Path, folder: Path) -> None:
+    """Raise ConfigError for a link that leads out of ``folder``."""
+    if leads_out(path, folder):
+        raise ConfigError(f"{path}: {LEADS_OUT}")
+
+
 def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
     """Open a regular file as ``open`` does; text is UTF-8, and the caller closes it.
 

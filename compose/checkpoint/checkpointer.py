@@ -6,9 +6,7 @@ its own then writes the copy. A checkpoint is whole before anything reads or del
 """
 
 import contextlib
-import json
 import math
-import platform
 import shutil
 import threading
 import time
@@ -39,7 +37,7 @@ from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
-from compose.errors import ConfigError, write_whole
+from compose.errors import ConfigError
 from compose.memory.precision import LossScale
 from compose.ops.tensors import gathered_objects
 
@@ -290,11 +288,9 @@ class Checkpointer:
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """Publish what all ranks have written; return (problem, bytes)."""
         try:
-            write_whole(target / store.STATE, json.dumps(self._described(progress), indent=1))
-            write_whole(target / "config.toml", dump(self.config))
-            others = ("__", rank_state.PREFIX)
-            own = store.described(p for p in target.iterdir() if not p.name.startswith(others))
-            everything = {name: entry for part in (own, *files) for name, entry in part.items()}
+            tensors = {name: entry for part in files for name, entry in part.items()}
+            state, config = self._described(progress), dump(self.config)
+            everything = store.describe(target, state, config, tensors)
             store.publish(target, everything)
         except OSError as error:
             return [cause_of(error), 0]
@@ -320,7 +316,6 @@ class Checkpointer:
             "data": self.data,
             "seed": self.config.train.seed,
             "ranks": self.ranks,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
 
     def _compare_data(self, folder: Path, known: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -105,7 +104,6 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         "model": {"name": name, **dataclasses.asdict(shape)},
         "seed": config.train.seed,
         "ranks": 1,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "hugging_face": str(source.resolve()),
     }
     with _new_folder(target) as aside:
@@ -118,10 +116,8 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
                 planner=_Streamed(read),
                 no_dist=True,
             )
-        write_whole(folder / store.STATE, json.dumps(state, indent=1))
-        write_whole(folder / "config.toml", dump(config))
-        others = store.described(p for p in folder.iterdir() if p.name not in writer.entries)
-        written = store.publish(folder, others | writer.entries).relative_to(aside)
+        files = store.describe(folder, state, dump(config), writer.entries)
+        written = store.publish(folder, files).relative_to(aside)
         store.mark(aside)
         copy_with_config(source, aside / TOKENIZER)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -284,14 +280,14 @@ def _on_meta(model: Model) -> nn.Module:
 
 def _model_of(folder: Path, known: store.State) -> Model:
     """Return the model of a checkpoint from its state.json."""
-    there, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
+    place, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
     kind = find_model(name).Config if name in model_names() else None
     if not kind:
-        raise ConfigError(f"{there}.name: {name!r} is none of {', '.join(model_names())}")
+        raise ConfigError(f"{place}.name: {name!r} is none of {', '.join(model_names())}")
     unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
-        raise ConfigError(f"{there}: {name} has no {', '.join(unknown)}")
+        raise ConfigError(f"{place}: {name} has no {', '.join(unknown)}")
     try:
         return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
     except ValueError as error:
-        raise ConfigError(f"{there}: {error}") from None
+        raise ConfigError(f"{place}: {error}") from None

@@ -28,7 +28,7 @@ from compose.config.models import model_names, training_fields
 from compose.config.tables import Model
 from compose.config.toml import COMMAND_LINE
 from compose.data.tokenizer import TOKENIZER
-from compose.errors import LEADS_OUT, ConfigError, leads_out
+from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import tied_names
 
@@ -64,8 +64,7 @@ def find_hf(name: str) -> HuggingFace:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json in ``folder``."""
     path = folder / "config.json"
-    if leads_out(path, folder):
-        raise ConfigError(f"{path}: {LEADS_OUT}")
+    refuse_link_out(path, folder)
     return read_json(path, dict[str, Any])
 
 
@@ -234,8 +233,7 @@ def kept_tokenizer(checkpoint: Path) -> Path:
     """Return the folder in which the run of a checkpoint keeps its tokenizer."""
     run = checkpoint.resolve().parent.parent  # a checkpoint is in checkpoints/
     kept = run / TOKENIZER
-    if leads_out(kept, run):
-        raise ConfigError(f"{kept}: {LEADS_OUT}")
+    refuse_link_out(kept, run)
     return kept
 
 

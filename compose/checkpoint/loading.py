@@ -168,8 +168,8 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def islands_of(folder: Path) -> int:
-    """Return how many islands the run of a checkpoint had; 0 if it does not say."""
+def workers_of(folder: Path) -> int:
+    """Return the number of workers of a checkpoint's run; 0 if it does not say."""
     was = _config(folder)
     try:
         return int(was["parallel"]["dp_replicate"]) if was["outer"]["every"] else 1

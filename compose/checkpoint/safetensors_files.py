@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compose.config.json_files import read_json
-from compose.errors import LEADS_OUT, ConfigError, leads_out
+from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -81,8 +81,7 @@ class TensorFiles:
     def _paths(self) -> list[Path]:
         index = self.folder / INDEX
         if index.exists():
-            if leads_out(index, self.folder):
-                raise ConfigError(f"{index}: {LEADS_OUT}")
+            refuse_link_out(index, self.folder)
             names = sorted(set(read_json(index, _Index).weight_map.values()))
             # The index may name only files in its own folder.
             wrong = [name for name in names if name in ("", ".", "..") or set(name) & set("/\\\0")]

@@ -8,6 +8,7 @@ size and checksum of every file, shows whether it still is.
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import zlib
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
@@ -144,6 +146,16 @@ def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
     with ThreadPoolExecutor(_READERS) as readers:
         sums = zip(paths, readers.map(checksum, paths), strict=True)
         return {path.name: {"size": path.stat().st_size, "crc32": crc} for path, crc in sums}
+
+
+def describe(
+    folder: Path, state: Mapping[str, Any], config: str, tensors: Mapping[str, Mapping[str, int]]
+) -> dict[str, Mapping[str, int]]:
+    """Write state.json and config.toml; return the manifest's entries, with those of tensor files."""
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    write_whole(folder / STATE, json.dumps({**state, "versions": versions}, indent=1))
+    write_whole(folder / "config.toml", config)
+    return {**described(p for p in folder.iterdir() if p.name not in tensors), **tensors}
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:

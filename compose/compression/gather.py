@@ -25,12 +25,10 @@ Forms = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 @dataclass(frozen=True)
 class Levels:
-    """The groups of a two-level exchange among n ranks, ``near`` of which are neighbours."""
+    """The groups of a two-level exchange."""
 
-    near: dist.ProcessGroup
-    """This rank and its neighbours, which are consecutive ranks."""
-    far: dist.ProcessGroup
-    """The ranks with the same place among their neighbours."""
+    near: dist.ProcessGroup  # this rank and its neighbours, which are consecutive ranks
+    far: dist.ProcessGroup  # the ranks with the same place among their neighbours
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from compose.data.chat_messages import ChatMessage
 from compose.data.special_tokens import CONFIG
 from compose.data.tokenizer import JsonTokenizer
-from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file
+from compose.errors import ConfigError, read_file, refuse_link_out
 
 try:
     import resource
@@ -234,8 +234,7 @@ def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
                 f"{config}: chat_template: is neither a template nor a list of them by name"
             )
         sources[name] = config, source
-    if leads_out(named, folder):
-        raise ConfigError(f"{named}: {LEADS_OUT}")
+    refuse_link_out(named, folder)
     files = {path.stem: path for path in sorted(named.glob("*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files[_DEFAULT] = folder / "chat_template.jinja"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.json_files import read_json
-from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out
+from compose.errors import ConfigError, KnownKeys, refuse_link_out
 
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
@@ -186,6 +186,5 @@ def read_beside(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
     if not path.exists():
         return {}
-    if leads_out(path, folder):
-        raise ConfigError(f"{path}: {LEADS_OUT}")
+    refuse_link_out(path, folder)
     return read_json(path, dict[str, Any])

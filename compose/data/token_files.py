@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 
 from compose.config.json_files import Count, read_json
 from compose.data.tokenizer import tokenizer_files
-from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of
+from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out, state_of
 
 _BLOCK = 1 << 22  # elements in memory at once while a row is checked
 _WHOLE = 1 << 26  # a digest reads every element of files up to this count
@@ -220,8 +220,7 @@ class TokenSet:
 def open_token_set(folder: Path) -> TokenSet:
     """Open the token set in ``folder``."""
     path = folder / MANIFEST
-    if leads_out(path, folder):
-        raise ConfigError(f"{path}: {LEADS_OUT}")
+    refuse_link_out(path, folder)
     version = read_json(path, _Format).format
     if version != FORMAT:
         raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")

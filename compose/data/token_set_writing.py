@@ -35,7 +35,7 @@ from compose.data.documents import (
 )
 from compose.data.token_files import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, copy_tokenizer
-from compose.errors import LEADS_OUT, ConfigError, leads_out, state_of, write_whole
+from compose.errors import ConfigError, refuse_link_out, state_of, write_whole
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
@@ -185,13 +185,12 @@ def _add(total: Counts, more: Counts) -> None:
 
 def _claim(job: TokenizeJob, target: Path) -> None:
     """Make ``target`` the folder of ``job``. Raises ConfigError if it is another job's."""
-    there = target / JOB
+    path = target / JOB
     try:
-        if there.is_symlink() or there.exists():
-            if leads_out(there, target):
-                raise ConfigError(f"{there}: {LEADS_OUT}")
+        if path.is_symlink() or path.exists():
+            refuse_link_out(path, target)
             # The tokenizer may have moved: its hash is enough.
-            if replace(read_json(there, TokenizeJob), tokenizer="") != replace(job, tokenizer=""):
+            if replace(read_json(path, TokenizeJob), tokenizer="") != replace(job, tokenizer=""):
                 raise ConfigError(
                     f"{target}: holds another job (files, tokenizer or options differ); choose another"
                     " --out, or delete it"
@@ -200,7 +199,7 @@ def _claim(job: TokenizeJob, target: Path) -> None:
         if target.exists() and any(target.iterdir()):
             raise ConfigError(f"{target}: is not empty; choose another --out")
         target.mkdir(parents=True, exist_ok=True)
-        _write_json(there, asdict(job))
+        _write_json(path, asdict(job))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{target}: cannot be used: {error}") from None
 

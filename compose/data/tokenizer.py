@@ -17,7 +17,7 @@ from compose.data.special_tokens import (
     model_ends,
     read_special_tokens,
 )
-from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file, write_whole
+from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file, refuse_link_out, write_whole
 
 SEPARATOR = 256
 """The byte tokenizer's one special token. It ends each document. The vocabulary has 257 ids."""
@@ -204,8 +204,7 @@ def copy_tokenizer(source: Path, target: Path, named: Path | None = None) -> Non
 def copy_with_config(source: Path, folder: Path) -> None:
     """Copy the files of a Hugging Face folder that describe tokens; an export reads only the copy."""
     config = source / MODEL
-    if leads_out(config, source):
-        raise ConfigError(f"{config}: {LEADS_OUT}")
+    refuse_link_out(config, source)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / MODEL, read_file(config))
     copy_tokenizer(source, folder)

@@ -33,22 +33,14 @@ def _steps(job: "Job") -> None:
             f"profile.steps: {list(steps)} should be a first and a last step;"
             f" nearest: {[steps[0], steps[-1]]}"
         )
-    first, last = steps
-    end = train.last_step
-    if first > last:
-        raise ConfigError(
-            f"profile.steps: {[first, last]} ends before it begins; nearest: {[last, first]}"
-        )
-    if first < 1:
-        raise ConfigError(
-            f"profile.steps: {[first, last]} begins before the first step, 1; nearest:"
-            f" {[1, max(1, last)]}"
-        )
-    if last > end:
-        raise ConfigError(
-            f"profile.steps: {[first, last]} goes beyond the run's last step, {end}; nearest:"
-            f" {[min(first, end), end]}"
-        )
+    (first, last), end = steps, train.last_step
+    for wrong, words, nearest in (
+        (first > last, "ends before it begins", [last, first]),
+        (first < 1, "begins before the first step, 1", [1, max(1, last)]),
+        (last > end, f"goes beyond the run's last step, {end}", [min(first, end), end]),
+    ):
+        if wrong:
+            raise ConfigError(f"profile.steps: {[first, last]} {words}; nearest: {nearest}")
 
 
 def _ranks(job: "Job") -> None:

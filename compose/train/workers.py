@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from compose.checkpoint import store as checkpoints
 from compose.checkpoint.checkpointer import Peers
-from compose.checkpoint.loading import islands_of
+from compose.checkpoint.loading import workers_of
 from compose.ops.torch_versions import default_store
 
 FAILED = "compose/failed"
@@ -152,7 +152,7 @@ class WorkerCheckpoints(Peers):
         On another number of workers than before all go on from those of the first.
         """
         own, worker = checkpoints.newest_first(root), self.worker
-        names, before = [folder.name for folder in own], next(filter(None, map(islands_of, own)), 0)
+        names, before = [folder.name for folder in own], next(filter(None, map(workers_of, own)), 0)
         said = worker.everyone("checkpoints", json.dumps([names, before]))
         everyone = [names for names, _ in map(json.loads, said)]
         before = next(filter(None, (many for _, many in map(json.loads, said))), 0)

@@ -193,7 +193,7 @@ def _one_island_alone() -> str:
     keys = BATCH | STREAMING
     if this_worker().index == 0:
         return _message(keys)
-    with mutated(END, "for message in there:", "for message in there[1:]:"):
+    with mutated(END, "for message in arrived:", "for message in arrived[1:]:"):
         return _message(keys)
 
 
