@@ -298,7 +298,7 @@ class PartsReader(FileSystemReader):
 
 
 # metadata.json describes a checkpoint: its tensors, and their places in its files. DCP's own is a
-# pickle, and whoever opens a pickle runs the code that its writer put there.
+# pickle, and whoever opens a pickle runs the code of its writer.
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 

@@ -60,11 +60,11 @@ def load(
     optimizer state; then the optimizer stays as it is.
     """
     known = store.read_state(folder)
-    here, there = model_fields(config), known.model.model_dump()
+    wanted, saved = model_fields(config), known.model.model_dump()
     other = [
-        f"{folder}: was made with model.{key} = {there.get(key)}, not {here[key]}"
-        for key in here
-        if there.get(key) != here[key]
+        f"{folder}: was made with model.{key} = {saved.get(key)}, not {wanted[key]}"
+        for key in wanted
+        if saved.get(key) != wanted[key]
     ]
     if problems := other or lora_problems(folder, known, config):
         raise ConfigError(*problems)
@@ -90,24 +90,24 @@ def load(
 
 def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]:
     """Return one line for each way in which a checkpoint's adapters are not those of a config."""
-    here, there = lora_fields(config), known.lora
-    if here is None or there is None:
-        if here == there:
+    wanted, saved = lora_fields(config), known.lora
+    if wanted is None or saved is None:
+        if wanted == saved:
             return []
-        what = "adapters alone" if there else "the whole model"
+        what = "adapters alone" if saved else "the whole model"
         cure = (
-            "set model.lora as its run had it" if there else "use model.lora.rank = 0, or a new run.dir"
+            "set model.lora as its run had it" if saved else "use model.lora.rank = 0, or a new run.dir"
         )
         return [f"{folder}: holds {what}; {cure}"]
     problems = [
-        f"{folder}: was made with model.lora.{key} = {toml_value(getattr(there, key))}, not"
-        f" {toml_value(getattr(here, key))}"
+        f"{folder}: was made with model.lora.{key} = {toml_value(getattr(saved, key))}, not"
+        f" {toml_value(getattr(wanted, key))}"
         for key in ("rank", "alpha", "targets")
-        if getattr(there, key) != getattr(here, key)
+        if getattr(saved, key) != getattr(wanted, key)
     ]
-    if there.base != here.base and not problems:
-        was = name_of_base(there.load_hf, known.seed)
-        now = name_of_base(here.load_hf, config.train.seed)
+    if saved.base != wanted.base and not problems:
+        was = name_of_base(saved.load_hf, known.seed)
+        now = name_of_base(wanted.load_hf, config.train.seed)
         named = f": of {was}, not of {now}" if was != now else f" than {was} now has"
         problems = [f"{folder}: holds adapters of other weights{named}"]
     return problems

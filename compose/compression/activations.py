@@ -232,7 +232,7 @@ def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Te
         own = _sum(module, F.pad(rows, (0, 0, 0, -len(rows) % ranks))[None], group)
         encoded.append(own)
         found = _gather(module, own, group)[0, : len(rows)].view(tensor.shape)
-    # What one rank's codes lose reaches the others with each part that is gathered.
+    # The loss of one rank's codes reaches the others with each part that is gathered.
     times = 1 if kind == "scatter" else ranks
     plain = partial(send_plain, tensor, kind, group)
     return module.brings(found.to(tensor.dtype), gradient, plain, encoded, times)

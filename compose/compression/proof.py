@@ -41,7 +41,7 @@ def extra_steps(config: Config) -> int:
 
 
 def shortened(config: Config, steps: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the config for a proof of so many steps, and notes: one plain step, then coded ones."""
+    """Return the config for a proof of so many steps, and notes: one plain step, then others."""
     start = min(config.comm.start_step, steps - 1, 1)
     if start == config.comm.start_step:
         return config, ()
@@ -55,7 +55,7 @@ def observe(subject: Subject) -> Observer | None:
 
 
 class CompressedMessages(Observer):
-    """What the compressed messages of a composition lose in a step. All ranks call each method."""
+    """The losses of the compressed messages of a step. All ranks call each method."""
 
     lossy_messages = True
 
@@ -208,12 +208,12 @@ def compare_losses(
         size, expected = total.whole**0.5, total.expected**0.5
         if size:
             limit = allowed(expected, total.elements)
-            comparison.value(f"{what}{messages.label}", name, total.lost**0.5 / size, limit / size)
+            comparison.value(f"{what}{messages.label}", name, total.loss**0.5 / size, limit / size)
     if not messages.compression.stages:
         return {}
     received = messages.received()
     weights = {name: whole(some[0]) for name, some in parameters_of(messages.composition).items()}
-    for quantity, lost, all_of, expected in (
+    for quantity, losses, all_of, expected in (
         (
             "lost of weights",
             # A plain weight travels in the type of the computation.
@@ -228,12 +228,12 @@ def compare_losses(
             messages.expected(weights=False),
         ),
     ):
-        sizes = _greatest({name: float(all_of[name].double().norm()) for name in lost})
+        sizes = _greatest({name: float(all_of[name].double().norm()) for name in losses})
         for name, parameter in model.named_parameters():
             size = sizes.get(name, 0.0)
             if name in expected and size:
                 limit = allowed(expected[name], parameter.numel())
-                error = float(lost[name].norm()) / size if name in lost else None
+                error = float(losses[name].norm()) / size if name in losses else None
                 comparison.value(f"{quantity}{messages.label}", name, error, limit / size)
     strayed, expected = messages.strayed()
     for name, parameter in model.named_parameters():

@@ -98,11 +98,11 @@ class Account(Losses):
     def rounds(self, packing: Packing, rows: Tensor) -> None:
         """Note what rounding is expected to lose of rows (R, S)."""
         blocks = packing.blocks_of(rows)
-        lost = expected_of_blocks(packing.code, blocks.flatten(0, 1)).view(blocks.shape[:2])
+        loss = expected_of_blocks(packing.code, blocks.flatten(0, 1)).view(blocks.shape[:2])
         begin, found = 0, []
         for part in packing.layout.parts:
             count = -(-part.numel // packing.code.size) if part.compressed else 0
-            found.append(lost[:, begin : begin + count].sum())
+            found.append(loss[:, begin : begin + count].sum())
             begin += count
         squares = torch.stack(found).cpu()
         self.squares = squares if not len(self.squares) else self.squares + squares
@@ -110,20 +110,20 @@ class Account(Losses):
     def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
         """Note what messages lost."""
         super().loses(rows, groups, whole)
-        self.lost = rows
+        self.loss = rows
 
     def ends(self, code: GradientCode, scale: float) -> None:
         """Note what messages have added to the residual."""
         if self.before is None:
             return
-        lost, (before, _) = self.lost / scale, self.before
+        loss, (before, _) = self.loss / scale, self.before
         after, rounded = _residual(code, before)
-        squares = (after - before - lost).double().square(), rounded.double()
+        squares = (after - before - loss).double().square(), rounded.double()
         parts = [[x.sum() for x in code.layout.pieces(some)] for some in squares]
         strayed = torch.stack([torch.stack(some) for some in parts]).cpu()
         self.strayed = strayed if not self.strayed.numel() else self.strayed + strayed
         rest = before.double()
-        self.given += torch.stack([-(lost * rest).sum(), rest.square().sum()]).cpu()
+        self.given += torch.stack([-(loss * rest).sum(), rest.square().sum()]).cpu()
 
 
 def _residual(code: GradientCode, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def _residual(code: GradientCode, like: Tensor) -> tuple[Tensor, Tensor]:
 class ActivationLoss:
     """The loss of the messages of a module's activations, as squares of norms."""
 
-    lost: float = 0.0
+    loss: float = 0.0
     expected: float = 0.0
     whole: float = 0.0
     """The square of the norm of what plain messages bring."""
@@ -174,7 +174,7 @@ class ActivationAccount:
         right = plain()
         expected = torch.stack([expected_of_rows(module.owner.code, part) for part in encoded]).sum()
         own = self.by_module.setdefault((module.name, gradient), ActivationLoss())
-        own.lost += float((found.double() - right.double()).square().sum())
+        own.loss += float((found.double() - right.double()).square().sum())
         own.expected += float(times * expected)
         own.whole += float(right.double().square().sum())
         own.elements += right.numel()

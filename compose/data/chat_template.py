@@ -125,7 +125,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
-        # As in transformers: JSON for a model is not escaped for HTML.
+        # JSON for a model is not escaped for HTML, as in transformers.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -50,13 +50,13 @@ class Outer:
     trains on, and joins the next exchange. 0: it waits for all."""
 
 
-def best_lr(islands: int) -> float:
+def best_lr(workers: int) -> float:
     """Return the outer learning rate for a number of workers: that of the largest known one below.
 
     The values are those of the scaling laws of DiLoCo (Charles et al. 2025, arXiv:2503.09799, figure
     7): 0.4 for one worker, 0.6 for two and four, 0.8 for eight.
     """
-    return _BEST[max(known for known in _BEST if known <= islands)]
+    return _BEST[max(known for known in _BEST if known <= workers)]
 
 
 def _several(job: "Job") -> None:

@@ -32,7 +32,7 @@ from compose.weights import named_generator
 ROUNDS = 3
 _SIZE = 1e-2  # of a move, the standard deviation
 _GRACE = 1.0  # seconds, in a proof at most
-_PATIENCE = 30.0  # seconds until an island that is late on purpose goes on
+_PATIENCE = 30.0  # seconds until a worker that is late on purpose goes on
 _DECAY = 0.95  # of what top_k has not sent, the part that is added to what it sends next
 _SINGLE = 1e-6  # the relative error of buffers, which are float32, also in a message
 _BLOCK = 256  # elements that share a scale in int8 and e3m0
@@ -81,21 +81,21 @@ class OneProcess:
     options: Outer
     fragments: Sequence[Values]
     messages: Sequence[Sequence[Message]]  # by fragment and rank of a worker
-    islands: list[Values]
+    workers: list[Values]
     averaged: Sequence[str]  # the names of the buffers
     missed: Misses  # which workers miss an exchange; asked when it has ended
 
     def __post_init__(self) -> None:
         trained = {name for fragment in self.fragments for name in fragment}
-        self.common = {n: value.clone() for n, value in self.islands[0].items() if n in trained}
+        self.common = {n: value.clone() for n, value in self.workers[0].items() if n in trained}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.common.items()}
         self.residuals: dict[tuple[int, int, int], Tensor] = {}
         self.due: dict[int, tuple[int, float, str, list[tuple[Values, Values]]]] = {}
-        many = len(self.islands)
+        many = len(self.workers)
         self.lr = self.options.lr or (0.4 if many < 2 else 0.6 if many < 8 else 0.8)
 
     def after_step(self, step: int, last: int) -> None:
-        """Do what all islands do after a step; of ``last`` steps, the last one ends all exchanges."""
+        """Do what all workers do after a step; of ``last`` steps, the last one ends all exchanges."""
         many = len(self.fragments)
         between = self.options.every // many
         for fragment in [f for f, (due, *_) in self.due.items() if step >= min(due, last)]:
@@ -108,12 +108,12 @@ class OneProcess:
             self._begin((step // between - 1) % many, step, delay, mix)
 
     def _begin(self, fragment: int, step: int, delay: int, mix: float) -> None:
-        """Note what each island sends of a fragment: the change as it arrives, and buffers."""
+        """Note what each worker sends of a fragment: the change as it arrives, and buffers."""
         sent = []
-        for island, weights in enumerate(self.islands):
+        for index, weights in enumerate(self.workers):
             change = {name: value - weights[name] for name, value in self.common.items()}
             if self.options.dtype != "float32":
-                change = self._compressed(fragment, island, change)
+                change = self._compressed(fragment, index, change)
             # The last fragment brings buffers.
             brings = self.averaged if fragment == len(self.fragments) - 1 else ()
             sent.append((change, {name: weights[name].float().double() for name in brings}))
@@ -121,12 +121,12 @@ class OneProcess:
         if delay == 0:
             self._end(fragment)
 
-    def _compressed(self, fragment: int, island: int, change: Values) -> Values:
+    def _compressed(self, fragment: int, index: int, change: Values) -> Values:
         arrived = {name: torch.zeros_like(value) for name, value in change.items()}
         for rank, message in enumerate(self.messages[fragment]):
             parts = [change[name][places] for name, places in message]
             vector = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
-            key = (fragment, island, rank)
+            key = (fragment, index, rank)
             if key in self.residuals:
                 vector = vector + _DECAY * self.residuals[key]
             found, _ = received(self.options, vector)
@@ -138,26 +138,26 @@ class OneProcess:
 
     def _end(self, fragment: int) -> None:
         _, mix, exchange, sent = self.due.pop(fragment)
-        present = [island for island in range(len(sent)) if not self.missed(exchange, island)]
+        present = [index for index in range(len(sent)) if not self.missed(exchange, index)]
         if not present:
             return
         for name, places in self.fragments[fragment].items():
-            changes = [sent[island][0][name][places] for island in present]
+            changes = [sent[index][0][name][places] for index in present]
             gradient = torch.stack(changes).mean(0)
             momentum = self.options.momentum * self.momentum[name][places] + gradient
             self.momentum[name][places] = momentum
             self.common[name][places] -= self.lr * (gradient + self.options.momentum * momentum)
-            for weights in (self.islands[island] for island in present):
+            for weights in (self.workers[index] for index in present):
                 own, common = weights[name][places], self.common[name][places]
                 weights[name][places] = mix * own + (1 - mix) * common
         for name in sent[0][1]:
-            mean = torch.stack([sent[island][1][name] for island in present]).mean(0)
-            for island in present:
-                self.islands[island][name] = mean.clone()
+            mean = torch.stack([sent[index][1][name] for index in present]).mean(0)
+            for index in present:
+                self.workers[index][name] = mean.clone()
 
 
 def messages_of(loop: OuterLoop) -> list[list[Message]]:
-    """Return the elements of each rank's message of each fragment; a collective of the island."""
+    """Return the elements of each rank's message of each fragment; a collective of the worker."""
     own: list[Message] = []
     for spans in loop.fragments:
         found = []
@@ -195,7 +195,7 @@ class Heard:
         return found
 
     def compare(self, comparison: Comparison) -> None:
-        """Add a row; a collective of the island."""
+        """Add a row; a collective of the worker."""
         everyone = torch.stack(gathered_objects(self.seen))
         whole, lost, expected, elements = everyone.sum(0).tolist()
         limit = allowed(expected**0.5, int(elements))
@@ -206,7 +206,7 @@ class Heard:
 
 
 def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report | None:
-    """Return the proof of the outer loop, if the job has islands."""
+    """Return the proof of the outer loop, if the job has workers."""
     return prove_outer_loop(job, mesh, device) if job.islands > 1 else None
 
 
@@ -214,52 +214,52 @@ def prove_outer_loop(
     job: Job, mesh: DeviceMesh, device: torch.device, misses: Misses = nobody
 ) -> Report:
     """Compare weights and buffers after some rounds of a job with one process; a collective of all."""
-    islands, config, layers = this_worker(), job.config, job.resolved.checkpoint
+    worker, config, layers = this_worker(), job.config, job.resolved.checkpoint
     composition = parallelize(job, mesh, device, replace(job.options, precision=EXACT))
     fill_weights(composition, job, device)
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
     last, timeout = ROUNDS * options.every, config.comm.first_step_timeout
-    loop = OuterLoop(options, composition, layers, islands, timeout, last)
+    loop = OuterLoop(options, composition, layers, worker, timeout, last)
     loop.code = heard = Heard(loop.code, options)
     loop.exchange.misses = misses
     loop.start(0)
     kept = job.model.state_dict(keep_vars=True)
     buffers = [(n, b) for n, b in job.model.named_buffers() if n in kept and b.is_floating_point()]
     here = dict(composition.model.named_buffers())
-    held: dict[str, list[Tensor]] = {}
+    local: dict[str, list[Tensor]] = {}
     for name, tensor in [
         *composition.named_parameters(),
         *((name, here[name]) for name, _ in buffers if name in here),
     ]:
-        held.setdefault(name, []).append(tensor.detach())
-    whole = _joined({name: t.shape for name, t in [*job.model.named_parameters(), *buffers]}, held)
+        local.setdefault(name, []).append(tensor.detach())
+    whole = _joined({name: t.shape for name, t in [*job.model.named_parameters(), *buffers]}, local)
     trained = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
     one = OneProcess(
         options,
         fragments_of_model(trained, layers, options.fragments),
         messages_of(loop) if options.dtype != "float32" else [],
-        [{n: value.flatten().clone() for n, value in whole.items()} for _ in range(islands.count)],
+        [{n: value.flatten().clone() for n, value in whole.items()} for _ in range(worker.count)],
         [name for name, _ in buffers],
-        lambda exchange, island: misses(exchange, island) or _late(islands, exchange, island),
+        lambda exchange, index: misses(exchange, index) or _late(worker, exchange, index),
     )
     between = options.every // len(one.fragments)
     at = [0, options.delay // 2, options.delay]  # moves elsewhere would show nothing else
     with torch.no_grad():
         for step in range(1, last + 1):
             if step % between in {(place + after) % between for place in at for after in (0, 1)}:
-                for island, values in enumerate(one.islands):
-                    moves = _moves(whole, step, island)
+                for index, values in enumerate(one.workers):
+                    moves = _moves(whole, step, index)
                     for name, move in moves.items():
                         values[name] += move.flatten()
-                        for tensor in held.get(name, ()) if island == islands.index else ():
+                        for tensor in local.get(name, ()) if index == worker.index else ():
                             local_tensor(tensor).add_(local_shard(move, tensor).to(tensor.device))
-            if step == between and options.grace and islands.index == islands.count - 1:
-                _wait(islands, f"{step}.0")  # this island is late, and the others go on
+            if step == between and options.grace and worker.index == worker.count - 1:
+                _wait(worker, f"{step}.0")  # this worker is late, and the others go on
             loop.after_update(step)
             one.after_step(step, last)
     loop.close(failed=False)
     comparison = Comparison(torch.device(mesh.device_type), tolerance_of(EXACT))
-    own = [(name, right, held.get(name, [])) for name, right in one.islands[islands.index].items()]
+    own = [(name, right, local.get(name, [])) for name, right in one.workers[worker.index].items()]
     common = [
         (name, right, [loop.weights[name]] if name in loop.weights else [])
         for name, right in one.common.items()
@@ -268,7 +268,7 @@ def prove_outer_loop(
         for name, flat, copies in rows:
             right = flat.view_as(whole[name])
             apart = [
-                float((local_tensor(found).cpu() - local_shard(right, held[name][0])).norm())
+                float((local_tensor(found).cpu() - local_shard(right, local[name][0])).norm())
                 for found in copies
             ]
             # A value that begins at zero stays there if no message carries it: then none may differ.
@@ -278,7 +278,7 @@ def prove_outer_loop(
     if options.dtype != "float32":
         heard.compare(comparison)
     if options.grace:
-        waited = not _late(islands, f"{between}.0", islands.count - 1)
+        waited = not _late(worker, f"{between}.0", worker.count - 1)
         comparison.value("waited for a late island", "outer.grace", float(waited), 0.0)
     home = "cpu" if options.offload else device.type
     away = any(value.device.type != home for value in loop.weights.values())
@@ -290,34 +290,34 @@ def prove_outer_loop(
     return comparison.report((), comparison.tolerance.loss)
 
 
-def _wait(islands: Worker, exchange: str) -> None:
-    """Wait until the other islands have begun an exchange."""
+def _wait(worker: Worker, exchange: str) -> None:
+    """Wait until the other workers have begun an exchange."""
     until = time.monotonic() + _PATIENCE
-    while not islands.store.check([f"there/{exchange}"]) and time.monotonic() < until:
+    while not worker.store.check([f"there/{exchange}"]) and time.monotonic() < until:
         time.sleep(0.02)
 
 
-def _late(islands: Worker, exchange: str, island: int) -> bool:
-    """Return whether an exchange with outer.grace went on without an island."""
+def _late(worker: Worker, exchange: str, index: int) -> bool:
+    """Return whether an exchange with outer.grace went on without a worker."""
     key = f"there/{exchange}"
-    there = islands.store.get(key).decode().split() if islands.store.check([key]) else [str(island)]
-    return str(island) not in there
+    present = worker.store.get(key).decode().split() if worker.store.check([key]) else [str(index)]
+    return str(index) not in present
 
 
-def _moves(like: Values, step: int, island: int) -> Values:
-    """Draw a move of all that an island trains, the same on every rank."""
+def _moves(like: Values, step: int, index: int) -> Values:
+    """Draw a move of all that a worker trains, the same on every rank."""
     return {
         name: torch.empty_like(value).normal_(
-            0.0, _SIZE, generator=named_generator(step * 1000 + island, name)
+            0.0, _SIZE, generator=named_generator(step * 1000 + index, name)
         )
         for name, value in like.items()
     }
 
 
-def _joined(shapes: Mapping[str, torch.Size], held: Mapping[str, Sequence[Tensor]]) -> Values:
-    """Return whole tensors, of which each rank of the island has a part; a collective."""
+def _joined(shapes: Mapping[str, torch.Size], local: Mapping[str, Sequence[Tensor]]) -> Values:
+    """Return whole tensors, of which each rank of the worker has a part; a collective."""
     values = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    for name, copies in held.items():
+    for name, copies in local.items():
         local_shard(values[name], copies[0]).copy_(local_tensor(copies[0]))
     everyone = gathered_objects(values)
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""What uses a run's time and memory."""
+"""The profile of a run's time and memory."""
 
 from typing import Any
 

@@ -193,7 +193,7 @@ class Recording:
         """Write the trace and the memory's snapshot beside ``path``, and return the summary."""
         plain, memory = (path.with_name(f"{path.name}{end}") for end in (".json", "_memory.pickle"))
         for old in (plain, Path(f"{plain}.gz"), memory):
-            old.unlink(missing_ok=True)  # a link there could lead anywhere
+            old.unlink(missing_ok=True)  # a link could lead anywhere
         self.profile.export_chrome_trace(str(plain))
         content = plain.read_bytes()
         plain.unlink()

@@ -21,7 +21,7 @@ OPTIMIZER, COMMUNICATION = "optimizer", "communication"
 _ORDER = {"": 0, MATMUL: 1, ATTENTION: 2, DATA: 3, OPTIMIZER: 3, COMMUNICATION: 4}
 
 _NAMES = {
-    # What wraps a message's result copies parts of it to their places; that is no message.
+    # The wrapper of a message's result copies parts of it to their places; that is no message.
     COMMUNICATION: r"c10d::|_c10d_functional(?!::_wrap)|_dtensor::|fsdp::|record_param_comms|gloo:"
     r"|nccl:|compose::wait|FSDP::(all_gather|post_backward_reduce|post_backward_rs_wait)",
     OPTIMIZER: r"compose::optimizer|Optimizer\.(step|zero_grad)#",
@@ -117,7 +117,7 @@ class Trace:
         """Fill ``ranges`` and ``changes``; return the ranges by the numbers that kernels refer to."""
         found: dict[int, Range] = {}
         chosen = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation") or _is_memory(e)]
-        # Of events that begin together the longer one is first, and memory events are inside it.
+        # The longest of events that begin together is first, and memory events are inside it.
         chosen.sort(key=lambda e: (str(e["tid"]), e["ts"], -e.get("dur", -1)))
         for _, group in itertools.groupby(chosen, key=lambda e: str(e["tid"])):
             within: list[Range] = []

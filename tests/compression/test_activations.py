@@ -107,7 +107,7 @@ def _messages(kind: Any) -> None:
         noted = send_stream(place.key, message, "keep", group, every[rank])  # type: ignore[arg-type]
         assert torch.equal(noted, plain)
         (lost,) = account.by_module.values()
-        assert lost.lost == pytest.approx(float((expected - plain).double().square().sum()), rel=1e-4)
+        assert lost.loss == pytest.approx(float((expected - plain).double().square().sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

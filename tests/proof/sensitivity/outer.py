@@ -20,7 +20,7 @@ no exchange after the last step | STREAMING SMALL | island's weight
     +             for
 an island left out of the average | STREAMING SMALL | outer weight
     in compose.diloco.loop:OuterLoop._end
-    for message in there: => for message in there[1:]:
+    for message in arrived: => for message in arrived[1:]:
 
 [outer.lr]
 the rate is not read | STREAMING SMALL outer__lr=0.4 | outer weight
@@ -28,7 +28,7 @@ the rate is not read | STREAMING SMALL outer__lr=0.4 | outer weight
     options.lr or best_lr => best_lr
 the rate of fewer islands | STREAMING SMALL | outer weight
     in compose.diloco.options:best_lr
-    known <= islands => known < islands
+    known <= workers => known < workers
 
 [outer.momentum]
 momentum without Nesterov | STREAMING SMALL | outer weight
@@ -108,10 +108,10 @@ half as many are sent | STREAMING SMALL outer__dtype=top_k outer__density=0.0312
     round(options.density * ROW) => round(options.density / 2 * ROW)
 what was lost is added twice | STREAMING SMALL outer__dtype=top_k | outer weight
     in compose.diloco.loop:OuterLoop._begin
-    DECAY * self.lost => 2 * DECAY * self.lost
+    DECAY * residual => 2 * DECAY * residual
 what was lost is forgotten | STREAMING SMALL outer__dtype=top_k | outer weight
     in compose.diloco.loop:OuterLoop._begin
-    self.lost[fragment] = codes => self.lost[fragment] = 0 * codes
+    self.residuals[fragment] = codes => self.residuals[fragment] = 0 * codes
 
 [outer.grace]
 a late island is waited for | STREAMING SMALL outer__grace=1 | waited for a late island | outer.grace
@@ -121,7 +121,7 @@ a late island is waited for | STREAMING SMALL outer__grace=1 | waited for a late
 [buffers]
 routers' biases stay apart | SMALL EXPERTS outer__every=2 | island's weight | layers.*.bias
     in compose.diloco.loop:OuterLoop._end
-    self._set_averaged(fragment, sums / len(there)) => pass
+    self._set_averaged(fragment, sums / len(arrived)) => pass
 buffers of one island alone | STREAMING SMALL EXPERTS | island's weight | layers.*.bias
     in compose.diloco.messages:averaged_buffers
     if name in persistent and => if 'bias' not in name and name in persistent and
