@@ -398,7 +398,6 @@ def _flaw(stored: DescribedTensor) -> str:
 
 
 def _overlap(chunks: Sequence[Chunk], dims: int) -> bool:
-    """Return whether any two regions overlap."""
     if dims == 0:
         return len(chunks) > 1
     # Along the dim with the most distinct offsets few pairs need to be compared.

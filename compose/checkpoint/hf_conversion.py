@@ -244,7 +244,6 @@ def _whole_state(source: Path) -> store.State:
 
 
 def _check_tensors(source: Path, reader: PartsReader, expected: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError unless a checkpoint has these tensors of its model."""
     parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in expected.items()}
     problems = mismatches(parts, reader.read_metadata())
     if problems:
@@ -279,7 +278,6 @@ def _on_meta(model: Model) -> nn.Module:
 
 
 def _model_of(folder: Path, known: store.State) -> Model:
-    """Return the model of a checkpoint from its state.json."""
     place, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
     kind = find_model(name).Config if name in model_names() else None
     if not kind:

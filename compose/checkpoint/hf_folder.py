@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,7 @@ from compose.checkpoint import store
 from compose.checkpoint.dcp_storage import METADATA
 from compose.checkpoint.hf_stored import Named, Stored, stored
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
-from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorEntry, TensorFiles
+from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorFiles
 from compose.composition import Composition, module_of
 from compose.config.job import Job
 from compose.config.json_files import read_json
@@ -195,36 +195,48 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
             continue
         names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))
-    for name, shape in expected.items():
-        entry = files.entries.get(name)
-        if entry is None:
-            found.append((name, "is missing"))
-        elif flaw := misfit(entry, shape):
-            found.append((name, flaw))
     tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
+    besides = {
+        name
+        for name in files.entries
+        if name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
+    }
+    found += compared(files, expected, quantized | besides, "is missing", "is not of this model")
+    return collapsed(files.folder, found)
+
+
+def compared(
+    files: TensorFiles,
+    expected: Mapping[str, Sequence[int]],
+    besides: Container[str],
+    missing: str,
+    unknown: str,
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for each tensor in which files differ from shapes by name."""
+    for name, shape in expected.items():
+        entry = files.entries.get(name)
+        if entry is None:
+            yield name, missing
+        elif entry.shape != tuple(shape):
+            yield name, f"is {entry.shape}, the model's is {tuple(shape)}"
+        elif entry.dtype not in DTYPES:
+            yield name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"
     for name in files.entries:
-        besides = name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
-        if name not in expected and name not in quantized and not besides:
-            found.append((name, "is not of this model"))
-    return [f"{files.folder}: {line}" for line in collapsed(found)]
+        if name not in expected and name not in besides:
+            yield name, unknown
 
 
-def misfit(entry: TensorEntry, shape: Sequence[int]) -> str:
-    """Return why a tensor in the files cannot fill one of this shape; empty if it can."""
-    if entry.shape != tuple(shape):
-        return f"is {entry.shape}, the model's is {tuple(shape)}"
-    return "" if entry.dtype in DTYPES else f"is {entry.dtype}, not one of {', '.join(DTYPES)}"
-
-
-def collapsed(found: Sequence[tuple[str, str]]) -> list[str]:
+def collapsed(folder: Path, found: Iterable[tuple[str, str]]) -> list[str]:
     """Return one line for equal words about names that differ only by numbers."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, words in found:
         groups.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)
     return [
-        f"{pattern} {words} ({len(names)} of them)" if len(names) > 1 else f"{names[0]} {words}"
+        f"{folder}: {pattern} {words} ({len(names)} of them)"
+        if len(names) > 1
+        else f"{folder}: {names[0]} {words}"
         for (pattern, words), names in groups.items()
     ]
 

@@ -18,9 +18,9 @@ from compose.checkpoint import store
 from compose.checkpoint.hf_folder import (
     HfName,
     collapsed,
+    compared,
     differences,
     fill_shard,
-    misfit,
     name_of,
     published,
 )
@@ -131,18 +131,10 @@ def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -
             problems.append(f"{path}: {key} is {values.get(key)}, not model.lora.{name} = {here:g}")
     if problems:
         return problems
-    found: list[tuple[str, str]] = []
-    expected = dict(named_adapters(model, hf_name))
-    for name, tensor in expected.items():
-        entry = files.entries.get(name)
-        if entry is None:
-            found.append((name, "is missing, and model.lora.targets names its layer"))
-        elif flaw := misfit(entry, tensor.shape):
-            found.append((name, flaw))
-    for name in files.entries:
-        if name not in expected:
-            found.append((name, "is of no layer that model.lora.targets names"))
-    return [f"{folder}: {line}" for line in collapsed(found)]
+    expected = {name: tensor.shape for name, tensor in named_adapters(model, hf_name)}
+    missing = "is missing, and model.lora.targets names its layer"
+    unknown = "is of no layer that model.lora.targets names"
+    return collapsed(folder, compared(files, expected, (), missing, unknown))
 
 
 def adapter_problems(job: Job) -> list[str]:

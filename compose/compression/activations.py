@@ -78,7 +78,6 @@ class RowCode:
         return F.pad(rows, (0, count * size - rows.shape[-1])).unflatten(-1, (count, size))
 
     def _blocks(self, width: int) -> tuple[int, int]:
-        """Return how many blocks a row has, and their elements."""
         count = -(-width // self.block)
         return count, -(-width // count)
 
@@ -129,7 +128,6 @@ class Activations:
     """The compressed activations of a composition."""
 
     def __init__(self, code: RowCode, traffic: Traffic) -> None:
-        """Take the codec, and the count of what is sent."""
         self.code, self.traffic = code, traffic
         self.observer: Callable[..., Tensor] | None = None
         """It is told of every message, and returns the result; see :meth:`Sends.brings`."""

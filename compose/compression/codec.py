@@ -194,7 +194,6 @@ def block_scales(x: Tensor, largest: float) -> Tensor:
 
 
 def _as_bfloat16(exact: Tensor) -> Tensor:
-    """Return float32 whose lower 16 bits are zero."""
     # Inductor would leave out a cast to bfloat16 and back, and codes would not fit the scale sent.
     rounded = ((exact.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact)
@@ -384,7 +383,6 @@ def _second(x: Tensor) -> Tensor:
 
 @functools.cache
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the matrix of 1 and -1."""
     whole = torch.ones(1, 1, dtype=dtype)
     while len(whole) < size:
         whole = torch.cat([torch.cat([whole, whole], 1), torch.cat([whole, -whole], 1)])

@@ -35,7 +35,6 @@ class Compression:
     """The compressed messages of a composition."""
 
     def __init__(self, comm: Comm, mesh: DeviceMesh, zero: int, compiled: bool) -> None:
-        """Take the table, the mesh of all ranks, the ZeRO stage, and whether codecs are compiled."""
         self.comm, self.device, self.compiled = comm, mesh.device_type, compiled
         self.traffic, self.progress = Traffic(), Progress(comm.start_step)
         self.levels = levels_of(mesh, comm.near, zero) if comm.compresses else None

@@ -92,7 +92,6 @@ class Feedback(Residual):
     """The residual of one unit's messages of any form, for gradients without a loss scale."""
 
     def __init__(self, sender: Sender, numel: int, scratch: Scratch, compiled: bool = False) -> None:
-        """Take the memory of the next message, which other units may share."""
         code = Blocks(8, 4096, compiled=compiled)
         super().__init__(sender, code, -(-numel // code.size))
         self.scratch = scratch

@@ -84,7 +84,6 @@ class QuantizedGather(Sender, OwnMemory):
     def __init__(
         self, layout: UnitLayout, code: Blocks, traffic: Traffic, levels: Levels | None = None
     ) -> None:
-        """Take the groups of two levels too, which whole weights do not use."""
         super().__init__(traffic)
         self.packing = Packing(layout, code)
         self.in_step = self.sent = False
@@ -177,7 +176,6 @@ class DifferenceGather(QuantizedGather):
 
     @property
     def _has_all(self) -> bool:
-        """Whether this step's weights were received."""
         return self.in_step and self.sent
 
     def to_send(self, own: Tensor, rank: int) -> Tensor | None:

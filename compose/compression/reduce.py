@@ -289,7 +289,6 @@ class LowRank(GradientCode):
 
 
 def _orthonormal(p: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns of (m, r)."""
     return torch.linalg.qr(torch.nan_to_num(p, 0.0, 0.0, 0.0)).Q
 
 
@@ -320,7 +319,6 @@ class TopK(GradientCode):
         flat.copy_(self._sum(gathered(messages[0], group), flat.dtype))
 
     def _messages(self, rows: Tensor, group: dist.ProcessGroup, scale: float, whole: bool) -> Tensor:
-        """Return messages (R, bytes) of rows (R, S)."""
         if self.observer:
             self.observer.begins(self, rows)
         wanted = self.feedback.added_to(rows, scale) if self.feedback else rows

@@ -40,7 +40,6 @@ class Replies:
     """Writes chats by a template, and finds the replies in their text."""
 
     def __init__(self, tokenizer: JsonTokenizer, end: int = -1) -> None:
-        """Prepare."""
         self.template, self.end = ChatTemplate(tokenizer), end
         self.notes: Counter[str] = Counter()
         """Notes for the user, with the number of replies that each is about."""

@@ -80,7 +80,6 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
-        """Read and compile the template."""
         self._pieces: list[str] = []
         self._marks: list[tuple[int, str]] = []
         self._tags: list[int] = []  # their lines, in the template that is compiled

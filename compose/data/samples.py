@@ -85,7 +85,6 @@ class Conversations:
     """
 
     def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
-        """Choose and pack the conversations."""
         assert token_set.trained is not None
         self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
         self.token_set: TokenSet | None = token_set
@@ -236,7 +235,6 @@ class Windows:
         tokenizer: str | None = None,
         token_set: TokenSet | None = None,
     ) -> None:
-        """Check the row, and prepare to read it."""
         self.name, self.row, self.separator = name, row, separator
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.tokenizer, self.token_set = tokenizer, token_set

@@ -144,7 +144,6 @@ def _name(names: dict[str, str], values: Mapping[str, Any], path: Path, every: b
 
 
 def _token(value: Any, path: Path, key: str) -> tuple[str, dict[str, bool]]:
-    """Return a token's text and its options."""
     options = dict(value) if isinstance(value, dict) else {}
     content = options.pop("content", None) if isinstance(value, dict) else value
     if not isinstance(content, str):

@@ -299,7 +299,6 @@ Piece = tuple[list[int], list[bool], bool]
 
 
 def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
-    """Return the function that handles a bad row."""
 
     def left_out(error: BadLine) -> None:
         counts.bad += 1

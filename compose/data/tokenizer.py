@@ -57,7 +57,6 @@ class JsonTokenizer:
     """A tokenizer.json, with the end of a document from the tokenizer_config.json beside it."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file at ``path``."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Loaded
 

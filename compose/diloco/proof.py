@@ -291,7 +291,6 @@ def prove_outer_loop(
 
 
 def _wait(worker: Worker, exchange: str) -> None:
-    """Wait until the other workers have begun an exchange."""
     until = time.monotonic() + _PATIENCE
     while not worker.store.check([f"there/{exchange}"]) and time.monotonic() < until:
         time.sleep(0.02)
