@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,7 +37,6 @@ from compose.checkpoint.hf_folder import (
     kept_tokenizer,
     name_of,
     published,
-    read_config,
 )
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
@@ -52,12 +50,12 @@ from compose.checkpoint.peft import (
     write_adapters,
 )
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
-from compose.config.json_files import parse_json, read_json
+from compose.config.json_files import parse_json
 from compose.config.models import find_model, model_names
 from compose.config.tables import Config, Model
 from compose.config.toml import dump
 from compose.data.generation_config import generation_values
-from compose.data.special_tokens import GENERATION, MODEL
+from compose.data.special_tokens import GENERATION, MODEL, read_beside
 from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
 from compose.errors import ConfigError, write_whole
 
@@ -177,7 +175,7 @@ def export(
     values |= dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     if original and not original.is_dir():
         raise ConfigError(f"{original}: no such folder")
-    known_config = read_config(original) if original and (original / MODEL).exists() else {}
+    known_config = read_beside(original, MODEL) if original else {}
     special = generation_values(original, model.config.vocab_size)
     own = ("bos_token_id", "pad_token_id", "max_position_embeddings")
     values |= special | {key: known_config[key] for key in own if known_config.get(key) is not None}
@@ -187,9 +185,8 @@ def export(
         (aside / "config.json").write_text(json.dumps(values, indent=2), encoding="utf-8")
         if original:
             copy_tokenizer(original, aside)
-        how = aside / GENERATION
-        special = (read_json(how, dict[str, Any]) if how.exists() else {}) | special
-        write_whole(how, json.dumps(special, indent=2))
+        special = read_beside(aside, GENERATION) | special
+        write_whole(aside / GENERATION, json.dumps(special, indent=2))
     return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
 
 

@@ -170,11 +170,10 @@ class Unit:
     """One unit's parameters and messages."""
 
     model: nn.Module  # the stage, or the whole model
-    names: tuple[str, ...]
-    shapes: list[tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     """The shapes before they are cut, on this rank of tp."""
-    trained: list[bool]  # whether each has a gradient
-    dims: list[int]  # along which each is cut
+    trained: set[str]
+    dim_of: Callable[[Sequence[int]], int] = lambda shape: 0  # the dim along which a shape is cut
     ranks: int = 1  # that share the unit
     replicas: dist.ProcessGroup | None = None
     """The ranks that hold the same shard, if there are others."""
@@ -185,27 +184,27 @@ class Unit:
     @staticmethod
     def of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "Unit":
         """Return the unit of parameters that are not cut yet, and not sent."""
-        shapes = [tuple(local_tensor(p).shape) for p in parameters.values()]
-        trained = [p.requires_grad for p in parameters.values()]
-        return Unit(model, tuple(parameters), shapes, trained, [0] * len(shapes))
+        shapes = {name: tuple(local_tensor(p).shape) for name, p in parameters.items()}
+        return Unit(model, shapes, {name for name, p in parameters.items() if p.requires_grad})
 
     def named(self, trained: bool) -> list[str]:
         """Return the names of all parameters, or of those that have gradients."""
-        return [n for n, has in zip(self.names, self.trained, strict=True) if has or not trained]
+        return [name for name in self.shapes if name in self.trained or not trained]
 
     def layout(self, trained: bool) -> UnitLayout:
         """Return the layout of all parameters, or of those that have gradients."""
-        rows = zip(self.shapes, self.dims, self.trained, strict=True)
-        some = [(shape, dim) for shape, dim, has in rows if has or not trained]
-        return UnitLayout.of([shape for shape, _ in some], self.ranks, [dim for _, dim in some])
+        shapes = [self.shapes[name] for name in self.named(trained)]
+        return UnitLayout.of(shapes, self.ranks, [self.dim_of(shape) for shape in shapes])
 
     def pieces(self, flat: Tensor, trained: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield names and parts of a rank's row (S,), of all parameters or those with gradients."""
         layout = self.layout(trained)
-        for name, part, piece in zip(
-            self.named(trained), layout.parts, layout.pieces(flat), strict=True
-        ):
-            yield name, piece.view(part.shape)
+        views = (p.view(part.shape) for p, part in zip(layout.pieces(flat), layout.parts, strict=True))
+        yield from zip(self.named(trained), views, strict=True)
+
+    def prefix(self, kind: str) -> str:
+        """Return the beginning of the names of what a sender keeps."""
+        return f"{next(iter(self.shapes))}.{kind}."
 
     def missing(self) -> Tensor | None:
         """Return what this rank's gradients lack, (S,), if they are observed; a collective."""
@@ -261,10 +260,10 @@ class StageMessages:
     ) -> None:
         """Let FSDP send the unit that begins with ``module`` so."""
         unit, levels = self.unsent[module], self.owner.levels
-        if not unit.names or not isinstance(module, FSDPModule):
+        if not unit.shapes or not isinstance(module, FSDPModule):
             return
         if dim_of:  # such units are on other ranks than those of two levels
-            unit.dims, levels = [dim_of(shape) for shape in unit.shapes], None
+            unit.dim_of, levels = dim_of, None
         unit.ranks, unit.replicas = mesh.size(), replicas.get_group() if replicas else None
         # Ranks that share a replica are neighbours, and other replicas are far.
         own = self.owner.traffic.among(unit.ranks if unit.replicas else self.comm.near)
@@ -310,7 +309,7 @@ class StageMessages:
         """Yield all senders, each with the beginning of the names of what it keeps."""
         for unit in self.units:
             for kind, sender in unit.senders.items():
-                yield f"{unit.names[0]}.{kind}.", sender
+                yield unit.prefix(kind), sender
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what senders kept. Units that do not exist yet take it when they are made."""
@@ -323,7 +322,7 @@ class StageMessages:
 
     def _restore(self, unit: Unit) -> None:
         for kind, sender in unit.senders.items():
-            begin = f"{unit.names[0]}.{kind}."
+            begin = unit.prefix(kind)
             own = {n: self.restored[begin + n] for n in sender.forms if begin + n in self.restored}
             check(own, sender.forms)
             sender.kept.clear()

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compose.config.json_files import read_json
 from compose.config.models import Sampler, Task, find_model
 from compose.config.tables import Config
 from compose.data.batches import Batches
 from compose.data.generation_config import end_ids
 from compose.data.samples import Samples, open_samples, random_batch
-from compose.data.special_tokens import CONFIG, GENERATION, MODEL
+from compose.data.special_tokens import CONFIG, GENERATION, MODEL, read_beside
 from compose.data.tokenizer import (
     FILE,
     copy_tokenizer,
@@ -174,5 +173,5 @@ def _note_ends(folder: Path, ends: Sequence[int]) -> None:
     path, known = folder / GENERATION, end_ids(open_tokenizer(folder))
     more = [each for each in dict.fromkeys(ends) if each >= 0 and each not in known]
     if more:
-        values = read_json(path, dict[str, Any]) if path.exists() else {}
+        values = read_beside(folder, GENERATION)
         write_whole(path, json.dumps(values | {"eos_token_id": [*known, *more]}, indent=2))

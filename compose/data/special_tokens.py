@@ -91,7 +91,7 @@ class SpecialTokens:
 def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: bool) -> SpecialTokens:
     """Read the special tokens beside a tokenizer.json."""
     path, problems = folder / CONFIG, list[str]()
-    config = read_json(path, dict[str, Any]) if path.exists() else {}
+    config = read_beside(folder, CONFIG)
     problems += KEYS.problems({key: config[key] for key in KEYS.only if key in config})
     kind = _class(config, read_beside(folder, MODEL), byte_level)
     names = dict(_CLASSES.get(kind, {}))

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compose.config.json_files import read_json
 from compose.data.special_tokens import (
     CONFIG,
     LLAMA,
     MODEL,
     class_of_copy,
     model_ends,
+    read_beside,
     read_special_tokens,
 )
 from compose.errors import LEADS_OUT, ConfigError, leads_out, read_file, refuse_link_out, write_whole
@@ -196,7 +196,7 @@ def copy_tokenizer(source: Path, target: Path, named: Path | None = None) -> Non
         write_whole(target / FILE, named.read_bytes())
     kind = "" if (target / MODEL).exists() else class_of_copy(source)
     if kind:
-        values = read_json(target / CONFIG, dict[str, Any]) if (target / CONFIG).exists() else {}
+        values = read_beside(target, CONFIG)
         write_whole(target / CONFIG, json.dumps(values | {"tokenizer_class": kind}, indent=2))
 
 

@@ -26,11 +26,9 @@ def between_workers(
 
     ``job`` is that of one worker, and ``seconds`` are those of its step.
     """
-    from compose.diloco.messages import as_lines, sent_bytes, wait_line
+    from compose.diloco.messages import as_lines
 
-    sent = sent_bytes(job, outer)
-    wait = [wait_line(sent, workers, outer, link, seconds)] if link else []
-    return [*as_lines(sent, workers, outer), *wait]
+    return as_lines(job, outer, workers, link, seconds)
 
 
 def hooks(trainer: Any) -> list[Any]:

@@ -348,23 +348,19 @@ def sent_bytes(job: "Job", outer: Outer) -> list[int]:
     return max(ranks, key=sum)
 
 
-def as_lines(messages: list[int], workers: int, outer: Outer) -> list[str]:
-    """Return lines with the bytes of a round, and those that are sent at once."""
-    sent = [size * (workers - 1) for size in messages]
-    rows = ((f"in {outer.every} steps", sum(sent)), ("at once, at most", max(sent)))
-    return [
-        f"bytes that a rank sends to other islands ({outer.dtype}, fragments {len(sent)}):",
-        *(f"  {what:<20}{size:>18,}  {size / 2**30:9.3f} GiB" for what, size in rows),
-    ]
-
-
-def wait_line(
-    messages: list[int], workers: int, outer: Outer, link: "Link", step_seconds: float
-) -> str:
-    """Return a line with the time that exchanges add to training; each rank has its own ``link``."""
-    takes = [size * (workers - 1) / link.usable + link.latency for size in messages]
-    waited = sum(max(0.0, seconds - outer.delay * step_seconds) for seconds in takes)
-    return (
-        f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of it,"
-        f" {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
-    )
+def as_lines(
+    job: "Job", outer: Outer, workers: int, link: "Link | None" = None, step_seconds: float = 0.0
+) -> list[str]:
+    """Return lines with the bytes of a round and of one exchange; with a rank's link the time too."""
+    sent = [size * (workers - 1) for size in sent_bytes(job, outer)]
+    lines = [f"bytes that a rank sends to other islands ({outer.dtype}, fragments {len(sent)}):"]
+    for what, size in ((f"in {outer.every} steps", sum(sent)), ("at once, at most", max(sent))):
+        lines.append(f"  {what:<20}{size:>18,}  {size / 2**30:9.3f} GiB")
+    if link:
+        takes = [size / link.usable + link.latency for size in sent]
+        waited = sum(max(0.0, seconds - outer.delay * step_seconds) for seconds in takes)
+        lines.append(
+            f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of"
+            f" it, {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
+        )
+    return lines
