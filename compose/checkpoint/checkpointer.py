@@ -49,8 +49,7 @@ class Progress:
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    scale: LossScale | None = None
-    """The loss scale, in float16."""
+    scale: LossScale | None = None  # the loss scale, in float16
 
 
 @dataclass
@@ -58,10 +57,8 @@ class SaveReport:
     """The result of one save."""
 
     step: int
-    stall: float
-    """Seconds for which training stood still."""
-    seconds: float = 0.0
-    """Seconds until the checkpoint was published."""
+    stall: float  # seconds for which training stood still
+    seconds: float = 0.0  # seconds until the checkpoint was published
     bytes: int = 0
     problem: str = "it did not end"
     """The reason why the checkpoint was not published; empty if it was."""
@@ -85,10 +82,8 @@ class Peers:
     Only first ranks call its methods, and those of all peers at the same steps.
     """
 
-    speaks = True
-    """Whether this run prints what concerns all."""
-    prefix = ""
-    """Begins other lines."""
+    speaks = True  # whether this run prints what concerns all
+    prefix = ""  # begins other lines
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints from which this run may go on, the newest first, or why none is."""

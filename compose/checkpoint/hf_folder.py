@@ -44,8 +44,7 @@ HfName = Callable[[str], str | Stored]
 class HuggingFace(Protocol):
     """The interface of ``models/<name>/hf.py``."""
 
-    MODEL_TYPES: Sequence[str]
-    """The values of model_type in config.json that the model can express."""
+    MODEL_TYPES: Sequence[str]  # the values of model_type in config.json that the model can express
     hf_name: Callable[..., str | Stored]
     """It returns Hugging Face's name of a tensor, or a Stored where theirs is not as ours."""
     hf_config: Callable[[Any], dict[str, Any]]

@@ -81,14 +81,11 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
 class Stored:
     """The place of one of our tensors in the tensors of a folder."""
 
-    name: str
-    """Hugging Face's name; '{}' in it stands for the index in a stack."""
+    name: str  # Hugging Face's name; '{}' in it stands for the index in a stack
     transposed: bool = False
     """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
-    part: int = 0
-    """Which part of theirs ours is, along our first dim (that of a slice, in a stack)."""
-    parts: int = 1
-    """How many of our tensors make theirs; they have one shape."""
+    part: int = 0  # which part of theirs ours is, along our first dim (that of a slice, in a stack)
+    parts: int = 1  # how many of our tensors make theirs; they have one shape
     base: str = ""
     """A prefix of the name. Files that the model without its head has written leave it out."""
     code: Mxfp4 | None = None

@@ -84,10 +84,8 @@ class Adapters:
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)]
     targets: list[str]
-    base: str
-    """The identity of the frozen weights, from ``compose.checkpoint.peft.base_identity``."""
-    load_hf: str = ""
-    """The folder of the frozen weights; empty if they are drawn by ``State.seed``."""
+    base: str  # the identity of the frozen weights, from ``compose.checkpoint.peft.base_identity``
+    load_hf: str = ""  # the folder of the frozen weights; empty if they are drawn by ``State.seed``
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Te
     return module.brings(found.to(tensor.dtype), gradient, plain, encoded, times)
 
 
-@operator("compose::send_coded")
+@operator("compose::send_compressed")
 def _send_in_graph(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor:
     # A graph relies on the strides that the fake has, and decoded rows may be a slice of padded ones.
     return _send(tensor, kind, group, key, gradient).contiguous()
@@ -290,20 +290,13 @@ class _RowsMessage(torch.autograd.Function):
     """The exchange of rows; their gradients take the same way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        received: list[int],
-        sent: list[int],
-        group: dist.ProcessGroup,
-        module: Sends,
-    ) -> Tensor:
-        ctx.way = sent, received, group, module
-        return _exchange_rows(rows, received, sent, group, module, gradient=False)
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], *over: Any) -> Tensor:
+        ctx.back = sent, received, *over
+        return _exchange_rows(rows, received, sent, *over, gradient=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange_rows(grads[0], *ctx.way, gradient=True), None, None, None, None
+        return _exchange_rows(grads[0], *ctx.back, gradient=True), None, None, None, None
 
 
 def _exchange_rows(

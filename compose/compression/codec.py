@@ -34,8 +34,7 @@ class Blocks:
 
     bits: int
     """8 or 4; 16 is bfloat16 without a scale. With 0, for proofs, elements travel as they are."""
-    size: int
-    """Elements of a block, a power of two."""
+    size: int  # elements of a block, a power of two
     rotate: bool = False
     compiled: bool = False
 

@@ -170,8 +170,7 @@ class Unit:
     """One unit's parameters and messages."""
 
     model: nn.Module  # the stage, or the whole model
-    shapes: dict[str, tuple[int, ...]]
-    """The shapes before they are cut, on this rank of tp."""
+    shapes: dict[str, tuple[int, ...]]  # the shapes before they are cut, on this rank of tp
     trained: set[str]
     dim_of: Callable[[Sequence[int]], int] = lambda shape: 0  # the dim along which a shape is cut
     ranks: int = 1  # that share the unit
@@ -230,8 +229,7 @@ class StageMessages:
         self.owner, self.comm, self.progress = owner, owner.comm, owner.progress
         self.settings = Settings(owner.comm, owner.traffic, owner.compiled)
         self.reduces = owner.comm.gradients != "off"
-        self.last = True
-        """Whether this is the last micro-batch of the step."""
+        self.last = True  # whether this is the last micro-batch of the step
         self.scratch = Scratch()
         self.units: list[Unit] = []
         self.unsent: dict[nn.Module, Unit] = {}

@@ -35,8 +35,7 @@ class Scratch:
 class Residual:
     """The residual of a sender's messages, in blocks of 8 bits."""
 
-    added = 0.0
-    """The part of it that a message adds, if not all."""
+    added = 0.0  # the part of it that a message adds, if not all
 
     def __init__(self, sender: Sender, code: Blocks, blocks: int) -> None:
         self.kept, self.code = sender.kept, code

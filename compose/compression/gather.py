@@ -72,8 +72,7 @@ class Sender:
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
-        self.kept: dict[str, Tensor] = {}
-        """The tensors on which the next message depends, by name."""
+        self.kept: dict[str, Tensor] = {}  # the tensors on which the next message depends, by name
         self.forms: Forms = {}
         """The forms of what it may keep, since anyone may have made a checkpoint."""
 

@@ -142,8 +142,7 @@ class ActivationLoss:
 
     loss: float = 0.0
     expected: float = 0.0
-    whole: float = 0.0
-    """The square of the norm of what plain messages bring."""
+    whole: float = 0.0  # the square of the norm of what plain messages bring
     elements: int = 0
 
     def plus(self, other: "ActivationLoss") -> "ActivationLoss":

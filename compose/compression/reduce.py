@@ -91,8 +91,7 @@ class GradientCode(Sender):
     """A way to sum one unit's gradients: a class for each, and an entry in GRADIENT_CODES."""
 
     layout: UnitLayout
-    feedback: Any = None
-    """The residual, if there is one."""
+    feedback: Any = None  # the residual, if there is one
 
     def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
         """Write the sum of rows (n, S) of a loss scale for this rank to ``out`` (S,).

@@ -21,8 +21,7 @@ class Chat:
     """A chat of a row."""
 
     messages: Sequence[ChatMessage]
-    learnt: Sequence[int]
-    """The indices of the messages to learn: replies, unless their weight is 0."""
+    learnt: Sequence[int]  # the indices of the messages to learn: replies, unless their weight is 0
     more: Mapping[str, Any]
     """Values for the template besides the messages: tools, documents, and what the row adds."""
 

@@ -30,10 +30,8 @@ class Rendered:
     """The text of a chat."""
 
     text: str
-    replies: Sequence[tuple[int, int]]
-    """The spans (start, stop) in ``text`` to learn from."""
-    end: int = -1
-    """An id that ends the last reply, after the text; -1: the template ends it."""
+    replies: Sequence[tuple[int, int]]  # the spans (start, stop) in ``text`` to learn from
+    end: int = -1  # an id that ends the last reply, after the text; -1: the template ends it
 
 
 class Replies:

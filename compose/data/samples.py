@@ -198,8 +198,7 @@ def pack_into_bins(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[
 class Samples(Protocol):
     """A numbered set of samples of one length, from ``open_samples`` or another ``Task.open``."""
 
-    name: str
-    """The name that the user gave."""
+    name: str  # the name that the user gave
     token_set: TokenSet | None
     tokenizer: str | None
     """SHA-256 of the tokenizer's file; empty for bytes, None if the tokenizer is unknown."""

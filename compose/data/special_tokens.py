@@ -76,16 +76,13 @@ _UNUSED = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 class SpecialTokens:
     """The content of a tokenizer's folder besides tokenizer.json."""
 
-    config: Mapping[str, Any]
-    """The content of tokenizer_config.json."""
-    names: Mapping[str, str]
-    """Special tokens by a name such as "eos_token"."""
+    config: Mapping[str, Any]  # the content of tokenizer_config.json
+    names: Mapping[str, str]  # special tokens by a name such as "eos_token"
     added: Sequence[tuple[str, Mapping[str, bool]]]
     """Tokens to add to those of tokenizer.json, with their options; most are there already."""
     kind: str
     """The tokenizer's class in transformers, if it makes a tokenizer of its own; else empty."""
-    split: bool
-    """Whether special tokens in a text are ordinary text, whatever the text is."""
+    split: bool  # whether special tokens in a text are ordinary text, whatever the text is
 
 
 def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: bool) -> SpecialTokens:

@@ -197,11 +197,9 @@ class Manifest(BaseModel):
     tokenizer: _Tokenizer
     shards: list[_Shard]
     added: bool | None
-    rows: Count
-    """Rows that the set was made from."""
+    rows: Count  # rows that the set was made from
     replies: Count = 0
-    learnt: Count = 0
-    """For chats: the tokens to learn."""
+    learnt: Count = 0  # for chats: the tokens to learn
 
 
 @dataclass(frozen=True)

@@ -65,13 +65,10 @@ class Counts:
 
     tokens: Count = 0
     documents: Count = 0
-    empty: Count = 0
-    """Documents that are left out, since nothing in them is learnt."""
-    rows: Count = 0
-    """Rows of JSON or Parquet, or files of text, without the bad ones."""
+    empty: Count = 0  # documents that are left out, since nothing in them is learnt
+    rows: Count = 0  # rows of JSON or Parquet, or files of text, without the bad ones
     replies: Count = 0
-    learnt: Count = 0
-    """Tokens of chats that are learnt; the first of a chat is no target."""
+    learnt: Count = 0  # tokens of chats that are learnt; the first of a chat is no target
     bad: Count = 0
     reasons: list[str] = field(default_factory=list)
     """The first bad rows, and why they are left out."""

@@ -40,8 +40,7 @@ class LocalParameter:
     copies: list[nn.Parameter]
     """It, and its other copies on this rank, as stages of a pipeline have them."""
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
-    """The group of these ranks; None if it is this rank alone."""
+    group: dist.ProcessGroup | None  # the group of these ranks; None if it is this rank alone
 
     @property
     def local(self) -> Tensor:

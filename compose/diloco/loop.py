@@ -82,8 +82,7 @@ class OuterLoop(Hook):
         self.exchange = Exchange(worker, dist.get_rank(), timeout, options.grace)
         self.weights: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
-        self.residuals: dict[int, Tensor] = {}
-        """With top_k, the residual of each fragment."""
+        self.residuals: dict[int, Tensor] = {}  # with top_k, the residual of each fragment
         self.pending: Pending | None = None
         self.seen: dict[str, float] = {}
         self.started = False

@@ -70,8 +70,7 @@ class BlockCode:
     """Blocks of compose/compression; where elements have no scale, each is a block."""
 
     blocks: Blocks
-    dtype: torch.dtype
-    """The type of what is sent; it counts if nothing is to be lost."""
+    dtype: torch.dtype  # the type of what is sent; it counts if nothing is to be lost
 
     def size(self, elements: int) -> int:
         """Return the bytes of so many elements."""
@@ -207,8 +206,7 @@ class Exchange:
         self.worker, self.rank, self.grace = worker, rank, grace
         self.misses: Misses = nobody
         """It tells, by an exchange's name, which workers miss it; all must answer the same."""
-        self.sent = 0
-        """Bytes that this rank has sent since the last metrics."""
+        self.sent = 0  # bytes that this rank has sent since the last metrics
         # With their destinations: memory must stay until a message is read.
         self._unread: list[tuple[int, dist.Work, Tensor]] = []
         if worker.count > 1:

@@ -99,7 +99,7 @@ def _messages(kind: Any) -> None:
         (seen,) = torch.autograd.grad(y, x, every[rank])
         torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)
         # A graph takes the strides of its operator's fake, and a row's last block is padded.
-        own = torch.ops.compose.send_coded(every[rank], message, group, place.key, False)
+        own = torch.ops.compose.send_compressed(every[rank], message, group, place.key, False)
         assert own.is_contiguous()
         # While the account is open, messages are plain to the last bit.
         activations.observer = account = ActivationAccount()
