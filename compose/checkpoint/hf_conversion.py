@@ -114,8 +114,8 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
                 planner=_Streamed(read),
                 no_dist=True,
             )
-        files = store.describe(folder, state, dump(config), writer.entries)
-        written = store.publish(folder, files).relative_to(aside)
+        entries = store.describe(folder, state, dump(config), writer.entries)
+        written = store.publish(folder, entries).relative_to(aside)
         store.mark(aside)
         copy_with_config(source, aside / TOKENIZER)
     size = sum(tensor.nbytes for tensor in tensors.values())
