@@ -31,53 +31,32 @@ def test_legal() -> None:
     assert alone.splitlines()[-1] == "1 meshes of 1 ranks are legal, 0 are not"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["legal"], "command line: legal: needs --world-size N, the number of ranks"),
-        (["legal", "--world-size=x"], "command line: --world-size: x is not a number of ranks"),
-        (["schedule"], "train.toml: parallel.pp: 1 has no schedule; set --parallel.pp=2 or more"),
-        (
-            ["schedule", "--parallel.pp=2", "--out=timeline.pdf"],
-            "command line: --out: timeline.pdf is neither .svg nor .png",
-        ),
-        (
-            ["schedule", "--parallel.pp=2", "--out=nowhere/timeline.png"],
-            "command line: --out: cannot write nowhere/timeline.png: No such file or directory",
-        ),
-        (
-            ["schedule", "--parallel.pp=2", "--parallel.pp_schedule=1F2B"],
-            "train.toml: parallel.pp_schedule: unknown schedule '1F2B'; did you mean 1F1B? (known:"
-            " GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble,"
-            " DualPipeV, or a .csv file)",
-        ),
-        (
-            ["schedule", "--parallel.pp=2", "--parallel.pp_schedule=own.csv"],
-            "train.toml: parallel.pp_schedule: cannot read own.csv: No such file or directory",
-        ),
-        (
-            ["schedule", "--parallel.pp=2", "--parallel.pp_virtual_stages=2"],
-            "train.toml: parallel.pp_virtual_stages: 1F1B has 1 on each rank, not 2; use 1, or another"
-            " parallel.pp_schedule",
-        ),
-        (
-            [
-                "schedule",
-                "--parallel.pp=2",
-                "--parallel.pp_schedule=Interleaved1F1B",
-                "--train.global_batch=10",
-            ],
-            "train.toml: parallel.pp_schedule: Interleaved1F1B with parallel.pp 2 cannot run 5"
-            " micro-batches (PyTorch: Interleaved 1F1B requires the number of microbatches to be a"
-            " multiple of the number of rounds (2), but got 5); nearest: 4 or 6 (train.global_batch is"
-            " 2 times that)",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_bad_input(arguments: list[str], problem: str) -> None:
-    done = answered("-m", "compose", *arguments)
-    assert done.stderr.splitlines()[0] == problem
+PP2 = "schedule --parallel.pp=2"
+BAD = {
+    "legal": "command line: legal: needs --world-size N, the number of ranks",
+    "legal --world-size=x": "command line: --world-size: x is not a number of ranks",
+    "schedule": "train.toml: parallel.pp: 1 has no schedule; set --parallel.pp=2 or more",
+    f"{PP2} --out=timeline.pdf": "command line: --out: timeline.pdf is neither .svg nor .png",
+    f"{PP2} --out=nowhere/timeline.png": "command line: --out: cannot write nowhere/timeline.png: No"
+    " such file or directory",
+    f"{PP2} --parallel.pp_schedule=1F2B": "train.toml: parallel.pp_schedule: unknown schedule '1F2B';"
+    " did you mean 1F1B? (known: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,"
+    " ZBVZeroBubble, DualPipeV, or a .csv file)",
+    f"{PP2} --parallel.pp_schedule=own.csv": "train.toml: parallel.pp_schedule: cannot read own.csv: No"
+    " such file or directory",
+    f"{PP2} --parallel.pp_virtual_stages=2": "train.toml: parallel.pp_virtual_stages: 1F1B has 1 on"
+    " each rank, not 2; use 1, or another parallel.pp_schedule",
+    f"{PP2} --parallel.pp_schedule=Interleaved1F1B --train.global_batch=10": "train.toml:"
+    " parallel.pp_schedule: Interleaved1F1B with parallel.pp 2 cannot run 5 micro-batches (PyTorch:"
+    " Interleaved 1F1B requires the number of microbatches to be a multiple of the number of rounds"
+    " (2), but got 5); nearest: 4 or 6 (train.global_batch is 2 times that)",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input(line: str) -> None:
+    done = answered("-m", "compose", *line.split())
+    assert done.stderr.splitlines()[0] == BAD[line]
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

@@ -18,17 +18,11 @@ from compose.data.generation_config import (
     turn_ends,
 )
 from compose.data.tokenizer import Bytes, open_tokenizer
-from compose.errors import ConfigError
+from tests.support.helpers import refusal
 from tests.support.tokenizer_kinds import KINDS, save_kind
 from tests.support.tokenizers_made import CHATML
 
 PROMPTS = ["def foo.bar()", " the <|im_start|>user", "x<s> y</s> [SEP]<bos>"]
-
-
-def refused(action: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        action()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,13 +58,13 @@ def test_llama_2s_kind_is_split_as_its_class_does(tmp_path: Path, config: dict[s
 
 def test_chats_that_cannot_be_asked(tmp_path: Path) -> None:
     assert encode_prompts(Bytes(), ["a<s>"], chat=False) == [list(b"a<s>")]
-    assert refused(lambda: encode_prompts(Bytes(), ["a"], chat=True)) == (
+    assert refusal(encode_prompts, Bytes(), ["a"], chat=True) == (
         "command line: --chat: bytes have no chat template"
     )
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen"))
-    assert "has no chat template" in refused(lambda: encode_prompts(tokenizer, ["a"], chat=True))
+    assert "has no chat template" in refusal(encode_prompts, tokenizer, ["a"], chat=True)
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen", chat_template="{{ raise_exception('no') }}"))
-    assert refused(lambda: encode_prompts(tokenizer, ["a"], chat=True)) == (
+    assert refusal(encode_prompts, tokenizer, ["a"], chat=True) == (
         f"{tmp_path}: the chat template, line 1: no"
     )
 
@@ -82,20 +76,20 @@ def test_prompts_come_from_flags_and_files(tmp_path: Path) -> None:
     flags = [("--prompts", str(rows)), ("--prompt", "five"), ("--prompts", str(text))]
     assert given_prompts(flags) == ["three\nlines", "four", "five", "one", " two "]
     needs = "command line: --prompt: needs a text to continue"
-    assert refused(lambda: given_prompts([])) == needs
-    assert refused(lambda: given_prompts([("--prompt", "a"), ("--prompt", "")])) == needs
+    assert refusal(given_prompts, []) == needs
+    assert refusal(given_prompts, [("--prompt", "a"), ("--prompt", "")]) == needs
     for content, line in {
         "": f"command line: --prompts: {rows}: holds no prompt",
         '"a"\n{"text": 1}': f"{rows}:2: is neither a text nor an object with a prompt or messages",
         "[": f"{rows}:1: is not JSON: Expecting value: line 1 column 2 (char 1)",
     }.items():
         rows.write_text(content)
-        assert refused(lambda: given_prompts([("--prompts", str(rows))])) == line
+        assert refusal(given_prompts, [("--prompts", str(rows))]) == line
     rows.write_bytes(b"\xff")
-    assert refused(lambda: given_prompts([("--prompts", str(rows))])) == (
+    assert refusal(given_prompts, [("--prompts", str(rows))]) == (
         f"command line: --prompts: {rows}: is not UTF-8: invalid start byte"
     )
-    assert refused(lambda: given_prompts([("--prompts", "gone")])) == (
+    assert refusal(given_prompts, [("--prompts", "gone")]) == (
         "command line: --prompts: gone: No such file or directory"
     )
 
@@ -113,13 +107,11 @@ def test_messages_and_tools_come_from_a_file(tmp_path: Path) -> None:
     prompts = given_prompts([("--prompts", str(path))])
     expected = reference.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
     assert encode_prompts(tokenizer, prompts, chat=True) == [expected["input_ids"]] * 2
-    assert refused(lambda: encode_prompts(tokenizer, prompts, chat=False)) == (
+    assert refusal(encode_prompts, tokenizer, prompts, chat=False) == (
         "command line: --prompts: holds messages; give --chat too"
     )
     path.write_text('{"messages": [{"content": "a"}]}')
-    assert refused(lambda: given_prompts([("--prompts", str(path))])) == (
-        f"{path}:1: message 1 has no role"
-    )
+    assert refusal(given_prompts, [("--prompts", str(path))]) == (f"{path}:1: message 1 has no role")
 
 
 def test_every_field_of_generation_config_is_looked_at(tmp_path: Path) -> None:
@@ -130,14 +122,12 @@ def test_every_field_of_generation_config_is_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     for key in KEYS.only:
         path.write_text(json.dumps({key: 17}))
-        assert refused(lambda: repetition_penalty([tmp_path])) == (
-            f"{path}: {key}: 17 is not supported here"
-        )
+        assert refusal(repetition_penalty, [tmp_path]) == (f"{path}: {key}: 17 is not supported here")
     for key in KEYS.besides:
         path.write_text(json.dumps({key: 17}))
         assert repetition_penalty([tmp_path]) == 1
     path.write_text('{"repetition_penalty": -1}')
-    assert refused(lambda: repetition_penalty([tmp_path])) == (
+    assert refusal(repetition_penalty, [tmp_path]) == (
         f"{path}: repetition_penalty: -1 is no number above 0"
     )
 
@@ -165,7 +155,7 @@ def test_a_text_ends_at_every_token_that_a_file_names(tmp_path: Path) -> None:
     assert end_ids(open_tokenizer(other), tmp_path) == [1, 7, 0, 9]
     assert end_ids(Bytes()) == [256]
     (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
-    assert refused(lambda: end_ids(open_tokenizer(tmp_path))) == (
+    assert refusal(end_ids, open_tokenizer(tmp_path)) == (
         f"{tmp_path}/config.json: eos_token_id: is neither an id nor a list of ids"
     )
 

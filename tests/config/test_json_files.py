@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from compose.config.json_files import Count, read_json
-from compose.errors import ConfigError
+from tests.support.helpers import refusal
 
 
 class Part(BaseModel):
@@ -28,10 +28,7 @@ GOOD = b'{"kind": "a", "parts": [{"name": "01", "size": 3}], "of later": [null]}
 
 def refused(path: Path, content: bytes, kind: type = Whole) -> str:
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        read_json(path, kind)
-    (line,) = caught.value.problems
-    assert "\n" not in line
+    (line,) = refusal(read_json, path, kind).splitlines()
     return line.removeprefix(f"{path}: ")
 
 
@@ -93,9 +90,7 @@ def test_any_object_may_be_asked_for(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     def refused(path: Path) -> str:
-        with pytest.raises(ConfigError) as caught:
-            read_json(path, Whole)
-        return str(caught.value)
+        return refusal(read_json, path, Whole)
 
     assert refused(tmp_path / "none") == f"{tmp_path}/none: no such file"
     assert refused(tmp_path) == f"{tmp_path}: cannot be read: is no file"

@@ -30,6 +30,7 @@ from compose.planner.costs import (
     memory_seconds,
     product_seconds,
 )
+from tests.support.helpers import refusal
 
 NAMES = [
     "a100_40gb",
@@ -87,9 +88,7 @@ def test_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_cluster() -> None:
-    with pytest.raises(ConfigError) as error:
-        load_cluster("h100")
-    assert str(error.value) == (
+    assert refusal(load_cluster, "h100") == (
         "--cluster: unknown cluster 'h100'; did you mean h100_sxm? (known: a100_40gb, a100_80gb, b200,"
         " cpu, ethernet_25g, h100_sxm, h200, internet_1g, rtx4090; or the path of a .toml file)"
     )
@@ -161,17 +160,14 @@ def test_messages(change: tuple[str, str], tmp_path: Path) -> None:
     assert change[0] in H100
     file = tmp_path / "mine.toml"
     file.write_text(H100.replace(*change, 1))
-    with pytest.raises(ConfigError) as error:
-        load_cluster(str(file))
-    assert error.value.problems == [f"{file}: {problem}" for problem in WRONG[change]]
+    found = refusal(load_cluster, str(file)).splitlines()
+    assert found == [f"{file}: {problem}" for problem in WRONG[change]]
 
 
 def test_all_problems_at_once_and_syntax(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(H100.replace("node = 8", "node = -1").replace("units = 132", 'units = "x"'))
-    with pytest.raises(ConfigError) as error:
-        load_cluster(str(file))
-    assert len(error.value.problems) == 2
+    assert len(refusal(load_cluster, str(file)).splitlines()) == 2
     file.write_text("node = \n")
     with pytest.raises(ConfigError, match=r"mine\.toml: TOML syntax: Invalid value \(at line 1, col"):
         load_cluster(str(file))
@@ -359,11 +355,8 @@ def test_measured_collectives_and_copies() -> None:
     assert time(10) == pytest.approx(1e-4)
     assert time(2e7) == pytest.approx(9e-3 + 1e7 * 1e-9)
     plain = load_cluster("cpu")
-    unmeasured = [
-        ("all_reduce", 2, 1),
-        ("all_gather", 4, 1),
-        ("all_reduce", 4, 8),
-    ]  # the last: in nodes
+    # The last is in several nodes.
+    unmeasured = [("all_reduce", 2, 1), ("all_gather", 4, 1), ("all_reduce", 4, 8)]
     for kind, ranks, stride in unmeasured:
         expected = collective_seconds(plain, kind, 1e5, ranks, stride)
         assert time(1e5, stride, ranks, kind) == expected
@@ -376,8 +369,5 @@ def test_measured_collectives_are_checked(tmp_path: Path) -> None:
     row = 'kind = "p2p", ranks = 2, stride = 1, latency = 0.0, inverse_bandwidth = 0.0, error = 0.0'
     for rest in ("bytes = [2.0, 1.0], seconds = [1.0, 1.0]", "bytes = [], seconds = []"):
         file.write_text(f"measured = {{collectives = [{{{row}, {rest}}}]}}\n{H100}")
-        with pytest.raises(ConfigError) as error:
-            load_cluster(str(file))
-        assert error.value.problems == [
-            f"{file}: measured.collectives[0]: needs ascending bytes, a time for each"
-        ]
+        needs = "measured.collectives[0]: needs ascending bytes, a time for each"
+        assert refusal(load_cluster, str(file)) == f"{file}: {needs}"

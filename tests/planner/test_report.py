@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from compose.config.toml import dump
-from compose.errors import ConfigError
 from compose.planner.cluster import Copy, Measured, Product, as_toml, load_cluster
 from compose.planner.report import MeasuredFigure, against, corrected
-from tests.support.helpers import make_config
+from tests.support.helpers import make_config, refusal
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'
 NESTED = b'{"a":' * 50000 + b"1" + b"}" * 50000 + b"\n"
@@ -63,9 +62,7 @@ def made(tmp_path: Path) -> Path:
 
 
 def _refusal(folder: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        against(folder, load_cluster("cpu"))
-    (problem,) = caught.value.problems
+    (problem,) = refusal(against, folder, load_cluster("cpu")).splitlines()
     return problem
 
 

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
 
-from compose import ConfigError
 from compose.data.batches import Batches
 from compose.ops.tensors import local_tensor
 from compose.profiling.summary import CATEGORIES, KINDS
 from compose.profiling.trace import Trace
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
-from tests.support.helpers import make_job, tier
+from tests.support.helpers import keys_in, make_job, ranks_in, refusal, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines
 
@@ -179,22 +178,11 @@ def test_a_slow_rank_and_who_waits_for_it(pool: Pool, tmp_path: Path) -> None:
     assert slow["communication"] < waits["communication"]
 
 
-MIXED: dict[str, dict[str, Any]] = {
-    "pp x tp": {
-        "parallel__pp": 2,
-        "parallel__tp": 2,
-        "parallel__pp_schedule": "ZBVZeroBubble",
-        "model__n_layers": 4,
-        "train__global_batch": 8,
-    },
-    "ring, compiled": {"parallel__cp": 2, "compile__mode": "block"},
-    "muon, zero 2": {"parallel__zero": 2, "parallel__dp_shard": 2, "optimizer__name": "muon"},
-    "float8": {
-        "parallel__dp_shard": 2,
-        "precision__float8": "tensorwise",
-        "model__dim": 128,
-        "model__hidden_dim": 192,
-    },
+MIXED = {
+    "pp x tp": "pp=2 tp=2 pp_schedule=ZBVZeroBubble model.n_layers=4 train.global_batch=8",
+    "ring, compiled": "cp=2 compile.mode=block",
+    "muon, zero 2": "zero=2 dp_shard=2 optimizer.name=muon",
+    "float8": "dp_shard=2 precision.float8=tensorwise model.dim=128 model.hidden_dim=192",
 }
 
 
@@ -210,9 +198,9 @@ def _train_mixed(keys: dict[str, Any]) -> int:
     ],
 )
 def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
-    ranks = 4 if "pp" in name else 2
-    keys = {"train__steps": 2, "profile__steps": [1, 2], "profile__ranks": []}
-    weights = pool.run(_train_mixed, ranks, keys_for(tmp_path, **keys, **MIXED[name]))
+    keys = keys_in(f"train.steps=2 profile.steps=[1,2] profile.ranks=[] {MIXED[name]}")
+    ranks = ranks_in(keys)
+    weights = pool.run(_train_mixed, ranks, keys_for(tmp_path, **keys))
     results = summary(tmp_path, "1-2")["ranks"]
     assert [result["rank"] for result in results] == list(range(ranks))
     for result, size in zip(results, weights, strict=True):
@@ -286,38 +274,19 @@ def test_what_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 3
 
 
-@pytest.mark.parametrize(
-    ("message", "keys"),
-    [
-        (
-            "profile.steps: [5, 3] ends before it begins; nearest: [3, 5]",
-            {"profile__steps": [5, 3]},
-        ),
-        (
-            "profile.steps: [3, 900] goes beyond the run's last step, 250; nearest: [3, 250]",
-            {"profile__steps": [3, 900]},
-        ),
-        (
-            "profile.steps: [30, 40] goes beyond the run's last step, 20; nearest: [20, 20]",
-            {"profile__steps": [30, 40], "train__stop_after": 20},
-        ),
-        (
-            "profile.steps: [0, 2] begins before the first step, 1; nearest: [1, 2]",
-            {"profile__steps": [0, 2]},
-        ),
-        (
-            "profile.steps: [4] should be a first and a last step; nearest: [4, 4]",
-            {"profile__steps": [4]},
-        ),
-        (
-            "profile.ranks: 2 is none of the 2 ranks; nearest: 1",
-            {"profile__steps": [1, 2], "profile__ranks": [0, 2]},
-        ),
-        ("profile.memory: true is never read; set profile.steps too", {"profile__memory": True}),
-        ("profile.ranks: [1] is never read; set profile.steps too", {"profile__ranks": [1]}),
-    ],
-)
-def test_refused(message: str, keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_job(2, **keys)
-    assert caught.value.problems == [message]
+REFUSED = {
+    "profile.steps=[5,3]": "steps: [5, 3] ends before it begins; nearest: [3, 5]",
+    "profile.steps=[3,900]": "steps: [3, 900] goes beyond the run's last step, 250; nearest: [3, 250]",
+    "profile.steps=[30,40] train.stop_after=20": "steps: [30, 40] goes beyond the run's last step, 20;"
+    " nearest: [20, 20]",
+    "profile.steps=[0,2]": "steps: [0, 2] begins before the first step, 1; nearest: [1, 2]",
+    "profile.steps=[4]": "steps: [4] should be a first and a last step; nearest: [4, 4]",
+    "profile.steps=[1,2] profile.ranks=[0,2]": "ranks: 2 is none of the 2 ranks; nearest: 1",
+    "profile.memory=true": "memory: true is never read; set profile.steps too",
+    "profile.ranks=[1]": "ranks: [1] is never read; set profile.steps too",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(line: str) -> None:
+    assert refusal(make_job, 2, **keys_in(line)) == f"profile.{REFUSED[line]}"

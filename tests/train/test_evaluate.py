@@ -19,7 +19,6 @@ from compose.config.tables import Config
 from compose.data.batches import stacked
 from compose.data.datasets import open_data
 from compose.data.samples import random_batch
-from compose.errors import ConfigError
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import cross_entropy
 from compose.parallel.expert_parallel import routers
@@ -30,42 +29,34 @@ from compose.pipeline.timeline import simulate
 from compose.train.evaluate import Validation, evaluate
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.collectives import counted_collectives
-from tests.support.helpers import ROOT, make_job, tier
+from tests.support.helpers import ROOT, keys_in, make_job, refusal, tier
 from tests.support.pool import Pool, make_mesh
 
-Keys = dict[str, object]
 CPU = torch.device("cpu")
 ROWS = 12  # of the batch that is evaluated, the last ones of it filled up
 
 
-def parallel(**keys: object) -> Keys:
-    return {f"parallel__{key}": value for key, value in keys.items()}
-
-
-TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 4}
-EXPERTS: Keys = {"model__name": "qwen3", "model__preset": "debug_moe", "model__n_layers": 4}
-CASES: dict[int, dict[str, Keys]] = {
+TIED = "model.tie_embeddings=true model.n_layers=4"
+EXPERTS = "model.name=qwen3 model.preset=debug_moe model.n_layers=4"
+CASES = {
     2: {
-        **{f"zero {zero}": parallel(dp_shard=2, zero=zero) for zero in range(4)},
-        "tp": parallel(tp=2),
-        "tp, whole": TIED | parallel(tp=2, sequence=False, loss=False) | {"train__seq_len": 31},
-        "ring": parallel(cp=2) | {"train__seq_len": 29},
-        "allgather": parallel(cp=2, cp_method="allgather", cp_balance="none"),
-        "ulysses": parallel(cp=2, cp_method="ulysses"),
-        "tied pipeline": TIED | parallel(pp=2),
-        "V": TIED | parallel(pp=2, pp_schedule="ZBVZeroBubble"),
-        "experts": EXPERTS
-        | parallel(dp_shard=2, ep=2)
-        | {"model__bias_rate": 0.01, "model__capacity_factor": 1.0},
+        **{f"zero {zero}": f"dp_shard=2 zero={zero}" for zero in range(4)},
+        "tp": "tp=2",
+        "tp, whole": f"{TIED} tp=2 sequence=false loss=false train.seq_len=31",
+        "ring": "cp=2 train.seq_len=29",
+        "allgather": "cp=2 cp_method=allgather cp_balance=none",
+        "ulysses": "cp=2 cp_method=ulysses",
+        "tied pipeline": f"{TIED} pp=2",
+        "V": f"{TIED} pp=2 pp_schedule=ZBVZeroBubble",
+        "experts": f"{EXPERTS} dp_shard=2 ep=2 model.bias_rate=0.01 model.capacity_factor=1.0",
     },
     4: {
-        "pipelines, zero 3": TIED | parallel(pp=2, dp_shard=2),
-        "pipelines, zero 1": TIED
-        | parallel(pp=2, dp_shard=2, zero=1, pp_schedule="Interleaved1F1B", pp_virtual_stages=2),
-        "cp x tp": parallel(cp=2, tp=2, cp_method="ulysses") | {"train__seq_len": 30},
-        "experts in a pipeline": EXPERTS
-        | parallel(pp=2, tp=2, ep=2, pp_schedule="DualPipeV")
-        | {"model__balance_loss": "sequence", "model__z_weight": 0.01},
+        "pipelines, zero 3": f"{TIED} pp=2 dp_shard=2",
+        "pipelines, zero 1": f"{TIED} pp=2 dp_shard=2 zero=1 pp_schedule=Interleaved1F1B"
+        " pp_virtual_stages=2",
+        "cp x tp": "cp=2 tp=2 cp_method=ulysses train.seq_len=30",
+        "experts in a pipeline": f"{EXPERTS} pp=2 tp=2 ep=2 pp_schedule=DualPipeV"
+        " model.balance_loss=sequence model.z_weight=0.01",
     },
 }
 
@@ -98,11 +89,11 @@ def _without_gradient(output: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(output, targets)
 
 
-def _losses(cases: dict[str, Keys]) -> dict[str, tuple[float, float, int, int]]:
+def _losses(cases: dict[str, str]) -> dict[str, tuple[float, float, int, int]]:
     """Of each: the loss found and expected, the targets found and expected."""
     found = {}
-    for name, keys in cases.items():
-        job = make_job(dist.get_world_size(), train__micro_batch=1, **keys)
+    for name, line in cases.items():
+        job = make_job(dist.get_world_size(), train__micro_batch=1, **keys_in(line))
         mesh = make_mesh(job.degrees)
         composition = build(job, mesh, CPU)
         # All rows of the last rank's share are filled up where there are two.
@@ -130,8 +121,8 @@ def test_equals_one_process(pool: Pool, ranks: int) -> None:
 def _validation(file: Path) -> tuple[float | None, float, float | None]:
     """What a run measures of ``file`` when it is due, the mean by the plain model, and after another
     step."""
-    keys: Keys = {"data__validation": file, "train__validate_every": 4, "train__global_batch": 4}
-    job = make_job(2, **keys, **parallel(dp_shard=2))
+    keys = keys_in("dp_shard=2 train.validate_every=4 train.global_batch=4")
+    job = make_job(2, data__validation=file, **keys)
     composition = build(job, make_mesh(job.degrees), CPU)
     samples = open_data(job.config).validation
     assert samples
@@ -195,11 +186,11 @@ def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[st
     return _state(model), dict(counts)
 
 
-def _after_an_evaluation(cases: dict[str, Keys]) -> dict[str, object]:
+def _after_an_evaluation(cases: dict[str, str]) -> dict[str, object]:
     """Of each case, what is other in a step after an evaluation than in one without."""
     found: dict[str, object] = {}
-    for name, keys in cases.items():
-        keys = {"train__global_batch": 4, "train__micro_batch": 1} | keys
+    for name, line in cases.items():
+        keys = keys_in(f"train.global_batch=4 train.micro_batch=1 {line}")
         job = make_job(dist.get_world_size(), **keys)
         (plain, usual), (other, counts) = (
             _second_step(job, evaluating) for evaluating in (False, True)
@@ -251,13 +242,9 @@ def test_refusals() -> None:
 
 
 def _uneven() -> str:
-    job = make_job(2, **parallel(pp=2), train__micro_batch=1)
-    mesh = make_mesh(job.degrees)
-    try:
-        evaluate(build(job, mesh, CPU), batch_of(job.config, 3, 0, 1), micro_batch=2)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    job = make_job(2, parallel__pp=2, train__micro_batch=1)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    return refusal(evaluate, composition, batch_of(job.config, 3, 0, 1), micro_batch=2)
 
 
 def test_a_pipeline_takes_whole_micro_batches(pool: Pool) -> None:

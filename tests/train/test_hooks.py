@@ -16,19 +16,13 @@ from compose.train import hooks as replica_check
 from compose.train.hooks import checksum, replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.checkpoints import shards
-from tests.support.helpers import make_job
+from tests.support.helpers import Keys, keys_in, make_job
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK
 from tests.support.training import keys_for, lines, train_until_error
 
-Keys = dict[str, object]
-REPLICAS: Keys = {"parallel__dp_replicate": 4, "train__global_batch": 8}
-PRODUCT: Keys = {
-    "parallel__dp_replicate": 2,
-    "parallel__dp_shard": 2,
-    "parallel__tp": 2,
-    "train__global_batch": 8,
-}
+REPLICAS = keys_in("dp_replicate=4 train.global_batch=8")
+PRODUCT = keys_in("dp_replicate=2 dp_shard=2 tp=2 train.global_batch=8")
 EXPERTS: Keys = DEEPSEEK | PRODUCT | {"parallel__ep": 2, "train__seq_len": 16, "model__n_layers": 2}
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.errors import ConfigError
 from compose.train.processes import _claim, pick_device
+from tests.support.helpers import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,7 @@ def test_each_local_rank_takes_its_gpu(gpus: mock.Mock, local: int, seen: int, i
 def test_more_ranks_than_gpus_are_refused(gpus: mock.Mock) -> None:
     gpus.device_count.return_value = 4
     os.environ["LOCAL_RANK"] = "5"
-    with pytest.raises(ConfigError) as error:
-        pick_device("cuda")
-    assert str(error.value) == (
+    assert refusal(pick_device, "cuda") == (
         "run.device: local rank 5 has no GPU, since this process sees 4: start at most 4 processes on a"
         " node (--nproc-per-node 4), or show each process its own GPU"
     )
@@ -55,9 +53,7 @@ def test_two_ranks_on_one_gpu_are_refused(gpus: mock.Mock) -> None:
     for uuid in ("one", "other"):
         gpus.get_device_properties.return_value = properties(uuid)
         _claim(device, store)
-    with pytest.raises(ConfigError) as error:
-        _claim(device, store)
-    assert str(error.value) == (
+    assert refusal(_claim, device, store) == (
         "run.device: two ranks have the same H100 (CUDA_VISIBLE_DEVICES = '0'): start one process for"
         " each GPU, or run with --run.device=cpu"
     )

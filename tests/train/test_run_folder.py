@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import io
-import json
 import os
 import shutil
 import signal
@@ -29,16 +28,18 @@ from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.datasets import open_data, training_batches
-from compose.errors import ConfigError
 from compose.train.run_folder import Report, RunFolder
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
-from tests.support.helpers import ROOT, make_job
+from tests.support.helpers import ROOT, keys_in, make_job, refusal
 from tests.support.pool import Pool, make_mesh
+from tests.support.training import lines
 
 CPU = torch.device("cpu")
-SMALL = {"model__n_layers": 1, "model__dim": 16, "model__hidden_dim": 16, "model__n_heads": 2}
-SMALL |= {"model__n_kv_heads": 1, "train__seq_len": 16, "train__global_batch": 2}
+SMALL = keys_in(
+    "model.n_layers=1 model.dim=16 model.hidden_dim=16 model.n_heads=2 model.n_kv_heads=1"
+    " train.seq_len=16 train.global_batch=2"
+)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def _trainer(folder: Path, **keys: object) -> Trainer:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines(folder)]
 
 
 @pytest.mark.slow
@@ -78,22 +79,19 @@ def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
     kept = shutil.copytree(root, tmp_path / "kept")
     (root / store.name_of(2) / store.MANIFEST).unlink()
 
-    def refusal() -> str:
-        with pytest.raises(ConfigError) as caught:
-            _trainer(run, train__stop_after=3)
+    def refused() -> str:
+        words = refusal(_trainer, run, train__stop_after=3)
         assert _steps(run) == [1, 2]
-        words = str(caught.value)
-        del caught  # which holds the lock, as the process would that ends here
-        gc.collect()
+        gc.collect()  # of what holds the lock, as the process would that ends here
         return words
 
     cure = (
         "and a run that begins at step 1 would write over the rest: put one back into"
         f" {root}, or begin anew in another run.dir"
     )
-    assert refusal() == f"run.dir: {run}: none of its checkpoints is whole, {cure}"
+    assert refused() == f"run.dir: {run}: none of its checkpoints is whole, {cure}"
     shutil.rmtree(root)
-    assert refusal() == f"run.dir: {run}: its checkpoints are gone, {cure}"
+    assert refused() == f"run.dir: {run}: its checkpoints are gone, {cure}"
     shutil.copytree(kept, root)
     assert _trainer(run, train__stop_after=3).progress.step == 2
     config = _config(run, checkpoint__resume="none")
@@ -143,10 +141,7 @@ def test_a_link_in_a_runs_folder(alone: None, tmp_path: Path, name: str) -> None
     outside.write_text("mine")
     (run / name).symlink_to(outside)
     words = [f"run.dir: {run / name} is a symbolic link; a run writes within run.dir"]
-    with pytest.raises(ConfigError) as caught:
-        RunFolder(str(run))
-    assert caught.value.problems == words
-    assert _run_dir(_config(run)) == words
+    assert [refusal(RunFolder, str(run))] == _run_dir(_config(run)) == words
     assert outside.read_text() == "mine"
     (run / name).unlink()
     wrong = run / name
@@ -164,9 +159,7 @@ def test_a_link_in_place_of_an_islands_folder(alone: None, tmp_path: Path) -> No
     words = [f"run.dir: {run}/islands/1 is no folder of an island; move it away"]
     assert _run_dir(_config(run)) == words
     island = mock.Mock(index=1, count=2, everyone=lambda *_: [str(run), ""])
-    with pytest.raises(ConfigError) as caught:
-        RunFolder(str(run), worker=island)
-    assert caught.value.problems == words
+    assert [refusal(RunFolder, str(run), worker=island)] == words
     (run / "islands/1").unlink()
     (run / "islands/1").mkdir()
     (run / "islands/1/checkpoints").symlink_to(outside)
@@ -184,11 +177,9 @@ def test_the_offload_of_an_island_stays_in_the_run(tmp_path: Path, link: str) ->
     (run / link).parent.mkdir(parents=True, exist_ok=True)
     outside.mkdir()
     (run / link).symlink_to(outside)
-    with pytest.raises(ConfigError) as caught:
-        _scratch(_config(run), None, "island-1")
-    assert caught.value.problems == [
+    assert refusal(_scratch, _config(run), None, "island-1") == (
         f"optimizer.offload_dir: {run / link} is a link; give optimizer.offload_dir = where it leads"
-    ]
+    )
 
 
 def test_a_link_in_place_of_a_trace_is_replaced(alone: None, tmp_path: Path) -> None:
@@ -377,15 +368,11 @@ def test_a_warning_in_the_last_save(
 def _opened(folders: list[Path], saves: bool) -> str:
     """Open a folder of the same name in each rank's own place; what is said."""
     os.chdir(folders[dist.get_rank()])
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            RunFolder("run", saves).release()
-    except ConfigError as error:
-        said.write(str(error))
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            return refusal(lambda: RunFolder("run", saves).release()) or said.getvalue()
     finally:
         os.chdir(ROOT)
-    return said.getvalue()
 
 
 def test_a_folder_that_not_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
@@ -405,16 +392,13 @@ def test_a_folder_that_not_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
 
 
 def _trained(folders: list[Path], interval: int) -> str:
+    os.chdir(folders[dist.get_rank()])
+    keys = {"run__dir": "run", "checkpoint__interval": interval, "metrics__tensorboard": False}
+    job = make_job(2, **SMALL, **keys, parallel__dp_shard=2, train__micro_batch=1)
     try:
-        os.chdir(folders[dist.get_rank()])
-        keys = {"run__dir": "run", "checkpoint__interval": interval, "metrics__tensorboard": False}
-        job = make_job(2, **SMALL, **keys, parallel__dp_shard=2, train__micro_batch=1)
-        Trainer(job, make_mesh(job.degrees), CPU).held.release()
-    except ConfigError as error:
-        return str(error)
+        return refusal(lambda: Trainer(job, make_mesh(job.degrees), CPU).held.release())
     finally:
         os.chdir(ROOT)
-    return ""
 
 
 def test_a_run_that_saves_needs_a_folder_that_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
