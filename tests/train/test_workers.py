@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, SaveReport
 from compose.config.tables import Checkpoint, Config
-from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from compose.train.metrics import StepMetrics
 from compose.train.processes import process_group
@@ -26,49 +25,36 @@ from compose.train.trainer import Trainer
 from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import free_port
-from tests.support.helpers import Keys, make_job
+from tests.support.helpers import Keys, keys_in, make_job, ranks_in, refusal
 from tests.support.pool import Pool, forks, make_mesh
 from tests.support.training import keys_for, lines
 
-RUN: Keys = {
-    "train__seq_len": 16,
-    "train__global_batch": 8,
-    "train__micro_batch": 1,
-    "train__steps": 10,
-    "checkpoint__interval": 5,
-    "outer__every": 4,
-}
-MESHES: dict[str, tuple[int, Keys]] = {
-    "one rank": (1, {}),
-    "zero 3": (2, {"parallel__dp_shard": 2}),
-    "tp": (2, {"parallel__tp": 2, "parallel__dp_shard": 1}),
-}
+RUN = keys_in(
+    "train.seq_len=16 train.global_batch=8 train.micro_batch=1 train.steps=10 checkpoint.interval=5"
+    " outer.every=4"
+)
+MESHES = {"one rank": "", "zero 3": "dp_shard=2", "tp": "tp=2 dp_shard=1"}
 # Each is saved in the middle of a round, the first three while messages are on their way.
-OUTER: dict[str, Keys] = {
-    "streaming": {"outer__fragments": 1, "outer__delay": 1, "outer__mix": 0.5},
-    "top_k": {"outer__dtype": "top_k", "outer__delay": 2},
-    "int8, late": {"outer__dtype": "int8", "outer__delay": 3},
+OUTER = {
+    "streaming": keys_in("outer.fragments=1 outer.delay=1 outer.mix=0.5"),
+    "top_k": keys_in("outer.dtype=top_k outer.delay=2"),
+    "int8, late": keys_in("outer.dtype=int8 outer.delay=3"),
     "diloco": {},
 }
-
-
 DROPPED = (
     "{}: what messages kept is of another mesh, of other codes, or of an earlier version,"
     " and is dropped"
 )
 
 
-def run(keys: Keys, islands: int) -> list[str]:
-    """Train; what is said on the first rank."""
+def trainer_of(keys: Keys, islands: int = 2) -> Trainer:
+    """This rank's trainer of a run on islands."""
     job = make_job(dist.get_world_size() * islands, **{"parallel__dp_replicate": islands, **keys})
     assert job.islands == this_worker().count == islands
-    said: list[str] = []
-    with mock.patch("builtins.print", lambda text, **_: said.append(text)):
-        Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
-    return said
+    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
 
 
-def outcome(keys: Keys, broken_from: int = 0) -> list[str]:
+def run(keys: Keys, islands: int = 2, broken_from: int = 0) -> list[str]:
     """Train; what is said on this rank, or why it cannot begin. Saves of the second island may fail."""
     said: list[str] = []
     real = store.publish
@@ -78,16 +64,12 @@ def outcome(keys: Keys, broken_from: int = 0) -> list[str]:
             raise OSError(28, "No space left on device")
         return real(folder, files)
 
-    job = make_job(dist.get_world_size() * 2, **{"parallel__dp_replicate": 2, **keys})
     with (
         mock.patch("builtins.print", lambda text, **_: said.append(text)),
         mock.patch.object(store, "publish", publish),
     ):
-        try:
-            Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
-        except ConfigError as error:
-            return list(error.problems)
-    return said
+        refused = refusal(lambda: trainer_of(keys, islands).run())
+    return refused.splitlines() or said
 
 
 def steps(run_dir: Path) -> list[str]:
@@ -96,9 +78,9 @@ def steps(run_dir: Path) -> list[str]:
 
 
 def train(pool: Pool, folder: Path, keys: Keys, mesh: str = "zero 3", islands: int = 2) -> list[str]:
-    ranks, degrees = MESHES[mesh]
+    degrees = keys_in(MESHES[mesh])
     whole = keys_for(folder, **RUN, **degrees) | keys
-    return pool.run(run, ranks * islands, whole, islands, islands=islands)[0]
+    return pool.run(run, ranks_in(degrees) * islands, whole, islands, islands=islands)[0]
 
 
 def folders(run_dir: Path, islands: int = 2) -> list[Path]:
@@ -133,16 +115,14 @@ def test_all_islands_end_with_the_same_weights(pool: Pool, tmp_path: Path) -> No
 
 
 def _ends(keys: Keys) -> dict[str, torch.Tensor]:
-    job = make_job(4, **{"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **keys})
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of({"parallel__dp_shard": 2, **keys})
     trainer.run()
     return {name: whole(p) for name, p in trainer.composition.named_parameters()}
 
 
 def _stopped(keys: Keys, at: int) -> int:
     """Train on; the second island gets SIGTERM in step ``at``. The step after which this one stops."""
-    job = make_job(2, **{"parallel__dp_replicate": 2, **keys})
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(keys)
     step = trainer.step
 
     def stepped() -> StepMetrics:
@@ -246,8 +226,7 @@ def test_goes_on_with_another_number_of_islands(
 
 def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train; the second island is late once. How many took part in exchanges, and the weights."""
-    job = make_job(4, **{"parallel__dp_replicate": 2, "parallel__dp_shard": 2, **keys})
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of({"parallel__dp_shard": 2, **keys})
     step, took_part = trainer.step, []
 
     def stepped() -> StepMetrics:
@@ -265,20 +244,14 @@ def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_an_island_that_is_late_joins_the_next_exchange(pool: Pool, tmp_path: Path) -> None:
-    own: Keys = {"outer__every": 2, "outer__grace": 1, "train__steps": 4}
-    keys = keys_for(tmp_path, **(RUN | own))
+    keys = keys_for(tmp_path, **(RUN | keys_in("outer.every=2 outer.grace=1 train.steps=4")))
     found = pool.run(_late, 4, keys, islands=2)
     for took_part, weights in found:
         assert took_part == [1, 2]  # the exchange after the last step waits for all
         assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
 
 
-DRIFT: Keys = {
-    "train__steps": 8,
-    "outer__every": 8,
-    "checkpoint__interval": 2,
-    "checkpoint__keep_last": 8,
-}
+DRIFT = keys_in("train.steps=8 outer.every=8 checkpoint.interval=2 checkpoint.keep_last=8")
 
 
 def _without(run_dir: Path, *gone: int) -> None:
@@ -288,11 +261,11 @@ def _without(run_dir: Path, *gone: int) -> None:
 
 def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, **(RUN | DRIFT))
-    pool.run(outcome, 2, keys | {"train__stop_after": 6}, islands=2)
+    pool.run(run, 2, keys | {"train__stop_after": 6}, islands=2)
     first, second = folders(tmp_path)
     _without(first, 2)
     _without(second, 4, 6)
-    said = pool.run(outcome, 2, keys, islands=2)
+    said = pool.run(run, 2, keys, islands=2)
     line = (
         f"run.dir: {tmp_path}: its islands have no checkpoint of the same step (island 0: 6, 4;"
         " island 1: 2), and none may lose what it has learned: put a folder back, or copy one into the"
@@ -302,7 +275,7 @@ def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) 
     assert (steps(first), steps(second)) == (["04", "06"], ["02"])
     whole, lacking = (one / "checkpoints" / store.name_of(4) for one in (first, second))
     shutil.copytree(whole, lacking)
-    said = pool.run(outcome, 2, keys, islands=2)  # the cure
+    said = pool.run(run, 2, keys, islands=2)  # the cure
     root = first / "checkpoints"
     assert said[0][:2] == [
         f"{root}/step-00000004: resumed after step 4",
@@ -316,7 +289,7 @@ def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) 
 def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> None:
     """The second island's saves fail from step 4 on, and it says so; the first one keeps step 2."""
     keys = keys_for(tmp_path, **(RUN | DRIFT | {"checkpoint__keep_last": 1}))
-    said = pool.run(outcome, 2, keys, 4, islands=2)
+    said = pool.run(run, 2, keys, 2, 4, islands=2)
     first, second = folders(tmp_path)
     assert (steps(first), steps(second)) == (["02", "04", "06", "08"], ["02"])
     assert not any("failed" in line for line in said[0])
@@ -324,7 +297,7 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
         f"island 1: checkpoint of step {step} failed: No space left on device; training goes on"
         for step in (4, 6, 8)
     ]
-    said = pool.run(outcome, 2, keys, islands=2)
+    said = pool.run(run, 2, keys, islands=2)
     assert said[0][0] == f"{first}/checkpoints/step-00000002: resumed after step 2"
     # What the first island had learned after step 2 is whole, and not called damaged.
     kept = {"04.earlier-1", "06.earlier-1", "08", "08.earlier-1"}
