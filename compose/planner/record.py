@@ -119,6 +119,53 @@ class Record:
     """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
 
 
+class ElementwiseResults:
+    """Runs operators on meta, and remembers shape, stride and dtype of elementwise results.
+
+    On meta PyTorch runs many elementwise operators as Python programs, which take most of a record's
+    time. A known result is a new tensor.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator."""
+        key = _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        if key in self._known:
+            shape, stride, dtype = self._known[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        if type(result) is Tensor and result.device.type == "meta" and not result.storage_offset():
+            self._known[key] = result.shape, result.stride(), result.dtype
+        return result
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what decides the result's shape; None for an operator whose result is not remembered."""
+    schema = func._schema
+    if torch.Tag.pointwise not in func.tags:
+        return None
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is not None:
+        return None
+    found: list[Any] = [func, tuple(kwargs)]
+    for given in (*args, *kwargs.values()):
+        if not isinstance(given, Tensor):
+            found.append((type(given), given))
+        elif given.device.type == "meta":
+            found.append((given.shape, given.stride(), given.dtype))
+        else:
+            return None
+    try:
+        key = tuple(found)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
 # Elementwise operators of tensors whose types may differ.
 _MIXED = ["add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "where"]
 
@@ -185,6 +232,7 @@ class Recorder(TorchDispatchMode):
         self._streams = 0
         self._place_of: dict[int, int] = {}
         self._host: set[int] = set()
+        self._shapes = ElementwiseResults()
 
     def begin(self, action: tuple[int, str, int] | None = None, unit: str | None = None) -> None:
         """Begin a segment, if action, unit or phase are others than before."""
@@ -311,7 +359,7 @@ class Recorder(TorchDispatchMode):
             with self:  # an operator of ours: what it does is recorded
                 return BODIES[func](*args, **kwargs)
         self.begin()
-        result = func(*args, **kwargs)
+        result = self._shapes.run(func, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         name = str(func.name()).partition("::")[0] + "." + func.overloadpacket.__name__

@@ -1,9 +1,68 @@
-"""The copies that elementwise kernels of a CPU make."""
+"""Elementwise results on meta that are remembered, and the copies that kernels of a CPU make."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from compose.planner.record import casts
+from compose.planner.record import ElementwiseResults, casts
+
+aten: Any = torch.ops.aten
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "broadcast": (aten.add.Tensor, (_meta(3, 1, 5), _meta(4, 1))),
+    "types": (aten.mul.Tensor, (_meta(3, 5, dtype=torch.bfloat16), _meta(3, 5))),
+    "a whole number": (aten.mul.Tensor, (_meta(3, dtype=torch.int32), 2)),
+    "a number with a fraction": (aten.mul.Tensor, (_meta(3, dtype=torch.int32), 2.0)),
+    "a bool": (aten.add.Tensor, (_meta(3, dtype=torch.bool), True)),
+    "transposed": (aten.logaddexp.default, (_meta(4, 3).t(), _meta(4, 3).t())),
+    "part of a row": (aten.exp.default, (_meta(4, 6)[:, 1:4],)),
+    "where": (aten.where.self, (_meta(4, 1, dtype=torch.bool), _meta(4, 3), _meta(3))),
+    "compared": (aten.eq.Tensor, (_meta(4, 3), _meta(3))),
+    "no elements": (aten.sigmoid.default, (_meta(0, 3),)),
+}
+
+
+def test_as_computed() -> None:
+    shapes = ElementwiseResults()
+    for turn in range(2):
+        for name, (func, args) in CASES.items():
+            found, right = shapes.run(func, args, {}), func(*args)
+            for what in ("shape", "dtype", "device"):
+                assert getattr(found, what) == getattr(right, what), (name, turn)
+            assert found.stride() == right.stride(), (name, turn)
+    assert len(shapes._known) == len(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_result_has_its_own_memory(name: str) -> None:
+    shapes, (func, args) = ElementwiseResults(), CASES[name]
+    one, two = shapes.run(func, args, {}), shapes.run(func, args, {})
+    given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
+    assert len({*given, one.untyped_storage()._cdata, two.untyped_storage()._cdata}) >= 3
+
+
+def test_what_writes_or_is_a_view_is_run_each_time() -> None:
+    shapes, x = ElementwiseResults(), _meta(3, 4)
+    for _ in range(2):
+        assert shapes.run(aten.add_.Tensor, (x, 1.0), {}) is x
+        view = shapes.run(aten.t.default, (x,), {})
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+        shapes.run(aten.mm.default, (x, x.t()), {})
+    assert not shapes._known
+
+
+def test_values_are_not_remembered() -> None:
+    shapes = ElementwiseResults()
+    for value in (1.0, 2.0):
+        found = shapes.run(aten.mul.Tensor, (torch.ones(2), value), {})
+        assert found.tolist() == [value, value]
 
 
 def test_a_cpu_casts_before_it_adds() -> None:
