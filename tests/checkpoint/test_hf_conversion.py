@@ -133,18 +133,13 @@ def test_an_export_ends_where_generate_ends(tmp_path: Path) -> None:
         assert generation.top_k == (20 if kind else None)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        pytest.param("tied", "tensor, uneven", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", "experts and pipeline", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "experts and pipeline", marks=pytest.mark.slow),
-    ],
-)
-def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str, mesh: str) -> None:
+@pytest.mark.parametrize("name", ["tied", "deepseek_v3", "gpt_oss"])
+@pytest.mark.slow
+def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str) -> None:
     """The newest checkpoint of a run on eight ranks, as transformers would open it."""
     run, back = tmp_path / "run", tmp_path / "back"
-    state = train_on(pool, run, MODELS[name], MESHES[mesh], 2)
+    mesh = MESHES["tensor, uneven" if name == "tied" else "experts and pipeline"]
+    state = train_on(pool, run, MODELS[name], mesh, 2)
     assert main(["convert", str(run), str(back), "--dtype", "bfloat16"]) == 0
     job, files = make_job(1, **MODELS[name]), read_tensors(back)
     chosen = job.config.model

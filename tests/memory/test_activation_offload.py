@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
 from compose.proof.report import Report
-from tests.support.helpers import Keys, parallel, prove_step, proved, tiered
+from tests.support.helpers import Keys, parallel, prove_step, proved, small_ones_move, tiered
 from tests.support.pool import Pool
 
 
@@ -36,12 +33,6 @@ class Unit(nn.Module):
         return x + self.out(product * self.scale[None, :])
 
 
-@contextmanager
-def however_small() -> Iterator[None]:
-    with mock.patch.object(activation_offload, "LEAST", 0):
-        yield
-
-
 def test_gradients_are_the_same_and_each_tensor_moves_once() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Unit() for _ in range(3)))
@@ -50,7 +41,7 @@ def test_gradients_are_the_same_and_each_tensor_moves_once() -> None:
     for unit in model:
         moved.wrap(unit)
     x = torch.randn(7, 12)
-    with however_small():
+    with small_ones_move():
         # Two forwards before their backwards, as a pipeline has them, and one graph used twice.
         outputs = [model(x), model(2 * x)]
         assert all(unit.product() is None for unit in model)
@@ -86,7 +77,7 @@ class Changes(nn.Module):
 def test_what_was_changed_in_place_is_saved_anew() -> None:
     unit, x = Changes(), torch.randn(7, 12)
     ActivationOffload(unit).wrap(unit)
-    with however_small():
+    with small_ones_move():
         unit(x).sum().backward()
     assert unit.a.grad is not None
     assert unit.b.grad is not None
@@ -119,7 +110,7 @@ class Views(nn.Module):
 def test_views_and_what_follows_in_one_memory_are_not_taken_for_each_other() -> None:
     unit, x = Views(), torch.randn(6, 12)
     ActivationOffload(unit).wrap(unit)
-    with however_small():
+    with small_ones_move():
         output = unit(x)
     assert unit.held
     assert unit.seen.expired()
@@ -136,7 +127,7 @@ def test_small_tensors_stay() -> None:
     moved = ActivationOffload(unit)
     moved.wrap(unit)
     unit(torch.randn(7, 12)).sum().backward()
-    with torch.no_grad(), however_small():
+    with torch.no_grad(), small_ones_move():
         unit(torch.randn(7, 12))
     assert moved.metrics()["activation_bytes"] == 0
 

@@ -30,30 +30,23 @@ def test_a_warmup_beyond_the_last_step_is_said() -> None:
     )
 
 
-def test_cosine() -> None:
-    found = rates(20)
-    assert found[12] == pytest.approx(2.0 * (0.25 + 0.75 / 2))
-    assert found[8] == pytest.approx(2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi / 4)) / 2))
-    assert found[20] == pytest.approx(0.5)
+CONSTANT = {"schedule": "constant"}
+# Keys, and the rates of some steps.
+RATES: list[tuple[dict[str, object], dict[int, float]]] = [
+    ({}, {8: 2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi / 4)) / 2), 12: 1.25, 20: 0.5}),
+    ({"schedule": "linear"}, {4: 2.0, 8: 1.625, 12: 1.25, 16: 0.875, 20: 0.5}),
+    (CONSTANT, dict.fromkeys(range(4, 20), 2.0)),
+    (CONSTANT | {"decay": 10}, dict.fromkeys(range(4, 11), 2.0) | {15: 1.25, 20: 0.5}),
+    # A decay longer than what warm-up leaves begins after it.
+    *((CONSTANT | {"decay": decay}, {4: 2.0, 12: 1.25}) for decay in (16, 20, 40)),
+]
 
 
-def test_linear() -> None:
-    assert rates(20, schedule="linear")[4::4] == pytest.approx([2.0, 1.625, 1.25, 0.875, 0.5])
-
-
-def test_constant_with_decay() -> None:
-    found = rates(20, schedule="constant", decay=10)
-    assert found[4:11] == [2.0] * 7
-    assert found[15] == pytest.approx(1.25)
-    assert found[20] == pytest.approx(0.5)
-    assert rates(20, schedule="constant")[4:20] == [2.0] * 16
-
-
-def test_decay_longer_than_what_warmup_leaves_begins_after_it() -> None:
-    for decay in (16, 20, 40):
-        found = rates(20, schedule="constant", decay=decay)
-        assert found[4] == 2.0
-        assert found[12] == pytest.approx(1.25)
+@pytest.mark.parametrize(("keys", "expected"), RATES)
+def test_rates(keys: dict[str, object], expected: dict[int, float]) -> None:
+    found = rates(20, **keys)
+    for step, rate in expected.items():
+        assert found[step] == (rate if rate == 2.0 else pytest.approx(rate)), step
 
 
 def test_every_group_has_its_share() -> None:
