@@ -272,7 +272,7 @@ MORE: dict[str, Keys] = {
 @pytest.mark.parametrize("name", tiered(MESHES | MORE, ("ring x tp", "ep x tp"), MORE))
 def test_bitwise_on_every_axis(pool: Pool, name: str) -> None:
     keys = (MESHES | MORE)[name]
-    modes: list[Keys] = [{"mode": "selective"}, {"mode": "budget", "budget": 0.4}]
+    modes: list[dict[str, Any]] = [{"mode": "selective"}, {"mode": "budget", "budget": 0.4}]
     if name in MORE:
         modes += [{"mode": "full"}, {"mode": "every_k"}]
     assert pool.run(_differing, ranks_in(keys), keys, modes) == [[]] * ranks_in(keys)

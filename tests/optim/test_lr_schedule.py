@@ -30,7 +30,7 @@ def test_a_warmup_beyond_the_last_step_is_said() -> None:
     )
 
 
-CONSTANT = {"schedule": "constant"}
+CONSTANT: dict[str, object] = {"schedule": "constant"}
 # Keys, and the rates of some steps.
 RATES: list[tuple[dict[str, object], dict[int, float]]] = [
     ({}, {8: 2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi / 4)) / 2), 12: 1.25, 20: 0.5}),
