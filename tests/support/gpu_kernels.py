@@ -6,6 +6,7 @@ They stand in for the kernels, so that what calls them can be compared with the 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,32 +20,32 @@ from compose.ops.kernel_table import Gpu, Problem
 HOPPER = Gpu((9, 0), cudnn=91900)
 AMPERE = Gpu((8, 0))
 
-Seen = Tensor  # (B, 1 or H, L, S), bool
+
+def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor) -> Tensor:
+    """(B, H, L, S) in float64, of (B, L, H, K) and (B, S, G, K)."""
+    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return torch.einsum("blhk,bshk->bhls", q.double(), keys) * scale + bias.double()
 
 
 def _plain_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output (B, L, H, V) and the log-sum-exp (B, H, L) of (B, L, H, K)."""
-    kind, (q, k, v) = q.dtype, (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("blhk,bshk->bhls", q, k) * scale + bias.double()
+    scores = _scores(q, k, scale, bias)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp()
-    out = torch.einsum("bhls,bshv->blhv", weights, v)
-    return out.to(kind), lse.to(torch.promote_types(kind, torch.float32))
+    values = v.double().repeat_interleave(q.shape[2] // v.shape[2], 2)
+    out = torch.einsum("bhls,bshv->blhv", (scores - lse[..., None]).exp(), values)
+    return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _plain_backward(
-    grad: Tensor, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, scale: float, bias: Tensor
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients; ``lse`` is (B, H, L)."""
-    kind = grad.dtype
-    grad, q, k, v, out, lse = (x.double() for x in (grad, *inputs, out, lse))
+    """The gradients of (B, L, H, K); ``lse`` is (B, H, L)."""
+    weights = (_scores(q, k, scale, bias) - lse.double()[..., None]).exp()
+    kind, (q, k, v, grad, out) = grad.dtype, (x.double() for x in (q, k, v, grad, out))
     shared = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(shared, 2) for x in (k, v))
-    scores = torch.einsum("blhk,bshk->bhls", q, keys) * scale + bias.double()
-    weights = (scores - lse[..., None]).exp()
     change = torch.einsum("blhv,bshv->bhls", grad, values)
     of_scores = weights * (change - (grad * out).sum(-1).transpose(1, 2)[..., None]) * scale
     dq = torch.einsum("bhls,bshk->blhk", of_scores, keys)
@@ -57,232 +58,134 @@ def _hidden(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
 
 
+def _check_widths(a: Any) -> None:
+    for x in (a.query, a.key, a.value):
+        assert x.stride(-1) == 1
+        assert not any(at % 8 for at in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+
+
 # FlashAttention-2: rows of several lengths, windows, the last query aligned with the last key.
 
 
-def _flash_bias(
-    q: Tensor, k: Tensor, ends: tuple[Any, Any], longest: tuple[int, int], causal: bool, left: int
-) -> Tensor:
+def _flash_rows(a: Any) -> tuple[Tensor, ...]:
+    """Queries, keys, values and, of a backward, gradients and outputs as (B, L, H, K)."""
+    names = ("query", "key", "value", "grad_out", "out")
+    found = [getattr(a, name) for name in names if hasattr(a, name)]
+    return tuple(x if a.cum_seq_q is None else x[None] for x in found)
+
+
+def _flash_bias(a: Any) -> Tensor:
+    q, k = _flash_rows(a)[:2]
     length, keys = q.shape[1], k.shape[1]
-    ends_q = [0, length] if ends[0] is None else ends[0].tolist()
-    ends_k = [0, keys] if ends[1] is None else ends[1].tolist()
+    ends_q = [0, length] if a.cum_seq_q is None else a.cum_seq_q.tolist()
+    ends_k = [0, keys] if a.cum_seq_k is None else a.cum_seq_k.tolist()
     assert (ends_q[-1], ends_k[-1]) == (length, keys)
-    seen = torch.zeros(length, keys, dtype=torch.bool)
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        assert 0 <= b - a <= longest[0]
-        assert d - c >= 0
-        assert d - c <= longest[1] or a == b
-        distance = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)
-        here = torch.ones(b - a, d - c, dtype=torch.bool)
-        here = here & (distance >= 0) if causal else here
-        seen[a:b, c:d] = here & (distance <= left) if left >= 0 else here
+    assert a.window_size_right == (0 if a.is_causal else -1)
+    seen, left = torch.zeros(length, keys, dtype=torch.bool), a.window_size_left
+    for start, end, first, last in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        rows, columns = end - start, last - first
+        assert 0 <= rows <= a.max_q
+        assert columns >= 0
+        assert columns <= a.max_k or not rows
+        distance = torch.arange(rows)[:, None] + columns - rows - torch.arange(columns)
+        here = torch.ones(rows, columns, dtype=torch.bool)
+        here = here & (distance >= 0) if a.is_causal else here
+        seen[start:end, first:last] = here & (distance <= left) if left >= 0 else here
     return _hidden(seen)
 
 
-def _in_rows(x: Tensor, ends: Tensor | None) -> Tensor:
-    return x if ends is None else x[None]
-
-
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Any,
-    ends_k: Any,
-    most_q: int,
-    most_k: int,
-    *others: Any,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
-    **rest: Any,
-) -> tuple[Tensor, ...]:
-    _check_widths(q, k, v)
-    assert q.shape[-1] == v.shape[-1]
-    dropout, causal, debug = others
-    assert (dropout, debug, window_size_right) == (0, False, 0 if causal else -1)
-    rows = [_in_rows(x, ends_q) for x in (q, k, v)]
-    bias = _flash_bias(rows[0], rows[1], (ends_q, ends_k), (most_q, most_k), causal, window_size_left)
-    out, lse = _plain_forward(rows[0], rows[1], rows[2], scale, bias)
+def flash_forward(a: Any) -> tuple[Tensor, ...]:
+    assert a.query.shape[-1] == a.value.shape[-1]
+    assert (a.dropout_p, a.return_debug_mask) == (0, False)
+    out, lse = _plain_forward(*_flash_rows(a), a.scale, _flash_bias(a))
     # As the kernel says "no key".
     out, lse = out.nan_to_num(0.0), lse.masked_fill(lse == -torch.inf, torch.inf)
-    out, lse = (out, lse) if ends_q is None else (out[0], lse[0])
-    return out, lse, q.new_empty(2), q.new_empty(()), q.new_empty(0)
+    out, lse = (out, lse) if a.cum_seq_q is None else (out[0], lse[0])
+    return out, lse, a.query.new_empty(2), a.query.new_empty(()), a.query.new_empty(0)
 
 
-def flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends_q: Any,
-    ends_k: Any,
-    most_q: int,
-    most_k: int,
-    dropout: float,
-    causal: bool,
-    state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, ...]:
-    _check_widths(q, k, v)
-    assert lse.is_contiguous()
-    assert window_size_right == (0 if causal else -1)
-    rows = [_in_rows(x, ends_q) for x in (q, k, v, grad, out)]
-    bias = _flash_bias(rows[0], rows[1], (ends_q, ends_k), (most_q, most_k), causal, window_size_left)
-    lse = lse if ends_q is None else lse[None]
-    found = _plain_backward(rows[3], (rows[0], rows[1], rows[2]), rows[4], lse, scale, bias)
-    return tuple(x.reshape(y.shape) for x, y in zip(found, (q, k, v), strict=True))
+def flash_backward(a: Any) -> tuple[Tensor, ...]:
+    assert a.logsumexp.is_contiguous()
+    lse = a.logsumexp if a.cum_seq_q is None else a.logsumexp[None]
+    found = _plain_backward(*_flash_rows(a), lse, a.scale, _flash_bias(a))
+    return tuple(x.reshape(y.shape) for x, y in zip(found, (a.query, a.key, a.value), strict=True))
 
 
 # cuDNN: heads first, the first query aligned with the first key, a log-sum-exp of four dims.
 
 
-def _top_left(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    return _hidden(seen.tril() if causal else seen)
+def _top_left(a: Any) -> Tensor:
+    seen = torch.ones(a.query.shape[2], a.key.shape[2], dtype=torch.bool)
+    return _hidden(seen.tril() if a.is_causal else seen)
 
 
-def cudnn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: None,
-    with_lse: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    debug: bool = False,
-    *,
-    scale: float,
-) -> tuple[Any, ...]:
-    _check_widths(q, k, v)
-    _check_dense(q)
-    assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
-    rows = [x.transpose(1, 2) for x in (q, k, v)]
-    out, lse = _plain_forward(rows[0], rows[1], rows[2], scale, _top_left(q, k, causal))
-    empty = q.new_empty(0)
-    sizes = (q.shape[2], k.shape[2])
+def _heads_second(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(B, L, H, K) of (B, H, L, K), or the other way round."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _check_dense(*tensors: Tensor) -> None:
+    """cuDNN's graph has the strides of an output as dense as it can be, also where a size is 1."""
+    for rows in _heads_second(*tensors):
+        assert rows.stride() == torch.empty(rows.shape).stride()
+
+
+def cudnn_forward(a: Any) -> tuple[Any, ...]:
+    _check_dense(a.query)
+    given = (a.attn_bias, a.compute_log_sumexp, a.dropout_p, a.return_debug_mask)
+    assert given == (None, True, 0.0, False)
+    rows = _heads_second(a.query, a.key, a.value)
+    out, lse = _plain_forward(*rows, a.scale, _top_left(a))
+    empty, sizes = a.query.new_empty(0), (a.query.shape[2], a.key.shape[2])
     return out.transpose(1, 2), lse[..., None], empty, empty, *sizes, empty, empty, empty
 
 
-def cudnn_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    bias: Any,
-    ends_q: Any,
-    ends_k: Any,
-    most_q: int,
-    most_k: int,
-    dropout: float,
-    causal: bool,
-    *,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    _check_widths(q, k, v)
-    _check_dense(q, k, v, grad, out)
-    assert (most_q, most_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-    assert lse.shape == (*q.shape[:3], 1)
-    assert lse.stride() == torch.empty(lse.shape).stride()
-    rows = [x.transpose(1, 2) for x in (q, k, v, grad, out)]
-    bias = _top_left(q, k, causal)
-    found = _plain_backward(rows[3], (rows[0], rows[1], rows[2]), rows[4], lse[..., 0], scale, bias)
-    return tuple(x.transpose(1, 2) for x in found)
+def cudnn_backward(a: Any) -> tuple[Tensor, ...]:
+    given = (a.query, a.key, a.value, a.grad_out, a.out)
+    _check_dense(*given)
+    assert (a.max_q, a.max_k, a.dropout_p) == (a.query.shape[2], a.key.shape[2], 0.0)
+    assert a.logsumexp.shape == (*a.query.shape[:3], 1)
+    assert a.logsumexp.stride() == torch.empty(a.logsumexp.shape).stride()
+    lse = a.logsumexp[..., 0]
+    return _heads_second(*_plain_backward(*_heads_second(*given), lse, a.scale, _top_left(a)))
 
 
 # The efficient kernel: heads first, as many of keys as of queries, a mask, a padded log-sum-exp.
 
 
-def _efficient_bias(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+def _efficient_bias(a: Any) -> Tensor:
+    bias = a.attn_bias
     if bias is None:
-        return _top_left(q, k, causal)
-    assert not causal
-    assert bias.shape == (*q.shape[:3], k.shape[2])
-    assert bias.dtype == q.dtype
+        return _top_left(a)
+    assert not a.is_causal
+    assert bias.shape == (*a.query.shape[:3], a.key.shape[2])
+    assert bias.dtype == a.query.dtype
     assert bias.stride(-1) == 1
     assert not any(stride % 8 for stride in bias.stride()[:-1])
-    assert bias.stride(2) >= k.shape[2] + -k.shape[2] % 16
+    assert bias.stride(2) >= a.key.shape[2] + -a.key.shape[2] % 16
     return bias
 
 
-def efficient_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    with_lse: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float,
-) -> tuple[Any, ...]:
-    _check_widths(q, k, v)
-    assert q.shape[1] == k.shape[1] == v.shape[1]
-    assert (dropout, with_lse) == (0.0, True)
-    rows = [x.transpose(1, 2) for x in (q, k, v)]
-    added = _efficient_bias(q, k, bias, causal)
-    out, lse = _plain_forward(rows[0], rows[1], rows[2], scale, added)
+def efficient_forward(a: Any) -> tuple[Any, ...]:
+    assert a.query.shape[1] == a.key.shape[1] == a.value.shape[1]
+    assert (a.dropout_p, a.compute_log_sumexp) == (0.0, True)
+    rows = _heads_second(a.query, a.key, a.value)
+    out, lse = _plain_forward(*rows, a.scale, _efficient_bias(a))
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    return out.contiguous().transpose(1, 2), lse, q.new_empty(0), q.new_empty(0)
+    return out.contiguous().transpose(1, 2), lse, a.query.new_empty(0), a.query.new_empty(0)
 
 
-def efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout: float,
-    wanted: list[bool],
-    causal: bool = False,
-    *,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    _check_widths(q, k, v)
-    length = q.shape[2]
-    assert out.transpose(1, 2).is_contiguous()
-    assert (dropout, wanted) == (0.0, [True, True, True, False])
+def efficient_backward(a: Any) -> tuple[Tensor, ...]:
+    length, lse = a.query.shape[2], a.logsumexp
+    assert a.out.transpose(1, 2).is_contiguous()
+    assert (a.dropout_p, a.grad_input_mask) == (0.0, [True, True, True, False])
     assert not any(stride % 8 for n, stride in zip(lse.shape[:-1], lse.stride(), strict=False) if n > 1)
     assert lse.shape[-1] >= length
     assert lse.stride(-1) == 1
     assert (lse[..., length:] == torch.inf).all()
-    q_rows, k_rows, v_rows, g_rows, o_rows = (x.transpose(1, 2) for x in (q, k, v, grad, out))
-    found = _plain_backward(
-        g_rows,
-        (q_rows, k_rows, v_rows),
-        o_rows,
-        lse[..., :length],
-        scale,
-        _efficient_bias(q, k, bias, causal),
-    )
-    return *(x.transpose(1, 2) for x in found), q.new_empty(0)
-
-
-def _check_widths(*tensors: Tensor) -> None:
-    for x in tensors:
-        assert x.stride(-1) == 1
-        assert not any(at % 8 for at in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-
-
-def _check_dense(*tensors: Tensor) -> None:
-    """cuDNN's graph has the strides of an output as dense as it can be, also where a size is 1."""
-    for x in tensors:
-        rows = x.transpose(1, 2)
-        assert rows.stride() == torch.empty(rows.shape).stride()
+    rows = _heads_second(a.query, a.key, a.value, a.grad_out_, a.out)
+    found = _plain_backward(*rows, lse[..., :length], a.scale, _efficient_bias(a))
+    return *_heads_second(*found), a.query.new_empty(0)
 
 
 OPERATORS = {
@@ -295,6 +198,13 @@ OPERATORS = {
 }
 
 
+def arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SimpleNamespace:
+    """The arguments of a call by the names of the operator's schema, and its defaults."""
+    known = getattr(torch.ops.aten, name).default._schema.arguments
+    defaults = {each.name: each.default_value for each in known}
+    return SimpleNamespace(**(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+
+
 @contextmanager
 def on_cpu(calls: list[str] | None = None) -> Iterator[None]:
     """The operators run on a CPU. Their names are added to ``calls``."""
@@ -304,7 +214,9 @@ def on_cpu(calls: list[str] | None = None) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if calls is not None:
                 calls.append(name)
-            return OPERATORS[name](*args, **kwargs)
+            given = arguments(name, args, kwargs)
+            _check_widths(given)
+            return OPERATORS[name](given)
 
         return run
 
