@@ -26,9 +26,11 @@ from tests.support.tokenizer_kinds import save_kind
 from tests.support.tokenizers_made import CHATML
 from tests.support.training import keys_for, lines, train
 from tests.support.transformers_models import (
+    DEEPSEEK_V2,
     GEMMA3,
     GPT2,
     GPT_OSS,
+    LLAMA,
     MIXTRAL,
     QWEN3,
     QWEN3_MOE,
@@ -37,19 +39,6 @@ from tests.support.transformers_models import (
     randomize,
 )
 
-LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=71)
-DEEPSEEK_V2 = dataclasses.replace(
-    YARN,
-    kv_rank=18,  # transformers views a row as complex numbers
-    q_rank=0,
-    scoring="softmax",
-    normalize_weights=False,
-    n_groups=1,
-    top_groups=1,
-    rope_mscale=0.707,
-    rope_mscale_all_dim=0.707,
-    bias_rate=0.0,
-)
 FAMILIES: dict[str, tuple[str, Any]] = {
     "gpt2": ("gpt2", GPT2),
     "gpt2, not tied": ("gpt2", dataclasses.replace(GPT2, tie_embeddings=False)),

@@ -20,6 +20,7 @@ from tests.support.helpers import make_config, tier
 from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import (
     DEEPSEEK,
+    DEEPSEEK_V2,
     GEMMA3,
     GPT2,
     GPT_OSS,
@@ -30,7 +31,6 @@ from tests.support.transformers_models import (
     YARN,
     RowByRow,
     compare,
-    deepseek_json,
     published,
     randomize,
 )
@@ -124,17 +124,6 @@ def draw_mixtral(rng: random.Random) -> mixtral.Config:
 
 
 DRAWS = {"gpt2": draw_gpt2, "gemma3": draw_gemma3, "gpt_oss": draw_gpt_oss, "mixtral": draw_mixtral}
-# DeepSeek-V2-Lite: a softmax over all experts, without groups, normalization or bias.
-V2: dict[str, Any] = {
-    "kv_rank": 18,  # transformers views a row as complex numbers
-    "scoring": "softmax",
-    "normalize_weights": False,
-    "n_groups": 1,
-    "top_groups": 1,
-    "n_shared_experts": 2,
-    "rope_mscale": 0.707,
-    "rope_mscale_all_dim": 0.707,
-}
 ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "llama": {
         "gqa": (LLAMA, {}),
@@ -178,8 +167,8 @@ ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
             {"rope_mscale": 0.707, "rope_mscale_all_dim": 0.707, "q_rank": 0},
         ),
         "YaRN of the paper": (YARN, {"rope_mscale": 1.0, "rope_mscale_all_dim": 0.0}),
-        "V2": (YARN, V2 | {"q_rank": 0}),
-        "V2, low rank of queries": (YARN, V2 | {"q_rank": 13}),
+        "V2": (DEEPSEEK_V2, {"n_shared_experts": 2}),
+        "V2, low rank of queries": (DEEPSEEK_V2, {"n_shared_experts": 2, "q_rank": 13}),
     },
     "gpt2": {"odd": (GPT2, {})},
     "gemma3": {"odd": (GEMMA3, {})},
@@ -210,7 +199,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, case: str) -> None
     torch.manual_seed(0)
     model = FOLDERS[name].Model(config)
     randomize(model)
-    keys = deepseek_json(config) if name == "deepseek_v3" else find_hf(name).hf_config(config)
+    keys = find_hf(name).hf_config(config)
     tensors = dict(model.named_parameters())
     if keys["model_type"] == "deepseek_v3":
         for place, module in model.named_modules():

@@ -53,6 +53,19 @@ YARN = dataclasses.replace(
     rope_beta_fast=4.0,
     rope_mscale=0.7,
 )
+# DeepSeek-V2-Lite: a softmax over all experts, without groups, normalization or bias.
+DEEPSEEK_V2 = dataclasses.replace(
+    YARN,
+    q_rank=0,
+    kv_rank=18,  # transformers views a row as complex numbers
+    scoring="softmax",
+    normalize_weights=False,
+    n_groups=1,
+    top_groups=1,
+    rope_mscale=0.707,
+    rope_mscale_all_dim=0.707,
+    bias_rate=0.0,
+)
 GPT2 = gpt2.Config(
     vocab_size=91, max_seq_len=70, dim=42, n_layers=3, n_heads=6, hidden_dim=71, norm_eps=1e-3
 )
@@ -129,49 +142,6 @@ class RowByRow(nn.Module):
             for i in range(q.shape[2])
         ]
         return torch.cat(rows, 2).transpose(1, 2)
-
-
-def deepseek_json(config: deepseek_v3.Config) -> dict[str, Any]:
-    """config.json, with the keys that are published; V2 is the one with a softmax."""
-    yarn = {
-        "type": "yarn",
-        "factor": config.rope_factor,
-        "original_max_position_embeddings": config.rope_original_len,
-        "beta_fast": config.rope_beta_fast,
-        "beta_slow": config.rope_beta_slow,
-        "mscale": config.rope_mscale,
-        "mscale_all_dim": config.rope_mscale_all_dim,
-    }
-    return {
-        "model_type": "deepseek_v3" if config.scoring == "sigmoid" else "deepseek_v2",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layers,
-        "first_k_dense_replace": config.n_dense_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_heads,
-        "q_lora_rank": config.q_rank or None,
-        "kv_lora_rank": config.kv_rank,
-        "qk_nope_head_dim": config.nope_dim,
-        "qk_rope_head_dim": config.rope_dim,
-        "v_head_dim": config.v_dim,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": yarn if config.rope_factor > 1 else None,
-        "max_position_embeddings": round(config.rope_original_len * config.rope_factor),
-        "tie_word_embeddings": config.tie_embeddings,
-        "n_routed_experts": config.n_experts,
-        "n_shared_experts": config.n_shared_experts,
-        "num_experts_per_tok": config.top_k,
-        "moe_intermediate_size": config.expert_dim,
-        "norm_topk_prob": config.normalize_weights,
-        "routed_scaling_factor": config.route_scale,
-        "n_group": config.n_groups,
-        "topk_group": config.top_groups,
-        "topk_method": "noaux_tc" if config.scoring == "sigmoid" else "greedy",
-        "num_nextn_predict_layers": 0,
-    }
 
 
 def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
