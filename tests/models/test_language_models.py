@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from compose.checkpoint.hf_folder import find_hf, name_of
+from compose.config.models import find_model
+from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
-from models.layers.attention import AttentionCore
+from models.layers.attention import Documents
 from models.layers.router import Router
 from tests.support.helpers import make_config, tier
 from tests.support.hugging_face import FOLDERS
@@ -29,7 +31,7 @@ from tests.support.transformers_models import (
     QWEN3,
     QWEN3_MOE,
     YARN,
-    RowByRow,
+    attend_row_by_row,
     compare,
     published,
     randomize,
@@ -209,6 +211,27 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, case: str) -> None
     compare(tmp_path, model, files, keys, batch=1 if "batch 1" in case else 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [(name, next(iter(cases.values()))[0]) for name, cases in ODD.items()] + [("deepseek_v3", YARN)],
+)
+def test_documents_do_not_see_each_other(name: str, config: Any) -> None:
+    torch.manual_seed(0)
+    model = FOLDERS[name].Model(config).eval()
+    batch = {n: v[1:] for n, v in random_batch(2, 40, config.vocab_size, seed=0).items()}
+    packed = model(batch["tokens"], batch["positions"], batch["document_ids"])
+    ids = batch["document_ids"][0]
+    assert ids.max() >= 3
+    for document in ids.unique():
+        here = ids == document
+        torch.testing.assert_close(packed[:, here], model(batch["tokens"][:, here]))
+
+
+def test_document_mask() -> None:
+    mask = Documents(torch.tensor([[0, 0, 1]])).mask
+    assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
+
+
 def debug(folder: Any, preset: str = "debug", **changes: Any) -> Any:
     return dataclasses.replace(folder.PRESETS[preset], **{"n_layers": 2} | changes)
 
@@ -237,10 +260,7 @@ def test_flops_equal_what_torch_counts(name: str, config: Any) -> None:
     batch, seq_len = 2, 37
     model, tokens = FOLDERS[name].Model(config), torch.randint(config.vocab_size, (batch, seq_len))
     expected = model(tokens)
-    for module in list(model.modules()):
-        for child_name, child in module.named_children():
-            if isinstance(child, AttentionCore):
-                setattr(module, child_name, RowByRow(child.options.window))
+    attend_row_by_row(model)
     with FlopCounterMode(display=False) as counter:
         logits = model(tokens)
         logits.sum().backward()
@@ -314,93 +334,74 @@ def test_published_sizes(folder: Any, preset: str, what: str, billions: float, d
 
 
 AT_LEAST_1 = "should be at least 1, below 2^31"
-CONFIG_ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "qwen3": [
-        ({"head_dim": 15}, "head_dim: 15 is not even, and RoPE rotates pairs"),
-        ({"head_dim": 0}, f"head_dim: 0 {AT_LEAST_1}"),
-        ({"n_heads": 7}, "n_kv_heads: 2 does not divide n_heads 7"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
-        ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
-        ({"rope_theta": -1.0}, "rope_theta: -1.0 should be above 0"),
-    ],
-    "mixtral": [
-        ({"n_experts": 0}, f"n_experts: 0 {AT_LEAST_1}"),
-        ({"top_k": 9}, "top_k: 9 is more than the 8 experts to choose from"),
-        ({"dim": 100}, "dim: 100 is not a multiple of 2 * n_heads = 16"),
-        ({"n_heads": 4, "n_kv_heads": 3}, "n_kv_heads: 3 does not divide n_heads 4"),
-        ({"window": -1}, "window: -1 should be at least 1, or 0 for all keys"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
-    ],
-    "gpt_oss": [
-        ({"n_experts": 0}, f"n_experts: 0 {AT_LEAST_1}"),
-        ({"top_k": 9}, "top_k: 9 is more than the 8 experts to choose from"),
-        ({"head_dim": 7}, "head_dim: 7 is not even, and RoPE rotates pairs"),
-        ({"n_heads": 4, "n_kv_heads": 3}, "n_kv_heads: 3 does not divide n_heads 4"),
-        ({"window": 0}, f"window: 0 {AT_LEAST_1}"),
-        ({"layer_pattern": "ws"}, 'layer_pattern: "ws" should be letters w and f'),
-        ({"layer_pattern": ""}, 'layer_pattern: "" should be letters w and f'),
-        ({"swiglu_limit": 0.0}, "swiglu_limit: 0.0 should be above 0"),
-        ({"swiglu_alpha": -1.0}, "swiglu_alpha: -1.0 should be above 0"),
-        ({"rope_theta": 1.0}, "rope_theta: 1.0 should be above 1"),
-        ({"rope_factor": 0.5}, "rope_factor: 0.5 should be at least 1"),
-        ({"rope_beta_slow": 40.0}, "rope_beta_fast: 32.0 is less than rope_beta_slow 40.0"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
-    ],
-    "gpt2": [
-        ({"dim": 100}, "dim: 100 is not a multiple of n_heads = 8"),
-        ({"max_seq_len": 0}, f"max_seq_len: 0 {AT_LEAST_1}"),
-        ({"hidden_dim": 0}, f"hidden_dim: 0 {AT_LEAST_1}"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
-        ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
-    ],
-    "gemma3": [
-        ({"head_dim": 15}, "head_dim: 15 is not even, and RoPE rotates pairs"),
-        ({"n_heads": 7}, "n_kv_heads: 2 does not divide n_heads 7"),
-        ({"n_layers": 0}, "n_layers: 0 should be at least 1, below 2^12"),
-        ({"window": 0}, f"window: 0 {AT_LEAST_1}"),
-        ({"global_every": 0}, f"global_every: 0 {AT_LEAST_1}"),
-        ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
-        ({"rope_local_theta": -1.0}, "rope_local_theta: -1.0 should be above 0"),
-        ({"rope_scaling": 0.0}, "rope_scaling: 0.0 should be above 0"),
-        ({"final_softcap": -1.0}, "final_softcap: -1.0 should be above 0, or 0 for none"),
-        ({"attention_softcap": -1.0}, "attention_softcap: -1.0 should be above 0, or 0 for none"),
-        (
-            {"query_pre_attn_scalar": -1},
-            "query_pre_attn_scalar: -1 should be at least 1, below 2^31, or 0 for head_dim",
-        ),
-    ],
-    "deepseek_v3": [
-        ({"rope_dim": 7}, "rope_dim: 7 is not even, and RoPE rotates pairs"),
-        ({"rope_dim": 0}, f"rope_dim: 0 {AT_LEAST_1}"),
-        ({"nope_dim": 0}, f"nope_dim: 0 {AT_LEAST_1}"),
-        ({"hidden_dim": 2**31}, f"hidden_dim: 2147483648 {AT_LEAST_1}"),
-        ({"rope_original_len": 0}, f"rope_original_len: 0 {AT_LEAST_1}"),
-        ({"q_rank": -1}, "q_rank: -1 should be at least 0, below 2^31"),
-        ({"n_shared_experts": -1}, "n_shared_experts: -1 should be at least 0, below 2^31"),
-        ({"n_dense_layers": 5}, "n_dense_layers: 5 is more than n_layers 4"),
-        ({"norm_eps": 0.0}, "norm_eps: 0.0 should be above 0"),
-        ({"rope_theta": 1.0}, "rope_theta: 1.0 should be above 1"),
-        ({"rope_factor": 0.5}, "rope_factor: 0.5 should be at least 1"),
-        ({"rope_factor": float("nan")}, "rope_factor: nan should be at least 1"),
-        ({"rope_beta_slow": 0.0}, "rope_beta_slow: 0.0 should be above 0"),
-        ({"rope_beta_fast": 0.5}, "rope_beta_fast: 0.5 is less than rope_beta_slow 1.0"),
-        ({"rope_mscale": -0.1}, "rope_mscale: -0.1 should be at least 0"),
-        ({"top_k": 5}, "top_k: 5 is more than the 4 experts to choose from"),
-        ({"n_groups": 3}, "n_groups: 3 does not divide n_experts 8"),
-        ({"n_groups": 8}, "n_groups: 8 leaves groups of one expert; two are scored"),
-    ],
-}
+CAP = "should be above 0, or 0 for none"
+# Models, fields, and the line behind the first field and its value.
+CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3 mixtral gpt_oss gpt2 gemma3 dit", {"n_layers": 0}, "should be at least 1, below 2^12"),
+    ("qwen3 gpt2 gemma3 deepseek_v3 dit", {"norm_eps": 0.0}, "should be above 0"),
+    ("qwen3 gemma3", {"head_dim": 15}, "is not even, and RoPE rotates pairs"),
+    ("qwen3", {"head_dim": 0}, AT_LEAST_1),
+    ("qwen3", {"rope_theta": -1.0}, "should be above 0"),
+    ("qwen3 gemma3", {"n_kv_heads": 2, "n_heads": 7}, "does not divide n_heads 7"),
+    ("mixtral gpt_oss", {"n_kv_heads": 3, "n_heads": 4}, "does not divide n_heads 4"),
+    ("mixtral gpt_oss", {"n_experts": 0}, AT_LEAST_1),
+    ("mixtral gpt_oss", {"top_k": 9}, "is more than the 8 experts to choose from"),
+    ("mixtral", {"dim": 100}, "is not a multiple of 2 * n_heads = 16"),
+    ("mixtral", {"window": -1}, "should be at least 1, or 0 for all keys"),
+    ("gpt_oss gemma3", {"window": 0}, AT_LEAST_1),
+    ("gpt_oss", {"head_dim": 7}, "is not even, and RoPE rotates pairs"),
+    ("gpt_oss", {"layer_pattern": "ws"}, "should be letters w and f"),
+    ("gpt_oss", {"layer_pattern": ""}, "should be letters w and f"),
+    ("gpt_oss", {"swiglu_limit": 0.0}, "should be above 0"),
+    ("gpt_oss", {"swiglu_alpha": -1.0}, "should be above 0"),
+    ("gpt_oss", {"rope_beta_fast": 32.0, "rope_beta_slow": 40.0}, "is less than rope_beta_slow 40.0"),
+    ("gpt_oss deepseek_v3", {"rope_theta": 1.0}, "should be above 1"),
+    ("gpt_oss deepseek_v3", {"rope_factor": 0.5}, "should be at least 1"),
+    ("gpt2", {"dim": 100}, "is not a multiple of n_heads = 8"),
+    ("gpt2", {"max_seq_len": 0}, AT_LEAST_1),
+    ("gpt2", {"hidden_dim": 0}, AT_LEAST_1),
+    ("gemma3", {"global_every": 0}, AT_LEAST_1),
+    ("gemma3", {"rope_local_theta": -1.0}, "should be above 0"),
+    ("gemma3", {"rope_scaling": 0.0}, "should be above 0"),
+    ("gemma3", {"final_softcap": -1.0}, CAP),
+    ("gemma3", {"attention_softcap": -1.0}, CAP),
+    ("gemma3", {"query_pre_attn_scalar": -1}, f"{AT_LEAST_1}, or 0 for head_dim"),
+    ("deepseek_v3", {"rope_dim": 7}, "is not even, and RoPE rotates pairs"),
+    ("deepseek_v3", {"rope_dim": 0}, AT_LEAST_1),
+    ("deepseek_v3", {"nope_dim": 0}, AT_LEAST_1),
+    ("deepseek_v3", {"hidden_dim": 2**31}, AT_LEAST_1),
+    ("deepseek_v3", {"rope_original_len": 0}, AT_LEAST_1),
+    ("deepseek_v3", {"q_rank": -1}, "should be at least 0, below 2^31"),
+    ("deepseek_v3", {"n_shared_experts": -1}, "should be at least 0, below 2^31"),
+    ("deepseek_v3", {"n_dense_layers": 5}, "is more than n_layers 4"),
+    ("deepseek_v3", {"rope_factor": float("nan")}, "should be at least 1"),
+    ("deepseek_v3", {"rope_beta_slow": 0.0}, "should be above 0"),
+    ("deepseek_v3", {"rope_beta_fast": 0.5}, "is less than rope_beta_slow 1.0"),
+    ("deepseek_v3", {"rope_mscale": -0.1}, "should be at least 0"),
+    ("deepseek_v3", {"top_k": 5}, "is more than the 4 experts to choose from"),
+    ("deepseek_v3", {"n_groups": 3}, "does not divide n_experts 8"),
+    ("deepseek_v3", {"n_groups": 8}, "leaves groups of one expert; two are scored"),
+    ("dit", {"patch_size": 3}, "does not divide image_size 32"),
+    ("dit", {"dim": 30}, "is not a multiple of 4, which the positions' sines and cosines need"),
+    ("dit", {"n_heads": 3}, "does not divide dim 128"),
+    ("dit", {"n_classes": 0}, AT_LEAST_1),
+    ("dit", {"label_dropout": 1.5}, "should be from 0 to 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "message"), [(name, *row) for name, rows in CONFIG_ERRORS.items() for row in rows]
+    ("name", "fields", "why"),
+    [(name, fields, why) for names, fields, why in CONFIG_ERRORS for name in names.split()],
 )
-def test_config_errors(name: str, keys: dict[str, Any], message: str) -> None:
+def test_config_errors(name: str, fields: dict[str, Any], why: str) -> None:
+    field, value = next(iter(fields.items()))
+    shown = f'"{value}"' if isinstance(value, str) else value
+    message = f"{field}: {shown} {why}"
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
-        FOLDERS[name].Config(**keys)
-    if name != "deepseek_v3":  # the tests' small layers would give other numbers
+        find_model(name).Config(**fields)
+    if name not in ("deepseek_v3", "dit"):  # the tests' small layers would give other numbers
         with pytest.raises(ConfigError) as caught:
-            make_config(1, model__name=name, **{f"model__{key}": one for key, one in keys.items()})
+            make_config(1, model__name=name, **{f"model__{key}": one for key, one in fields.items()})
         assert caught.value.problems == [f"command line: model.{message}"]
 
 

@@ -1,4 +1,4 @@
-"""The plans of gpt2, gemma3, mixtral, gpt_oss and qwen3: equal to one process, and faults are named."""
+"""The plans of models equal one process, and faults in them are named."""
 
 import dataclasses
 import re
@@ -24,13 +24,14 @@ from compose.proof.report import Report
 from tests.support.faults import Fault, assert_named, partial_gradients_are_taken_as_whole, with_fault
 from tests.support.helpers import Keys, agreed, parallel, prove_case, prove_step, tier
 from tests.support.pool import Pool
-from tests.support.small_models import AXES, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
+from tests.support.small_models import AXES, DIT, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
 
 KEYS: dict[str, Keys] = {
     "gpt2": GPT2,
     "gemma3": GEMMA3,
     "mixtral": MIXTRAL,
     "gpt_oss": GPT_OSS,
+    "dit": DIT,
 }
 CAPPED = "model__attention_softcap 2.0 model__final_softcap 1.5"
 FLOAT8 = "precision__float8 tensorwise"
@@ -91,6 +92,26 @@ CASES: dict[str, dict[str, str]] = {
         "ds 2 ep 2 compile__mode block": "full",
         f"tp 2 {FLOAT8} model__head_dim 16 model__n_layers 4": "full",
     },
+    "dit": {
+        "cp 2 tp 2 cp_balance headtail": "slow",
+        "pp 2 ds 2 zero 2 pp_schedule Interleaved1F1B model__n_layers 4": "slow",
+        "tp 3 sequence true model__n_heads 3 model__hidden_dim 37": "slow",
+        "tp 2 sequence false": "slow",
+        "cp 2 cp_method ulysses cp_balance none": "slow",
+        "cp 4 cp_method allgather": "slow",
+        "dr 2 ds 2 zero 0 model__channels 1 model__n_classes 1": "full",
+        "ds 2 tp 2 sequence false precision__param bfloat16": "full",
+        "ds 2 cp 2 compile__mode block activation_checkpoint__mode selective": "full",
+        "cp 2 tp 2 cp_method ulysses model__n_heads 4": "full",
+        "cp 3 cp_method ring cp_balance none": "full",
+        "pp 2 tp 2 sequence false pp_schedule GPipe activation_checkpoint__mode full": "full",
+        "pp 4 pp_schedule LoopedBFS model__n_layers 8": "full",
+        "pp 2 cp 2 pp_schedule 1F1B zero 1": "full",
+        "ds 2 optimizer__name muon": "full",
+        "dr 2 ds 2 comm__gradients int8": "full",
+        "ds 2 tp 2 sequence false precision__float8 rowwise model__dim 64 model__hidden_dim 128"
+        " model__n_layers 3": "full",
+    },
 }
 
 
@@ -117,12 +138,13 @@ EIGHT: dict[str, str] = {
     "gemma3": f"model__n_layers 4 model__n_heads 8 model__n_kv_heads 8 model__dim 64 {CAPPED}",
     "mixtral": "ep 2 model__n_layers 4 model__n_heads 8 model__n_kv_heads 8 model__dim 64",
     "gpt_oss": "ep 2 model__n_layers 4 model__n_heads 8 model__n_kv_heads 8",
+    "dit": "model__n_layers 8 model__n_heads 8 model__dim 32 model__image_size 8 train__seq_len 16",
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "pp"), [*((name, pp) for name in EIGHT for pp in (1, 2, 4)), ("gpt2", 8)]
+    ("name", "pp"), [*((name, pp) for name in EIGHT for pp in (1, 2, 4)), ("gpt2", 8), ("dit", 8)]
 )
 def test_every_mesh_of_eight_ranks(pool: Pool, name: str, pp: int) -> None:
     """With ep 2 where the other axes allow it; ZeRO stages, cp methods and the like in turn."""
@@ -135,7 +157,7 @@ def test_every_mesh_of_eight_ranks(pool: Pool, name: str, pp: int) -> None:
         case += f" {EIGHT[name]}"
         if name == "gpt2":
             case += f" model__tie_embeddings {str(proved % 5 < 3).lower()}"
-        if name == "gpt_oss":
+        if name in ("gpt_oss", "dit"):
             case += f" sequence {str(proved % 2 == 0).lower()}"
         count, keys = keys_of(KEYS[name], case)
         report = agreed(pool.run(prove_case, count, keys))

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compose import AttentionOptions
 from compose.checkpoint.hf_folder import HfName
 from compose.checkpoint.hf_stored import Named, grouped, stored
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
-from models.layers.attention import Documents
+from models.layers.attention import AttentionCore, Documents
 
 LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=70)
 QWEN3_MOE = qwen3.Config(
@@ -119,11 +120,11 @@ QWEN3 = qwen3.Config(
 
 
 class RowByRow(nn.Module):
-    """Causal attention that computes a query's own keys, or the last ``window``, and no more."""
+    """Attention that computes a query's own keys, or the last ``window``, and no more."""
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, options: AttentionOptions) -> None:
         super().__init__()
-        self.window = window
+        self.options = options
 
     def forward(
         self,
@@ -135,13 +136,21 @@ class RowByRow(nn.Module):
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        first = [max(0, i + 1 - (self.window or i + 1)) for i in range(q.shape[2])]
-        rows = [
-            (q[:, :, i : i + 1] @ k[:, :, first[i] : i + 1].mT * q.shape[-1] ** -0.5).softmax(-1)
-            @ v[:, :, first[i] : i + 1]
-            for i in range(q.shape[2])
-        ]
+        rows = []
+        for i in range(q.shape[2]):
+            end = i + 1 if self.options.causal else k.shape[2]
+            own = slice(max(0, end - (self.options.window or end)), end)
+            scores = q[:, :, i : i + 1] @ k[:, :, own].mT * q.shape[-1] ** -0.5
+            rows.append(scores.softmax(-1) @ v[:, :, own])
         return torch.cat(rows, 2).transpose(1, 2)
+
+
+def attend_row_by_row(model: nn.Module) -> None:
+    """Let a model's attention be of matrix products that torch counts."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, AttentionCore):
+                setattr(module, name, RowByRow(child.options))
 
 
 def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:

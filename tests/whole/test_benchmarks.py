@@ -33,18 +33,14 @@ def test_overhead_of_two_ranks() -> None:
 
 @pytest.mark.full
 def test_context() -> None:
-    done = execute("benchmarks/context.py", "--length", "128", ranks=2)
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = shown("benchmarks/context.py", "--length", "128", ranks=2)
     assert [result["method"] for result in results] == ["ring", "allgather", "ulysses"]
     ring = results[0]
     assert ring["peak_bytes_at_twice_the_length"] / ring["peak_bytes"] == pytest.approx(2, rel=0.1)
 
 
 def test_context_of_one_process() -> None:
-    done = execute("benchmarks/context.py", "--device", "cpu", "--length", "128")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = shown("benchmarks/context.py", "--device", "cpu", "--length", "128")[-1]
     assert result["time_to_flash"] > 0
     # Both are as far from float64 as bfloat16 is.
     assert 1e-3 < result["error"] < 1e-2
@@ -52,9 +48,7 @@ def test_context_of_one_process() -> None:
 
 
 def test_moe_of_one_process() -> None:
-    done = execute("benchmarks/moe.py", "--device", "cpu", "--small")
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    results = shown("benchmarks/moe.py", "--device", "cpu", "--small")
     layers = [result for result in results if result["benchmark"] == "moe_layer"]
     assert [result["dtype"] for result in layers] == ["float32", "bfloat16"]
     for result in layers:
@@ -66,9 +60,7 @@ def test_moe_of_one_process() -> None:
 
 @pytest.mark.full
 def test_moe_of_two_ranks() -> None:
-    done = execute("benchmarks/moe.py", "--small", ranks=2)
-    assert done.returncode == 0, done.stderr
-    alone, parted = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    alone, parted = shown("benchmarks/moe.py", "--small", ranks=2)
     assert (alone["ep"], alone["waiting_ms"], parted["ep"]) == (1, 0, 2)
     for result in (alone, parted):
         assert 0 <= result["waiting_ms"] < result["dispatch_ms"] < result["step_ms"]
@@ -77,9 +69,7 @@ def test_moe_of_two_ranks() -> None:
 
 @pytest.mark.full
 def test_checkpoint() -> None:
-    done = execute("benchmarks/checkpoint.py", "--small")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = shown("benchmarks/checkpoint.py", "--small")[-1]
     assert result["bytes"] > 12 * result["parameters"]
     ratios = [value for key, value in result.items() if "_over_" in key]
     assert len(ratios) == 5
@@ -97,9 +87,7 @@ def test_generate() -> None:
 
 
 def test_loss() -> None:
-    done = execute("benchmarks/loss.py", "--tokens", "64", "--vocab", "2000", "--dim", "16")
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = shown("benchmarks/loss.py", "--tokens", "64", "--vocab", "2000", "--dim", "16")
     assert [result["chunk"] for result in results] == [2, 4, 8, 16, 32, 64]
     first = results[0]
     assert first["peak_bytes"] < first["whole_peak_bytes"] == pytest.approx(12 * 64 * 2000, rel=0.2)
@@ -113,9 +101,7 @@ def test_loss() -> None:
 @pytest.mark.slow
 def test_memory(techniques: list[str]) -> None:
     """Here figures mean what they say: every technique saves what its formula does."""
-    done = execute("benchmarks/memory.py", "--small", *techniques)
-    assert done.returncode == 0, done.stderr
-    *results, last = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    *results, last = shown("benchmarks/memory.py", "--small", *techniques)
     assert [result["technique"] for result in results] == techniques or len(results) > 15
     for result in results:
         assert result["saved_bytes"] == result["off_bytes"] - result["on_bytes"]
@@ -125,9 +111,7 @@ def test_memory(techniques: list[str]) -> None:
 
 @pytest.mark.slow
 def test_slow_links() -> None:
-    done = execute("benchmarks/slow_links.py", "--small", "--eager", "--steps", "1", ranks=2)
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = shown("benchmarks/slow_links.py", "--small", "--eager", "--steps", "1", ranks=2)
     kinds = ["int8, int8", "int4_diff, int4", "int8, powersgd"]
     assert [result["messages"] for result in results] == kinds
     for result in results:

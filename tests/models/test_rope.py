@@ -1,32 +1,11 @@
-"""Llama: documents, and the frequencies of rotary embeddings."""
+"""The frequencies of rotary embeddings: Llama 3's rule and YaRN's."""
 
 import math
 
 import pytest
 import torch
 
-from compose.data.samples import random_batch
-from models.layers.attention import Documents
-from models.layers.rope import inverse_frequencies
-from models.llama import Model
-from tests.support.transformers_models import LLAMA
-
-
-def test_documents_do_not_see_each_other() -> None:
-    torch.manual_seed(0)
-    model = Model(LLAMA)
-    batch = {n: v[1:] for n, v in random_batch(2, 40, LLAMA.vocab_size, seed=0).items()}
-    packed = model(batch["tokens"], batch["positions"], batch["document_ids"])
-    ids = batch["document_ids"][0]
-    assert ids.max() >= 3
-    for document in ids.unique():
-        here = ids == document
-        torch.testing.assert_close(packed[:, here], model(batch["tokens"][:, here]))
-
-
-def test_document_mask() -> None:
-    mask = Documents(torch.tensor([[0, 0, 1]])).mask
-    assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
+from models.layers.rope import inverse_frequencies, yarn_frequencies
 
 
 @pytest.mark.parametrize("turns", [(1.0, 4.0), (1.5, 3.0)])
@@ -49,3 +28,14 @@ def test_frequencies_between_the_bands_are_interpolated(turns: tuple[float, floa
             assert before / 8 < after < before
         assert after == pytest.approx(expected, rel=1e-5)
     assert between >= 2
+
+
+def test_yarn_keeps_what_turns_fast_and_slows_what_turns_slowly() -> None:
+    plain, scaled = (yarn_frequencies(64, 1e4, factor, 4096, 32.0, 1.0) for factor in (1.0, 40.0))
+    turns = plain * 4096 / (2 * torch.pi)
+    ratio = plain / scaled
+    torch.testing.assert_close(ratio[turns > 32], torch.ones(11))
+    torch.testing.assert_close(ratio[turns < 1], torch.full((9,), 40.0))
+    between = ratio[(turns < 15) & (turns > 1.1)]
+    assert ((between > 1.01) & (between < 39)).all()
+    assert (between.diff() > 0).all()
