@@ -9,12 +9,13 @@ import contextlib
 import io
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,37 @@ def launch(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     )
 
 
+def begin(
+    words: Sequence[str], stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE, **variables: str
+) -> "subprocess.Popen[str]":
+    """Start a command line, in a session of its own; with further variables of the environment."""
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """torchrun's variables of a rank."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in place.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def kill_sessions(processes: Iterable["subprocess.Popen[str]"]) -> None:
+    """Kill what :func:`begin` started, with all that it has started itself."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def execute(
     *arguments: str, ranks: int = 0, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -59,17 +91,14 @@ def execute(
     When one rank fails, the others are ended and the code is 1, as with torchrun. What torchrun itself
     prints is not there. environment: further variables.
     """
-    place = {"OMP_NUM_THREADS": "1", **(environment or {})}
-    if ranks:
-        place |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place, port = {"OMP_NUM_THREADS": "1", **(environment or {})}, free_port()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         for output in outputs:
             output.touch()
         processes = []
         for rank in range(max(1, ranks)):
-            own = place | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})
+            own = place | (of_rank(rank, ranks, port) if ranks else {})
             processes.append(forks().Process(target=_be, args=(arguments, own, *outputs)))
             processes[-1].start()
         try:

@@ -1,18 +1,14 @@
 """A rank of a pipeline fails, in each schedule: the others end within seconds."""
 
-import os
-import signal
 import subprocess
 import time
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from compose.pipeline.schedules import SCHEDULES
-from tests.support.command_lines import QUICK, command, free_port
-from tests.support.helpers import ROOT
+from tests.support.command_lines import QUICK, begin, command, free_port, kill_sessions, of_rank
 
 SECONDS = 25  # until all processes have ended; 5 of them are for a rank that ends by itself
 
@@ -30,27 +26,18 @@ def test_the_other_ranks_end(tmp_path: Path, way: str, schedule: str, kind: str,
     when = tmp_path / "when"
     words = [*QUICK, "--model.n_layers=4", "--parallel.pp=2", f"--parallel.pp_schedule={schedule}"]
     words.insert(0, "own" if way == "own loop" else f"--run.dir={tmp_path / 'run'}")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "KIND": kind,
-        "FAILS": str(fails),
-        "WHEN": str(when),
-    }
-    if way == "torchrun":
-        processes = [started(words, environment, ranks=2)]
-    else:
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        processes = [started(words, environment | rank) for rank in ranks]
+    script, port = "tests/support/train_with_fault.py", free_port()
+    fault = {"KIND": kind, "FAILS": str(fails), "WHEN": str(when)}
+    launched = way == "torchrun"
+    arguments = command(script, *words, ranks=2 if launched else 0)
+    places = [{}] if launched else [of_rank(rank, 2, port) for rank in range(2)]
+    processes = [begin(arguments, subprocess.DEVNULL, **fault, **place) for place in places]
     try:
         codes = [process.wait(180) for process in processes]
         seconds = time.time() - float(when.read_text())
         said = [process.communicate()[1] for process in processes]
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        kill_sessions(process for process in processes if process.poll() is None)
     assert all(code not in (0, 2) for code in codes), said
     assert seconds < SECONDS
     if way == "own loop":
@@ -58,16 +45,3 @@ def test_the_other_ranks_end(tmp_path: Path, way: str, schedule: str, kind: str,
         assert "Full Schedule" not in "".join(said)
     else:
         assert sum(text.count("ArithmeticError: the fault of this test") for text in said) == 1
-
-
-def started(words: list[str], environment: dict[str, str], ranks: int = 0) -> Any:
-    """tests/support/train_with_fault.py, in a session of its own."""
-    return subprocess.Popen(
-        command("tests/support/train_with_fault.py", *words, ranks=ranks),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )

@@ -24,18 +24,38 @@ from compose.train.heartbeat import SAID, Silence, Stragglers, Watch, launcher, 
 from compose.train.processes import TrainingError, _conclude, _first_to_fail
 from compose.train.workers import Worker
 from tests.support.checkpoints import shards
-from tests.support.command_lines import QUICK, command, free_port, launch
+from tests.support.command_lines import (
+    QUICK,
+    begin,
+    command,
+    free_port,
+    kill_sessions,
+    launch,
+    of_rank,
+)
 from tests.support.helpers import ROOT
 from tests.support.training import lines
 
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--metrics.tensorboard=false"]
 
 
-def start(folder: Path, *words: str, ranks: int = 0) -> "subprocess.Popen[str]":
+def start(folder: Path, *words: str, ranks: int = 0, **options: Any) -> "subprocess.Popen[str]":
     arguments = command("train.py", *SAVING, f"--run.dir={folder}", *words, ranks=ranks)
-    return subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return begin(arguments, **options)
+
+
+def wait_for_second_step(process: "subprocess.Popen[str]") -> None:
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step   2"):
+        assert process.poll() is None, process.communicate()[1]
+
+
+def wait_for_third_step(folder: Path, processes: Sequence["subprocess.Popen[str]"]) -> None:
+    """Of a run whose output nobody reads."""
+    while len(lines(folder) if (folder / "metrics.jsonl").exists() else []) < 3:
+        assert all(process.poll() is None for process in processes), processes[0].communicate()
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +67,9 @@ def start(folder: Path, *words: str, ranks: int = 0) -> "subprocess.Popen[str]":
 )
 def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
     """The step is finished and saved, the exit code 0; the same command goes on."""
-    process = start(tmp_path, "--checkpoint.interval=0", "--train.steps=500")
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step   2"):
-        assert process.poll() is None, process.communicate()[1]
+    words = ["--checkpoint.interval=0", "--train.steps=500"]
+    process = start(tmp_path, *words)
+    wait_for_second_step(process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -60,9 +79,7 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
         f"stopped by {number.name} after step {steps}; saved: the same command with"
         f" --run.dir={tmp_path} goes on"
     )
-    again = start(
-        tmp_path, "--checkpoint.interval=0", "--train.steps=500", f"--train.stop_after={steps + 2}"
-    )
+    again = start(tmp_path, *words, f"--train.stop_after={steps + 2}")
     output, errors = again.communicate(timeout=60)
     assert again.returncode == 0, errors
     assert f"{tmp_path}/checkpoints/{store.name_of(steps)}: resumed after step {steps}" in output
@@ -73,17 +90,8 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
 def test_a_scheduler_warns_the_launcher(tmp_path: Path) -> None:
     """By SIGTERM to examples/launch.sh, of which the ranks hear; torchrun's code is then theirs."""
     words = [*SAVING, "--checkpoint.interval=0", "--train.steps=500", f"--run.dir={tmp_path}"]
-    process = subprocess.Popen(
-        ["examples/launch.sh", "--nproc-per-node", "2", "train.py", *words],
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step   2"):
-        assert process.poll() is None, process.communicate()[1]
+    process = begin(["examples/launch.sh", "--nproc-per-node", "2", "train.py", *words], PATH=PATH)
+    wait_for_second_step(process)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -101,7 +109,7 @@ def doing(ledger: Path) -> dict[int, set[str]]:
 
 
 def kill(
-    folder: Path, phase: str, process: "subprocess.Popen[bytes]", chance: random.Random, gone: set[int]
+    folder: Path, phase: str, process: "subprocess.Popen[str]", chance: random.Random, gone: set[int]
 ) -> set[str]:
     """Kill one rank, of those that are not ``gone``, once it is in ``phase``; what it was doing then.
     Empty if the run ended. But at start-up nobody is killed before there is a checkpoint."""
@@ -170,8 +178,7 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
     found: Counter[str] = Counter()
     gone: set[int] = set()
     with (folder / "output").open("w") as output:
-        environment = {**os.environ, "LEDGER": str(ledger)}
-        process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=output, env=environment)
+        process = begin(arguments, output, output, LEDGER=str(ledger))
         for phase in phases:
             now = kill(folder, phase, process, chance, gone)
             found.update(["kills", *now] if now else [])
@@ -498,18 +505,16 @@ def test_a_rank_is_heard_of_as_soon_as_it_watches() -> None:
 @pytest.mark.parametrize("launcher", [True, False])
 def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, launcher: bool) -> None:
     """By SIGSTOP, within comm.timeout, with torchrun and without."""
-    words = [*SAVING, "--train.steps=5000", f"--run.dir={tmp_path}", "--parallel.pp=2"]
+    words = ["--train.steps=5000", "--parallel.pp=2"]
     words += ["--comm.timeout=8", "--comm.start_timeout=90", "--checkpoint.interval=0"]
-    if launcher:
-        processes = [start_at(words, ranks=2)]
-    else:
-        port = free_port()
-        processes = [start_at(words, rank, port) for rank in range(2)]
+    count, port = 2 if launcher else 0, free_port()
+    places = [{}] if launcher else [of_rank(rank, 2, port) for rank in range(2)]
+    processes = [
+        start(tmp_path, *words, ranks=count, stdout=subprocess.DEVNULL, **place) for place in places
+    ]
     errors, ranks, seconds = "", list[int](), 0.0
     try:
-        while len(lines(tmp_path) if (tmp_path / "metrics.jsonl").exists() else []) < 3:
-            assert all(process.poll() is None for process in processes), processes[0].communicate()
-            time.sleep(0.1)
+        wait_for_third_step(tmp_path, processes)
         ranks = ranks_of(processes[0].pid) if launcher else [process.pid for process in processes]
         os.kill(ranks[stopped], signal.SIGSTOP)
         begun = time.monotonic()
@@ -518,9 +523,7 @@ def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, lau
             if "is behind" in errors:
                 break
     finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        kill_sessions(processes)
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -531,11 +534,9 @@ def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, lau
 @pytest.mark.full
 def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
     """Killed with one of its ranks: the other ends too, and the folder's lock is free."""
-    words = [*SAVING, "--train.steps=5000", f"--run.dir={tmp_path}", "--checkpoint.interval=0"]
-    process = start_at(words, ranks=2)
-    while len(lines(tmp_path) if (tmp_path / "metrics.jsonl").exists() else []) < 3:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    words = ["--train.steps=5000", "--checkpoint.interval=0"]
+    process = start(tmp_path, *words, ranks=2, stdout=subprocess.DEVNULL)
+    wait_for_third_step(tmp_path, [process])
     first, second = ranks_of(process.pid)
     for pid in (process.pid, second):
         os.kill(pid, signal.SIGKILL)
@@ -558,27 +559,19 @@ def world_at_work(ledger: Path) -> set[int]:
 @pytest.mark.slow
 def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
     """Ranks are 4, then 2, then 4 again. A warning then ends the run with success, and it alone."""
-    ledger, port, nodes = tmp_path / "ledger", free_port(), list["subprocess.Popen[bytes]"]()
+    ledger, port, nodes = tmp_path / "ledger", free_port(), list["subprocess.Popen[str]"]()
     ledger.mkdir()
-    scripts = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"]
     words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=mine", "--local-addr=127.0.0.1"]
     run = [*SAVING, "--train.steps=1000000", "--checkpoint.interval=10"]
     run += [f"--run.dir={tmp_path / 'run'}"]
 
-    def join(hosts: bool) -> "subprocess.Popen[bytes]":
+    def join(hosts: bool) -> "subprocess.Popen[str]":
         conf = ["--rdzv-conf", f"is_host={hosts},last_call_timeout=5"]
+        script = ["examples/launch.sh", *words, *conf, "tests/support/train_with_ledger.py", *run]
         with (tmp_path / f"node-{len(nodes)}").open("w") as output:
-            nodes.append(
-                subprocess.Popen(
-                    ["examples/launch.sh", *words, *conf, "tests/support/train_with_ledger.py", *run],
-                    cwd=ROOT,
-                    env={**os.environ, **scripts, "LEDGER": str(ledger), "PYTHONPATH": str(ROOT)},
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            )
+            places = {"LEDGER": str(ledger), "PYTHONPATH": str(ROOT), "PATH": PATH}
+            nodes.append(begin(script, output, output, **places))
         return nodes[-1]
 
     def said() -> str:
@@ -605,27 +598,10 @@ def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
         first.send_signal(signal.SIGTERM)
         assert [node.wait(300) for node in (first, second, third)] == [0, 137, 0], said()[-5000:]
     finally:
-        for node in nodes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGKILL)
+        kill_sessions(nodes)
     steps = [line["step"] for line in lines(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
     assert f"stopped by SIGUSR1 after step {len(steps)}; saved: " in said()
-
-
-def start_at(words: Sequence[str], rank: int = 0, port: int = 0, ranks: int = 0) -> Any:
-    """torchrun with so many ``ranks``; or ``rank`` of two without it. In a session of its own."""
-    alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.Popen(
-        command("train.py", *words, ranks=ranks),
-        cwd=ROOT,
-        env={**os.environ, **({} if ranks else alone)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def ranks_of(torchrun: int) -> list[int]:
