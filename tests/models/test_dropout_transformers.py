@@ -22,6 +22,7 @@ from compose import (
 from compose.proof.report import Report
 from tests.support.helpers import agreed, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.transformers_models import bert
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -55,13 +56,9 @@ def _gpt2(attention: str = "eager") -> tuple[nn.Module, Plan]:
 
 
 def _bert() -> tuple[nn.Module, Plan]:
-    from transformers import BertConfig, BertForTokenClassification
-
-    make: Any = BertConfig
-    config = make(
-        vocab_size=11, max_position_embeddings=8, num_labels=11, attn_implementation="eager", **SIZES
-    )
-    return BertForTokenClassification(config), Plan(checkpoint=["bert.encoder.layer.*"])
+    sizes = {"vocab_size": 11, "max_position_embeddings": 8, "num_labels": 11}
+    model = bert("BertForTokenClassification", 0.1, **sizes, attn_implementation="eager")
+    return model, Plan(checkpoint=["bert.encoder.layer.*"])
 
 
 def _vit() -> tuple[nn.Module, Plan]:

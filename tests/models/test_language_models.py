@@ -224,7 +224,8 @@ def test_documents_do_not_see_each_other(name: str, config: Any) -> None:
     assert ids.max() >= 3
     for document in ids.unique():
         here = ids == document
-        torch.testing.assert_close(packed[:, here], model(batch["tokens"][:, here]))
+        alone = model(batch["tokens"][:, here])
+        torch.testing.assert_close(packed[:, here], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_document_mask() -> None:

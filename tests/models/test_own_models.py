@@ -38,6 +38,7 @@ from compose.proof.report import Report
 from tests.support.command_lines import QUICK, command
 from tests.support.helpers import ROOT, agreed
 from tests.support.pool import Pool, make_mesh
+from tests.support.transformers_models import bert
 
 
 def _transformers_llama(schedule: str, layers: tuple[int, ...]) -> Report:
@@ -80,18 +81,16 @@ def test_llama_of_transformers(pool: Pool, schedule: str) -> None:
 
 def _transformers_cut(name: str) -> Report:
     """BERT as it is, or GPT-2's modules in the model of docs/plan.md."""
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     tokens = torch.randint(32, (4, 9))
-    shape: Any = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     parallel = Parallel(pp=2)
     if name == "bert":
-        dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model: nn.Module = BertForMaskedLM(BertConfig(**shape, intermediate_size=24, **dropout))
+        model = bert("BertForMaskedLM", vocab_size=32, num_hidden_layers=4)
         plan = Plan(pipeline=Pipeline(["bert.embeddings"], "bert.encoder.layer", ["cls"]))
     else:
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        dropout: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=2, **dropout)
         page = (ROOT / "docs" / "plan.md").read_text()
         found: dict[str, Any] = {}
@@ -112,8 +111,6 @@ def test_models_of_transformers_in_stages(pool: Pool, name: str) -> None:
 
 def _bert(tensor: dict[str, Any], replicate: list[str]) -> Report:
     """Attention and networks are cut as Megatron cuts them, and the output as the arguments say."""
-    from transformers import BertConfig, BertForMaskedLM
-
     layers = "bert.encoder.layer.*"
     columns = (f"{layers}.attention.self.[qkv]*", f"{layers}.intermediate.dense")
     rows = (f"{layers}.attention.output.dense", f"{layers}.output.dense")
@@ -133,19 +130,11 @@ def _bert(tensor: dict[str, Any], replicate: list[str]) -> Report:
             *replicate,
         ],
     )
-    config = BertConfig(
-        vocab_size=33,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=25,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
     torch.manual_seed(0)
     tokens = torch.randint(33, (4, 9))
     batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
-    return verify(BertForMaskedLM(config), plan, make_mesh(Parallel(tp=2, dp_shard=1)), batch)
+    model = bert("BertForMaskedLM", vocab_size=33, intermediate_size=25)
+    return verify(model, plan, make_mesh(Parallel(tp=2, dp_shard=1)), batch)
 
 
 @pytest.mark.slow

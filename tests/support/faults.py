@@ -1,6 +1,7 @@
 """Faults to put in on purpose: each breaks one thing while it lasts."""
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -49,7 +50,8 @@ def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Fault]:
             def instead(*args: Any, **kwargs: Any) -> Any:
                 return fake(real, *args, **kwargs)
 
-            with mock.patch.object(owner, name, instead):
+            static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            with mock.patch.object(owner, name, staticmethod(instead) if static else instead):
                 yield
 
         return wraps(fake)(fault)
@@ -104,19 +106,12 @@ def shared_heads_are_taken_as_whole(_: Any, self: Any, x: Tensor) -> Tensor:
     return heads[..., self.head, :]
 
 
-@contextmanager
-def inputs_gradients_stay_parts() -> Iterator[None]:
+@replaces(stream_messages._Message, "backward")
+def inputs_gradients_stay_parts(real: Any, ctx: Any, gradient: Tensor) -> Any:
     """LocalInput does not sum the gradients of what the ranks' parts of a layer have read."""
-    real = stream_messages._Message.backward
-
-    def fake(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.kind != "scatter":
-            return real(ctx, gradient)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return gradient.chunk(size, dim=1)[rank].clone(), None, None, None
-
-    with mock.patch.object(stream_messages._Message, "backward", staticmethod(fake)):
-        yield
+    if ctx.kind != "scatter":
+        return real(ctx, gradient)
+    return gradient.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone(), None, None, None
 
 
 @replaces(compose.train.step, "sum_over")
@@ -219,10 +214,9 @@ def a_tied_weight_is_summed_once_too_often(real: Any, self: PipelineRunner, earl
     real(self, earlier)
 
 
-@contextmanager
-def a_tied_weight_is_not_summed() -> Iterator[None]:
-    with mock.patch.object(PipelineRunner, "_sum_tied_gradients"):
-        yield
+@replaces(PipelineRunner, "_sum_tied_gradients")
+def a_tied_weight_is_not_summed(_: Any, self: PipelineRunner, earlier: Any) -> None:
+    pass
 
 
 @replaces(PipelineRunner, "_sum_tied_gradients")
@@ -250,24 +244,16 @@ def norm_is_not_summed_over_pp(_: Any, tensor: Tensor, mesh: Any, axes: Any) -> 
     return sum_over(tensor, mesh, [axis for axis in axes if axis != "pp" or not norm])
 
 
-@contextmanager
-def a_tied_weight_counts_twice_in_the_norm() -> Iterator[None]:
-    with mock.patch.object(Composition, "holders", return_value=1):
-        yield
+@replaces(Composition, "holders")
+def a_tied_weight_counts_twice_in_the_norm(*_: Any) -> int:
+    return 1
 
 
-@contextmanager
-def a_parameter_is_on_no_rank() -> Iterator[None]:
+# The package has a function of this name.
+@replaces(importlib.import_module("compose.proof.verify"), "parameters_of")
+def a_parameter_is_on_no_rank(real: Any, composition: Composition) -> dict[str, list[nn.Parameter]]:
     """As if no stage had taken it."""
-    # The package has a function of this name.
-    module = importlib.import_module("compose.proof.verify")
-    real = module.parameters_of
-
-    def fake(composition: Composition) -> dict[str, list[nn.Parameter]]:
-        return {name: held for name, held in real(composition).items() if name != "norm.weight"}
-
-    with mock.patch.object(module, "parameters_of", fake):
-        yield
+    return {name: held for name, held in real(composition).items() if name != "norm.weight"}
 
 
 @replaces(compose.train.step, "finish_step")

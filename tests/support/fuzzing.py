@@ -29,6 +29,9 @@ ODD = [
     *("[" * 3000 + "]" * 3000, '{"a":' * 500 + "1" + "}" * 500, "1979-05-27", "0x10", "1_0", "'''"),
     *("", "cpu", "bfloat16", '"bfloat16"', '"muon"', '"none"', '"gone"', "16", "300", "1.0", "[0, 1]"),
 ]
+_TOML_LINES = ["[x]", "[[model]]", "[run.dir]", "x.y = 1", "= 3", "'' = 1", "[", "\x07", '"\x1b" = 1']
+_TOML_LINES += ["extends = 3", 'extends = "gone.toml"']
+_CELLS = [*ODD, " " * 140_000, f"{'9' * 5000}F0", "0F99999999999999999", '"', "1F0\n\n", "0F0" * 60_000]
 _MARK = "@odd value@"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Of each event that changes a file system: the places of paths among its arguments, and of the
@@ -157,29 +160,8 @@ def odd_file(random: Random, path: Path, outside: Path | None = None) -> None:
     if random.random() < 0.2 or not path.is_file():
         _replace(random, path, outside)
         return
-    content = path.read_bytes()
-    name = path.name
-    if random.random() < 0.25:
-        changed = odd_bytes(random, content)
-    elif name.endswith(".json"):
-        changed = odd_json(random, content)
-    elif name.endswith(".toml"):
-        changed = odd_toml(random, content)
-    elif name.endswith(".safetensors"):
-        length = int.from_bytes(content[:8], "little")
-        header = odd_json(random, content[8 : 8 + length])
-        changed = len(header).to_bytes(8, "little") + header + content[8 + length :]
-    elif name.endswith((".png", ".jpg")):
-        changed = odd_image(random, content)
-    elif name.endswith(".jsonl"):
-        changed = odd_lines(random, content)
-    elif name.endswith(".csv"):
-        changed = odd_table(random, content)
-    elif name.endswith(".npy"):
-        changed = content[:10] + _odd_text(random, content[10:128]) + content[128:]
-    else:
-        changed = odd_bytes(random, content)
-    path.write_bytes(changed)
+    change = odd_bytes if random.random() < 0.25 else _BY_SUFFIX.get(path.suffix, odd_bytes)
+    path.write_bytes(change(random, path.read_bytes()))
 
 
 def _replace(random: Random, path: Path, outside: Path | None) -> None:
@@ -232,19 +214,19 @@ def odd_bytes(random: Random, content: bytes) -> bytes:
     return bytes(data)
 
 
+def _odd_safetensors(random: Random, content: bytes) -> bytes:
+    length = int.from_bytes(content[:8], "little")
+    header = odd_json(random, content[8 : 8 + length])
+    return len(header).to_bytes(8, "little") + header + content[8 + length :]
+
+
+def _odd_npy(random: Random, content: bytes) -> bytes:
+    return content[:10] + _odd_text(random, content[10:128]) + content[128:]
+
+
 def _odd_text(random: Random, content: bytes) -> bytes:
     """``content``, of the same length, with one of its words another."""
-    words = [
-        b"(0,)",
-        b"(-1,)",
-        b"(9999999999999,)",
-        b"'|O'",
-        b"'<f8'",
-        b"'<i8'",
-        b"()",
-        b"None",
-        b"'<u9'",
-    ]
+    words = b"(0,) (-1,) (9999999999999,) '|O' '<f8' '<i8' () None '<u9'".split(b" ")
     found = list(re.finditer(rb"\([^)]*\)|'<u2'|False|\{", content))
     if not found:
         return odd_bytes(random, content)
@@ -314,18 +296,7 @@ def odd_toml(random: Random, content: bytes) -> bytes:
         elif way == 2:
             lines[at] = f"{key[1:]}= {value}"
         elif way == 3:
-            odd = [
-                "[x]",
-                "[[model]]",
-                "[run.dir]",
-                "x.y = 1",
-                "= 3",
-                "'' = 1",
-                "[",
-                "\x07",
-                '"\x1b" = 1',
-            ]
-            lines.insert(at, random.choice([*odd, "extends = 3", 'extends = "gone.toml"']))
+            lines.insert(at, random.choice(_TOML_LINES))
         else:
             lines[at] = f"{key}= {random.choice(ODD)}"
     return "\n".join(lines).encode(errors="replace")
@@ -340,10 +311,8 @@ def odd_image(random: Random, content: bytes) -> bytes:
         start = random.choice([b"%!PS-Adobe-3.0 EPSF-3.0\n", b"DDS |", b"GIF89a"])
         return start + random.randbytes(200)
     kinds = ["iCCP", "cHRM", "tRNS", "PLTE", "tEXt", "zTXt", "iTXt", "eXIf", "acTL", "fcTL", "fdAT"]
-    name, data = (
-        random.choice(kinds).encode(),
-        random.randbytes(random.choice([0, 1, 4, 8, 12, 26, 40])),
-    )
+    name = random.choice(kinds).encode()
+    data = random.randbytes(random.choice([0, 1, 4, 8, 12, 26, 40]))
     chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
     at = random.choice([8, 33, len(content) - 12])
     return content[:at] + chunk + content[at:]
@@ -354,16 +323,7 @@ def odd_table(random: Random, content: bytes) -> bytes:
     if random.random() < 0.3:
         return odd_bytes(random, content)
     cells = content.split(b",")
-    odd = [
-        *ODD,
-        " " * 140_000,
-        f"{'9' * 5000}F0",
-        "0F99999999999999999",
-        '"',
-        "1F0\n\n",
-        "0F0" * 60_000,
-    ]
-    cells[random.randrange(len(cells))] = random.choice(odd).encode(errors="replace")
+    cells[random.randrange(len(cells))] = random.choice(_CELLS).encode(errors="replace")
     return b",".join(cells)
 
 
@@ -399,3 +359,14 @@ def odd_words(random: Random, words: Sequence[str], keys: Sequence[str]) -> list
         else:
             found.insert(at, random.choice(new))
     return found
+
+
+_BY_SUFFIX: dict[str, Callable[[Random, bytes], bytes]] = {
+    ".json": odd_json,
+    ".toml": odd_toml,
+    ".safetensors": _odd_safetensors,
+    ".png": odd_image,
+    ".jsonl": odd_lines,
+    ".csv": odd_table,
+    ".npy": _odd_npy,
+}

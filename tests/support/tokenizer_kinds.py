@@ -18,25 +18,8 @@ from tokenizers import (
     trainers,
 )
 
-WORDS = [
-    "the",
-    "a",
-    "user",
-    "assistant",
-    "def",
-    "return",
-    "naïve",
-    "½",
-    "日本語",
-    "🙂",
-    "it's",
-    "1234567",
-    "x+=y;",
-    "==",
-    "===",
-    "foo.bar()",
-    "ÉCOLE",
-]
+_TEXT = "the a user assistant def return naïve ½ 日本語 🙂 it's 1234567 x+=y; == === foo.bar() ÉCOLE"
+WORDS = _TEXT.split(" ")
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -68,13 +51,18 @@ def _bytes(special: list[str]) -> trainers.BpeTrainer:
     return _bpe(special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
 
-def _byte_level(pattern: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+def _byte_level(*patterns: str) -> Any:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, plain])
+
+
+def _begun_with(token: str) -> Any:
+    """What a byte-level tokenizer adds: a token at the start."""
+    template = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, 0)]
     )
+    return processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
 
 
 def _template(tokenizer: Tokenizer, single: str, *special: str) -> None:
@@ -120,13 +108,21 @@ def llama3() -> tuple[Tokenizer, dict[str, Any]]:
         pre_tokenizer=_byte_level(LLAMA3),
         decoder=decoders.ByteLevel(),
     )
-    template = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A",
-        pair="<|begin_of_text|> $A $B",
-        special_tokens=[("<|begin_of_text|>", 0)],
-    )
-    found.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
+    found.post_processor = _begun_with("<|begin_of_text|>")
     return found, {"eos_token": "<|eot_id|>", "bos_token": "<|begin_of_text|>"}
+
+
+def deepseek() -> tuple[Tokenizer, dict[str, Any]]:
+    """Three patterns, one after the other, and a token at the start."""
+    found = _trained(
+        models.BPE(),
+        _bytes(["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]),  # noqa: RUF001
+        pre_tokenizer=_byte_level(r"\p{N}{1,3}", r"[\p{Han}\p{Hiragana}\p{Katakana}]+", QWEN),
+        decoder=decoders.ByteLevel(),
+    )
+    found.post_processor = _begun_with("<｜begin▁of▁sentence｜>")  # noqa: RUF001
+    names = {"eos_token": "<｜end▁of▁sentence｜>", "bos_token": "<｜begin▁of▁sentence｜>"}  # noqa: RUF001
+    return found, names
 
 
 def llama2() -> tuple[Tokenizer, dict[str, Any]]:
@@ -219,8 +215,9 @@ def words() -> tuple[Tokenizer, dict[str, Any]]:
     return found, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 
 
+_MAKERS = (gpt2, qwen, llama3, deepseek, llama2, gemma, metaspace, word_piece, words)
 KINDS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
-    each.__name__: each for each in (gpt2, qwen, llama3, llama2, gemma, metaspace, word_piece, words)
+    maker.__name__: maker for maker in _MAKERS
 }
 
 

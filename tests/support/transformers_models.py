@@ -153,6 +153,21 @@ def attend_row_by_row(model: nn.Module) -> None:
                 setattr(module, name, RowByRow(child.options))
 
 
+def bert(kind: str, dropout: float = 0.0, **sizes: Any) -> nn.Module:
+    """A small BERT of transformers, of the class of this name."""
+    import transformers
+
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config: Any = transformers.BertConfig(**{**shape, **rates, **sizes})
+    return getattr(transformers, kind)(config)
+
+
 def published(tensors: dict[str, Tensor], hf_name: HfName) -> dict[str, Tensor]:
     """``tensors`` as Hugging Face names and lays them, each expert by itself."""
     return as_files((name, stored(hf_name(name)), tensor) for name, tensor in tensors.items())

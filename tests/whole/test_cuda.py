@@ -17,26 +17,40 @@ from compose.ops.kernel_table import TABLE, Kernel, Problem
 from compose.ops.layers import wide_linear
 from compose.proof.one_process import PlainAttention
 from tests.support.command_lines import launch
+from tests.support.training import lines
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_equals_one_process(precision: str) -> None:
-    done = launch(
-        "-m", "compose", "verify", "train.toml", "--run.device=cuda", f"--precision.param={precision}"
-    )
+def launched(*arguments: str) -> None:
+    done = launch(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("compiled", ["off", "block"])
-@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
-def test_experts_equal_one_process(model: str, compiled: str) -> None:
-    preset = {"qwen3": "debug_moe", "deepseek_v3": "debug"}[model]
-    words = ["--run.device=cuda", f"--model.name={model}", f"--model.preset={preset}"]
-    words += ["--precision.param=bfloat16", f"--compile.mode={compiled}"]
-    done = launch("-m", "compose", "verify", "train.toml", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+EXPERTS = {"qwen3": "debug_moe", "deepseek_v3": "debug"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--precision.param=float32",
+        "--precision.param=bfloat16",
+        *(
+            f"--model.name={model} --model.preset={preset} --precision.param=bfloat16"
+            f" --compile.mode={mode}"
+            for model, preset in EXPERTS.items()
+            for mode in ("off", "block")
+        ),
+        # In bfloat16 weights and state are kept in it too.
+        *(
+            f"--optimizer.name=muon --precision.param={kind} --precision.master={kind}"
+            f" --precision.optimizer_state={kind}"
+            for kind in ("float32", "bfloat16")
+        ),
+    ],
+)
+def test_equals_one_process(words: str) -> None:
+    launched("-m", "compose", "verify", "train.toml", "--run.device=cuda", *words.split())
 
 
 def test_a_router_s_product() -> None:
@@ -57,27 +71,12 @@ def test_a_router_s_product() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_muon_and_kept_in_bfloat16(precision: str) -> None:
-    """On one GPU; in bfloat16 weights and state are kept in it too."""
-    words = [f"--precision.{key}={precision}" for key in ("param", "master", "optimizer_state")]
-    words += ["--run.device=cuda", "--optimizer.name=muon"]
-    done = launch("-m", "compose", "verify", "train.toml", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_trains(tmp_path: Path, precision: str) -> None:
-    done = launch(
-        "train.py",
-        "--run.device=cuda",
-        f"--precision.param={precision}",
-        f"--run.dir={tmp_path}",
-        "--train.stop_after=50",
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["loss"] < 3
-    assert 2**20 < lines[-1]["memory"] < 2**33
+    words = [f"--precision.param={precision}", f"--run.dir={tmp_path}", "--train.stop_after=50"]
+    launched("train.py", "--run.device=cuda", *words)
+    found = lines(tmp_path)
+    assert found[-1]["loss"] < 3
+    assert 2**20 < found[-1]["memory"] < 2**33
 
 
 NO_MASK = """
@@ -94,8 +93,7 @@ main({arguments!r})
 
 def test_no_mask_is_built(tmp_path: Path) -> None:
     arguments = ["--run.device=cuda", "--precision.param=bfloat16", f"--run.dir={tmp_path}"]
-    done = launch("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
-    assert done.returncode == 0, done.stderr
+    launched("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
 
 
 def test_ring_of_two_against_flash() -> None:
@@ -228,8 +226,7 @@ def test_masks_of_the_efficient_kernel(
 
 def test_a_step_waits_for_nothing() -> None:
     """With documents from host memory; PyTorch's own mode names each call that waits."""
-    done = launch("-c", NO_WAIT)
-    assert done.returncode == 0, done.stderr
+    launched("-c", NO_WAIT)
 
 
 NO_WAIT = """
@@ -256,16 +253,9 @@ forward_backward(composition, batch, micro_batch=2)
 
 
 def test_profile(tmp_path: Path) -> None:
-    done = launch(
-        "train.py",
-        "--run.device=cuda",
-        "--precision.param=bfloat16",
-        f"--run.dir={tmp_path}",
-        "--train.stop_after=6",
-        "--profile.steps=[4, 6]",
-        "--profile.memory=true",
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--precision.param=bfloat16", f"--run.dir={tmp_path}", "--train.stop_after=6"]
+    words += ["--profile.steps=[4, 6]", "--profile.memory=true"]
+    launched("train.py", "--run.device=cuda", *words)
     result = json.loads((tmp_path / "traces" / "step4-6_summary.json").read_text())["ranks"][0]
     assert sum(result["time"].values()) == pytest.approx(1)
     assert min(result["time"][kind] for kind in ("matmul", "attention", "optimizer", "other")) > 0
@@ -273,8 +263,8 @@ def test_profile(tmp_path: Path) -> None:
     assert sum(memory["at_peak"].values()) == memory["peak"]
     assert memory["most"]["gradients"] >= memory["most"]["weights"]
     # That of the whole run is as much, or a little more, of the first step.
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert 0.9 * lines[-1]["memory"] < memory["peak"] <= lines[-1]["memory"]
+    whole = lines(tmp_path)[-1]["memory"]
+    assert 0.9 * whole < memory["peak"] <= whole
     snapshot = pickle.loads((tmp_path / "traces" / "step4-6_rank0_memory.pickle").read_bytes())
     assert snapshot["segments"]
     assert any(entry["frames"] for entry in snapshot["device_traces"][0])
