@@ -17,31 +17,21 @@ from compose.compression.compressor import CompressionHook
 from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from compose.train.trainer import Trainer
-from tests.support.helpers import Keys, make_job, ranks_in
+from tests.support.helpers import Keys, make_job, parallel, ranks_in
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for
 
 SAVING: Keys = {"train__seq_len": 16, "train__global_batch": 8, "checkpoint__interval": 2}
 MESHES: dict[str, Keys] = {
     "one": {},
-    "data": {"parallel__dp_shard": 2},
-    "tensor, uneven": {"parallel__dp_shard": 4, "parallel__tp": 2},
-    "replicas": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "parallel__zero": 1},
-    "context": {"parallel__cp": 2, "parallel__dp_shard": 2, "parallel__zero": 2},
-    "pipeline": {"parallel__pp": 2, "parallel__dp_shard": 1, "train__micro_batch": 1},
-    "v-schedule": {
-        "parallel__pp": 2,
-        "parallel__pp_schedule": "ZBVZeroBubble",
-        "parallel__dp_shard": 2,
-        "parallel__zero": 1,
-    },
-    "experts": {"parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 4},
-    "experts and pipeline": {
-        "parallel__pp": 2,
-        "parallel__dp_shard": 2,
-        "parallel__tp": 2,
-        "parallel__ep": 2,
-    },
+    "data": parallel(dp_shard=2),
+    "tensor, uneven": parallel(dp_shard=4, tp=2),
+    "replicas": parallel(dp_replicate=2, dp_shard=2, zero=1),
+    "context": parallel(cp=2, dp_shard=2, zero=2),
+    "pipeline": parallel(pp=2, dp_shard=1) | {"train__micro_batch": 1},
+    "v-schedule": parallel(pp=2, pp_schedule="ZBVZeroBubble", dp_shard=2, zero=1),
+    "experts": parallel(dp_shard=2, tp=2, ep=4),
+    "experts and pipeline": parallel(pp=2, dp_shard=2, tp=2, ep=2),
 }
 
 
@@ -53,7 +43,7 @@ def shards(folder: Path) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _cut_without_weights(*args: Any) -> Composition:
+def parallelize_without_weights(*args: Any) -> Composition:
     """As ``parallelize``, with NaN for whatever was in memory: nothing of it may stay."""
     composition = parallelize(*args)
     for parameter in composition.model.parameters():
@@ -65,7 +55,7 @@ def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
     """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
     job = make_job(dist.get_world_size(), **keys)
     mesh = make_mesh(job.degrees)
-    with mock.patch("compose.train.trainer.parallelize", _cut_without_weights):
+    with mock.patch("compose.train.trainer.parallelize", parallelize_without_weights):
         trainer = Trainer(job, mesh, torch.device("cpu"))
     trainer.run()
     named = named_tensors(trainer.composition, trainer.optimizer)

@@ -9,79 +9,32 @@ from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.support.helpers import Keys
 
-QWEN: Keys = {
-    "model__name": "qwen3",
-    "model__preset": "debug_moe",
-    "model__dim": 32,
-    "model__n_heads": 4,
-    "model__head_dim": 8,
-    "model__expert_dim": 24,
-    "model__z_weight": 1e-3,
-}
-DEEPSEEK: Keys = {
-    "model__name": "deepseek_v3",
-    "model__preset": "debug",
-    "model__dim": 32,
-    "model__n_heads": 4,
-    "model__hidden_dim": 48,
-    "model__expert_dim": 24,
-    "model__balance_loss": "sequence",
-    "model__balance_weight": 0.05,
-}
-MIXTRAL: Keys = {
-    "model__name": "mixtral",
-    "model__preset": "debug",
-    "model__dim": 32,
-    "model__n_heads": 4,
-    "model__expert_dim": 24,
-    "model__n_experts": 6,
-    "model__z_weight": 1e-3,
-    "model__window": 5,
-}
-GPT_OSS: Keys = {
-    "model__name": "gpt_oss",
-    "model__preset": "debug",
-    "model__dim": 32,
-    "model__n_heads": 4,
-    "model__head_dim": 12,
-    "model__expert_dim": 24,
-    "model__n_experts": 6,
-    "model__z_weight": 1e-3,
-    "model__window": 5,
-    "model__swiglu_limit": 0.1,
-}
+
+def _model(name: str, **fields: object) -> Keys:
+    return {"model__name": name} | {f"model__{field}": value for field, value in fields.items()}
+
+
+_EXPERTS: Keys = {"dim": 32, "n_heads": 4, "expert_dim": 24}
+_WINDOW: Keys = {"n_experts": 6, "z_weight": 1e-3, "window": 5}
+QWEN = _model("qwen3", preset="debug_moe", **_EXPERTS, head_dim=8, z_weight=1e-3)
+DEEPSEEK = _model(
+    "deepseek_v3",
+    preset="debug",
+    **_EXPERTS,
+    hidden_dim=48,
+    balance_loss="sequence",
+    balance_weight=0.05,
+)
+MIXTRAL = _model("mixtral", preset="debug", **_EXPERTS, **_WINDOW)
+GPT_OSS = _model("gpt_oss", preset="debug", **_EXPERTS, **_WINDOW, head_dim=12, swiglu_limit=0.1)
 # Odd sizes: tp divides neither the vocabulary nor the hidden width.
-GPT2: Keys = {
-    "model__name": "gpt2",
-    "model__max_seq_len": 16,
-    "model__dim": 36,
-    "model__n_heads": 4,
-    "model__hidden_dim": 51,
-}
-GEMMA3: Keys = {
-    "model__name": "gemma3",
-    "model__dim": 36,
-    "model__n_heads": 4,
-    "model__head_dim": 10,
-    "model__hidden_dim": 50,
-    "model__global_every": 2,
-    "model__window": 5,
-    "model__rope_theta": 500.0,
-    "model__rope_scaling": 2.0,
-    "model__rope_local_theta": 50.0,
-    "model__query_pre_attn_scalar": 7,
-}
+GPT2 = _model("gpt2", max_seq_len=16, dim=36, n_heads=4, hidden_dim=51)
+_SIZES: Keys = {"dim": 36, "n_heads": 4, "head_dim": 10, "hidden_dim": 50, "query_pre_attn_scalar": 7}
+_ROPE: Keys = {"rope_theta": 500.0, "rope_scaling": 2.0, "rope_local_theta": 50.0}
+GEMMA3 = _model("gemma3", **_SIZES, **_ROPE, global_every=2, window=5)
 # 9 patches: an odd number, which no two ranks can share evenly.
-DIT: Keys = {
-    "model__name": "dit",
-    "model__image_size": 6,
-    "model__dim": 24,
-    "model__n_heads": 2,
-    "model__hidden_dim": 36,
-    "model__n_layers": 2,
-    "train__seq_len": 9,
-    "train__micro_batch": 1,
-}
+DIT = _model("dit", image_size=6, dim=24, n_heads=2, hidden_dim=36, n_layers=2)
+DIT |= {"train__seq_len": 9, "train__micro_batch": 1}
 # Patterns of weights that get adapters.
 ATTENTION = "['layers.*.attention.w*']"
 ALL = "['layers.*.attention.w*','layers.*.feed_forward.w*']"

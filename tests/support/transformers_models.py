@@ -16,44 +16,41 @@ from compose.checkpoint.hf_stored import Named, grouped, stored
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from models.layers.attention import AttentionCore, Documents
 
-LLAMA = llama.Config(vocab_size=91, dim=48, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=70)
-QWEN3_MOE = qwen3.Config(
+_HEADS: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 2}
+_SIZES: dict[str, Any] = {"vocab_size": 91, "n_layers": 3, **_HEADS}
+LLAMA = llama.Config(**_SIZES, dim=48, hidden_dim=70)
+QWEN3 = qwen3.Config(**_SIZES, dim=45, head_dim=14, hidden_dim=71)
+QWEN3_MOE = qwen3.Config(**_SIZES, dim=45, head_dim=14, n_experts=7, top_k=3, expert_dim=19)
+MIXTRAL = mixtral.Config(**_SIZES, dim=60, n_experts=5, top_k=2, expert_dim=19, window=7)
+_GPT2: dict[str, Any] = {"max_seq_len": 70, "dim": 42, "n_heads": 6, "hidden_dim": 71}
+GPT2 = gpt2.Config(vocab_size=91, n_layers=3, **_GPT2, norm_eps=1e-3)
+# Local and global layers in turn; the factor of scores is not that of their width.
+GEMMA3 = gemma3.Config(
+    **_HEADS,
     vocab_size=91,
-    dim=45,
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
+    n_layers=5,
+    dim=54,
     head_dim=14,
-    n_experts=7,
-    top_k=3,
-    expert_dim=19,
-)
-DEEPSEEK = deepseek_v3.Config(
-    vocab_size=91,
-    dim=45,
-    n_layers=3,
-    n_heads=3,
-    q_rank=13,
-    kv_rank=17,
-    nope_dim=14,
-    rope_dim=10,
-    v_dim=11,
     hidden_dim=71,
-    n_experts=6,
-    top_k=2,
-    expert_dim=19,
-    n_groups=3,
-    top_groups=2,
+    global_every=2,
+    window=7,
+    rope_scaling=3.0,
+    query_pre_attn_scalar=9,
+    final_softcap=4.0,
 )
 # Of five pairs two are kept, one is between and two are slowed down.
-YARN = dataclasses.replace(
-    DEEPSEEK,
-    rope_theta=100.0,
-    rope_factor=8.0,
-    rope_original_len=64,
-    rope_beta_fast=4.0,
-    rope_mscale=0.7,
+_YARN: dict[str, Any] = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_original_len": 64}
+_YARN["rope_beta_fast"] = 4.0
+_EXPERTS: dict[str, Any] = {"top_k": 2, "expert_dim": 19}
+GPT_OSS = gpt_oss.Config(
+    **_SIZES, **_EXPERTS, **_YARN, dim=45, head_dim=10, n_experts=5, window=7, swiglu_limit=0.5
 )
+_LATENTS: dict[str, Any] = {"q_rank": 13, "kv_rank": 17, "nope_dim": 14, "rope_dim": 10, "v_dim": 11}
+_GROUPS: dict[str, Any] = {"n_experts": 6, "n_groups": 3, "top_groups": 2}
+DEEPSEEK = deepseek_v3.Config(
+    **_LATENTS, **_EXPERTS, **_GROUPS, vocab_size=91, n_layers=3, n_heads=3, dim=45, hidden_dim=71
+)
+YARN = dataclasses.replace(DEEPSEEK, **_YARN, rope_mscale=0.7)
 # DeepSeek-V2-Lite: a softmax over all experts, without groups, normalization or bias.
 DEEPSEEK_V2 = dataclasses.replace(
     YARN,
@@ -66,56 +63,6 @@ DEEPSEEK_V2 = dataclasses.replace(
     rope_mscale=0.707,
     rope_mscale_all_dim=0.707,
     bias_rate=0.0,
-)
-GPT2 = gpt2.Config(
-    vocab_size=91, max_seq_len=70, dim=42, n_layers=3, n_heads=6, hidden_dim=71, norm_eps=1e-3
-)
-# Of five pairs two are kept, one is between and two are slowed down.
-GPT_OSS = gpt_oss.Config(
-    vocab_size=91,
-    dim=45,
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    n_experts=5,
-    top_k=2,
-    expert_dim=19,
-    window=7,
-    swiglu_limit=0.5,
-    rope_theta=100.0,
-    rope_factor=8.0,
-    rope_original_len=64,
-    rope_beta_fast=4.0,
-)
-# Local and global layers in turn; the factor of scores is not that of their width.
-GEMMA3 = gemma3.Config(
-    vocab_size=91,
-    dim=54,
-    n_layers=5,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=14,
-    hidden_dim=71,
-    global_every=2,
-    window=7,
-    rope_scaling=3.0,
-    query_pre_attn_scalar=9,
-    final_softcap=4.0,
-)
-MIXTRAL = mixtral.Config(
-    vocab_size=91,
-    dim=60,
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
-    n_experts=5,
-    top_k=2,
-    expert_dim=19,
-    window=7,
-)
-QWEN3 = qwen3.Config(
-    vocab_size=91, dim=45, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=14, hidden_dim=71
 )
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import Composition
-from compose.build import parallelize
 from compose.ops.tensors import local_tensor
 from compose.train.trainer import Trainer
+from tests.support.checkpoints import parallelize_without_weights
 from tests.support.helpers import agreed, make_job, prove_step, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, QWEN, keys_of
@@ -54,14 +53,6 @@ def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
     assert report.ok, str(report)
 
 
-def _cut_without_weights(*given: Any) -> Composition:
-    composition = parallelize(*given)
-    with torch.no_grad():
-        for parameter in composition.model.parameters():  # nothing of it may stay
-            parameter.fill_(torch.nan)
-    return composition
-
-
 def _resumed(folder: str) -> list[bool]:
     """Of a rank with two stages that share a weight, whether both have what was saved, exactly."""
     keys = keys_for(
@@ -80,7 +71,7 @@ def _resumed(folder: str) -> list[bool]:
     mesh, cpu = make_mesh(job.degrees), torch.device("cpu")
     trained = Trainer(job, mesh, cpu)
     trained.run()
-    with mock.patch("compose.train.trainer.parallelize", _cut_without_weights):
+    with mock.patch("compose.train.trainer.parallelize", parallelize_without_weights):
         again = Trainer(job, mesh, cpu)
     again.held.release()
     models = again.composition.model, trained.composition.model
