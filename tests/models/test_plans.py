@@ -32,7 +32,9 @@ KEYS: dict[str, Keys] = {
     "mixtral": MIXTRAL,
     "gpt_oss": GPT_OSS,
     "dit": DIT,
+    "qwen3": {"model__name": "qwen3", "train__seq_len": 32, "train__global_batch": 16},
 }
+PIPELINE = "pp 2 train__micro_batch 1 train__global_batch 4 model__n_layers 4"
 CAPPED = "model__attention_softcap 2.0 model__final_softcap 1.5"
 FLOAT8 = "precision__float8 tensorwise"
 # A batch's documents are shorter and longer than a window, and gpt_oss' limit bounds many values.
@@ -112,7 +114,27 @@ CASES: dict[str, dict[str, str]] = {
         "ds 2 tp 2 sequence false precision__float8 rowwise model__dim 64 model__hidden_dim 128"
         " model__n_layers 3": "full",
     },
+    # Where the key/value heads are fewer than tp, ranks share them, and k_norm's input. The full tier
+    # has what is as with Llama, whose plan is the same there.
+    "qwen3": {
+        "": "suite",
+        "tp 2": "suite",
+        "tp 2 sequence false loss false": "full",
+        "tp 4": "slow",
+        "tp 4 sequence false loss false": "full",
+        "tp 4 model__n_kv_heads 1": "full",
+        "ds 2 tp 2": "slow",
+        "ds 2 tp 2 zero 0": "full",
+        "cp 2 cp_method ring": "suite",
+        "cp 2 tp 2 cp_method ulysses": "slow",
+        f"{PIPELINE} pp_schedule ZBVZeroBubble model__tie_embeddings true": "suite",
+        f"{PIPELINE} tp 2": "full",
+        "tp 2 precision__param bfloat16": "slow",
+    },
 }
+
+
+NORMS = {"gemma3": 6, "qwen3": 4}  # of a layer
 
 
 @pytest.mark.parametrize(
@@ -125,11 +147,11 @@ CASES: dict[str, dict[str, str]] = {
 )
 def test_equals_one_process(pool: Pool, name: str, case: str) -> None:
     ranks, keys = keys_of(KEYS[name], case)
-    report = agreed(pool.run(prove_case, ranks, keys))
+    report = agreed(pool.run(prove_step if name == "qwen3" else prove_case, ranks, keys))
     assert report.ok, str(report)
-    if name == "gemma3":
-        norms = {row.name for row in report.rows if re.search(r"norm\.weight$", row.name)}
-        assert len(norms) == 1 + 6 * int(str(keys["model__n_layers"]))
+    norms = {row.name for row in report.rows if re.search(r"norm\.weight$", row.name)}
+    if name in NORMS:
+        assert len(norms) == 1 + NORMS[name] * int(str(keys["model__n_layers"]))
 
 
 # Every model on every mesh of 8 ranks: sizes that all degrees divide.
@@ -164,52 +186,6 @@ def test_every_mesh_of_eight_ranks(pool: Pool, name: str, pp: int) -> None:
         assert report.ok, f"{case}\n{report}"
         proved += 1
     assert proved == {1: 20, 2: 10, 4: 4, 8: 1}[pp]
-
-
-PIPELINE: Keys = {
-    "parallel__pp": 2,
-    "train__micro_batch": 1,
-    "train__global_batch": 4,
-    "model__n_layers": 4,
-}
-TIED: Keys = {"parallel__pp_schedule": "ZBVZeroBubble", "model__tie_embeddings": True}
-# qwen3 on ranks, with keys. Where the key/value heads are fewer than tp, ranks share them, and k_norm's
-# input. The full tier has what is as with Llama, whose plan is the same there.
-QWEN3: dict[str, tuple[int, Keys, str]] = {
-    "alone": (1, {}, "suite"),
-    "tp 2": (2, parallel(tp=2), "suite"),
-    "tp 2, sequence and logits whole": (2, parallel(tp=2, sequence=False, loss=False), "full"),
-    "tp 4, shared heads": (4, parallel(tp=4), "slow"),
-    "tp 4, shared heads, sequence and logits whole": (
-        4,
-        parallel(tp=4, sequence=False, loss=False),
-        "full",
-    ),
-    "tp 4, one key/value head": (4, parallel(tp=4) | {"model__n_kv_heads": 1}, "full"),
-    "dp_shard 2, tp 2": (4, parallel(dp_shard=2, tp=2), "slow"),
-    "dp_shard 2, tp 2, zero 0": (4, parallel(dp_shard=2, tp=2, zero=0), "full"),
-    "cp 2": (2, parallel(cp=2, cp_method="ring"), "suite"),
-    "cp 2, tp 2": (4, parallel(cp=2, tp=2, cp_method="ulysses"), "slow"),
-    "pp 2, tied": (2, PIPELINE | TIED, "suite"),
-    "pp 2, tp 2": (4, PIPELINE | {"parallel__tp": 2}, "full"),
-    "bfloat16, tp 2": (2, parallel(tp=2) | {"precision__param": "bfloat16"}, "slow"),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=tier(slow=when == "slow", full=when == "full"))
-        for case, (_, _, when) in QWEN3.items()
-    ],
-)
-def test_qwen3_equals_one_process(pool: Pool, case: str) -> None:
-    ranks, keys, _ = QWEN3[case]
-    keys = keys | {"model__name": "qwen3"}
-    report = agreed(pool.run(prove_step, ranks, keys))
-    assert report.ok, str(report)
-    heads = {row.name for row in report.rows if re.search(r"\.[qk]_norm\.weight$", row.name)}
-    assert len(heads) == 2 * int(str(keys.get("model__n_layers", 2)))
 
 
 MODULES: dict[str, Any] = {"qwen3": models.qwen3.model.Attention, "gemma3": models.gemma3.model.Block}
