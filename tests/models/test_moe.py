@@ -59,6 +59,12 @@ def by_hand(moe: MoE, x_BLD: Tensor) -> Tensor:
     return torch.stack(rows).view_as(x_BLD)
 
 
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in module.parameters()]
+    assert all(gradient is not None for gradient in found)
+    return found  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 @pytest.mark.parametrize(
     "config",
@@ -94,11 +100,8 @@ def test_many_rows_of_an_expert(config: MoEConfig) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     weight = inputs(2, 150, seed=2)
     given = [x, *moe.experts.parameters()]
-    gradients = torch.autograd.grad((found * weight).sum(), given)
-    for gradient, want in zip(
-        gradients, torch.autograd.grad((expected * weight).sum(), given), strict=True
-    ):
-        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
+    gradients, wanted = (torch.autograd.grad((y * weight).sum(), given) for y in (found, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_without_tokens_and_a_lone_token() -> None:
@@ -111,13 +114,7 @@ def test_experts_without_tokens_and_a_lone_token() -> None:
         found.sum().backward()
         for weight in moe.experts.parameters():
             assert weight.grad is not None
-            assert [bool(part.abs().sum()) for part in weight.grad] == [
-                False,
-                False,
-                True,
-                False,
-                False,
-            ]
+            assert [e for e, part in enumerate(weight.grad) if part.any()] == [2]
 
 
 def test_a_weight_that_is_always_1_gives_the_gate_no_gradient() -> None:
@@ -149,9 +146,7 @@ def test_kernel_equals_the_loop(counts: list[int]) -> None:
         (found.float() ** 2).sum().backward()
         (expected**2).sum().backward()
         for value, want in ((x.grad, x32.grad), (experts.w2.grad, exact.w2.grad)):
-            assert value is not None
-            assert want is not None
-            assert relative(value, want) < 5e-2
+            assert relative(value, want) < 5e-2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
@@ -171,8 +166,8 @@ def test_biases_are_those_of_each_expert(dim: int, inner: int, counts: list[int]
     torch.testing.assert_close(found, torch.stack(rows))
     parameters = [x, *experts.parameters()]
     expected = torch.autograd.grad((torch.stack(rows) ** 2).sum(), parameters)
-    for value, want in zip(torch.autograd.grad((found**2).sum(), parameters), expected, strict=True):
-        torch.testing.assert_close(value, want, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad((found**2).sum(), parameters)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
     half, x16 = copy.deepcopy(experts).bfloat16(), x.detach().bfloat16().requires_grad_()
     found16 = half(x16, given)
     assert relative(found16, found) < 2e-2
@@ -241,8 +236,7 @@ def test_gradient_of_auxiliary_losses(config: MoEConfig, kind: str) -> None:
         counts = F.one_hot(routing.experts, config.n_experts).sum((1, 2)).float()
         share = counts / counts.sum(1, keepdim=True)
     expected = torch.autograd.grad(losses(moe, x, share), parameters)
-    for value, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     moe.router.finish_step(moe.router.tally)
     last = {name: float(value) for name, value in moe.router.last.items()}
     with torch.no_grad():
@@ -286,8 +280,7 @@ def test_micro_batches_are_one_batch() -> None:
         (parts(part) ** 2).sum().backward()
     for moe in (whole, parts):
         moe.router.finish_step(moe.router.tally)
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    torch.testing.assert_close(gradients_of(whole), gradients_of(parts))
     assert torch.equal(whole.router.bias, parts.router.bias)
     assert torch.equal(whole.router.load, parts.router.load)
 
@@ -300,10 +293,8 @@ def test_losses_are_scaled_as_the_models(kind: str) -> None:
     scaled.router.loss_scale = 64.0
     (plain(x) ** 2).sum().backward()
     ((scaled(x) ** 2).sum() * 64).backward()
-    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.equal(a.grad * 64, b.grad)
+    for a, b in zip(gradients_of(plain), gradients_of(scaled), strict=True):
+        assert torch.equal(a * 64, b)
     assert torch.equal(plain.router.tally, scaled.router.tally), "what is reported is not scaled"
 
 
@@ -401,8 +392,7 @@ def test_padding_counts_for_nothing(kind: str) -> None:
     (expected**2).sum().backward()
     assert torch.equal(padded.router.tally[:6], plain.router.tally[:6]), "counts"
     torch.testing.assert_close(padded.router.tally, plain.router.tally, rtol=1e-6, atol=0.0)
-    for a, b in zip(padded.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+    torch.testing.assert_close(gradients_of(padded), gradients_of(plain))
 
 
 def test_buffers_are_made_on_a_real_device() -> None:

@@ -20,7 +20,7 @@ from compose.pipeline.schedules import SCHEDULES
 from compose.proof.prove import prove
 from compose.proof.report import Report, joined, tolerance_of
 from compose.train.workers import this_worker
-from tests.support.draws import Draw, Keys, draw, one_process, other_mesh
+from tests.support.draws import MODELS, WITH_EXPERTS, Draw, Keys, draw, one_process, other_mesh
 from tests.support.helpers import agreed, make_config, make_job, small_ones_move, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
@@ -181,8 +181,6 @@ _CHOICES: dict[str, list[Any]] = {
     "train__max_norm": [0.0],
     "train__micro_batch": [1, 2, 3],
 }
-_MODELS = ["llama", "qwen3", "gemma3", "gpt2", "dit"]
-_WITH_EXPERTS = ["qwen3", "deepseek_v3", "mixtral", "gpt_oss"]
 AT_LEAST = 3
 
 
@@ -197,7 +195,8 @@ def test_draws_cover_what_there_is() -> None:
     assert sum(one.trained for one in legal) >= len(legal) / 4
     count = Counter(feature for one in legal for feature in features(one.keys))
     wanted = [f"{name}={value}" for name, values in _CHOICES.items() for value in values]
-    wanted += [*_DEGREES, *_SWITCHES, *_MODELS, *(f"{name} with experts" for name in _WITH_EXPERTS)]
+    experts = [f"{name} with experts".replace("moe", "qwen3") for name in WITH_EXPERTS]
+    wanted += [*_DEGREES, *_SWITCHES, *(set(MODELS) - {*WITH_EXPERTS}), *experts]
     assert {name: count[name] for name in wanted if count[name] < AT_LEAST} == {}
     # The slow tier has of each at least one.
     suite = [everything[number] for number in sorted(IN_THE_SUITE)]

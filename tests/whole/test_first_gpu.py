@@ -39,12 +39,8 @@ NEEDS_A_GPU = {"tests marked gpu", "memory snapshot", "2 ranks: async_tp"}
 def test_paths_of_a_cpu(tmp_path: Path, only: list[str]) -> None:
     """All that a CPU can run passes, and the rest says why not."""
     file, table = tmp_path / "found.json", tmp_path / "table.md"
-    words = [
-        "--seconds=900",
-        f"--json={file}",
-        f"--table={table}",
-        *(["--only", *only] if only else []),
-    ]
+    words = ["--seconds=900", f"--json={file}", f"--table={table}"]
+    words += ["--only", *only] if only else []
     program = Program(tmp_path / "said", *COMMAND, *words)
     code = program.process.wait(900)
     found = json.loads(file.read_text())
@@ -182,16 +178,22 @@ class FakeWorker:
         pass
 
 
+def driven(folder: Path, paths: list[Check], device: str, until: float) -> list[dict[str, Any]]:
+    """The rows of a report on ``paths``, of one device and of a run that ends at ``until``."""
+    report = Report(folder / "found.json", {"torch": "2"}, [path.name for path in paths], 0.0)
+    setting = first_gpu.Setting(device, 1, True, str(folder))
+    first_gpu.Driver(setting, paths, report).run(paths, until)
+    return list(report.rows.values())
+
+
 def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that its own limit cuts off fails; one that the end of the time cuts off is skipped."""
     monkeypatch.setattr(first_gpu, "Worker", FakeWorker)
     monkeypatch.setattr(time, "monotonic", lambda: FakeWorker.clock)
     seconds = ("20 a", "100 b", "50 c", "1 d")
     paths = [Check(name, lambda place: None, "lane", 60.0) for name in seconds]
-    report = Report(tmp_path / "found.json", {"torch": "2"}, list(seconds), 0.0)
-    setting = first_gpu.Setting("cpu", 1, True, str(tmp_path))
-    first_gpu.Driver(setting, paths, report).run(paths, 100.0)
-    assert [(row["outcome"], row.get("reason")) for row in report.rows.values()] == [
+    rows = driven(tmp_path, paths, "cpu", 100.0)
+    assert [(row["outcome"], row.get("reason")) for row in rows] == [
         ("pass", None),
         ("fail", "no answer in 60 s"),
         ("skipped", "no time left: cut off after 20 s"),
@@ -202,10 +204,8 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_few_gpus(tmp_path: Path) -> None:
     """Paths of several ranks are skipped on one GPU, and said to be."""
     path = Check("4 ranks: tp", lambda place: None, "ranks", ranks=4, devices=4)
-    report = Report(tmp_path / "found.json", {"torch": "2"}, [path.name], 0.0)
-    setting = first_gpu.Setting("cuda", 1, True, str(tmp_path))
-    first_gpu.Driver(setting, [path], report).run([path], time.monotonic() + 100)
-    assert report.rows[path.name]["reason"] == "it needs 4 GPUs, and 1 is there"
+    (row,) = driven(tmp_path, [path], "cuda", time.monotonic() + 100)
+    assert row["reason"] == "it needs 4 GPUs, and 1 is there"
 
 
 def test_the_file_is_whole_after_each_line(tmp_path: Path) -> None:
