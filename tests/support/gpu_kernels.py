@@ -28,7 +28,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor) -> Tensor:
 
 
 def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor
+    scale: float, bias: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output (B, L, H, V) and the log-sum-exp (B, H, L) of (B, L, H, K)."""
     scores = _scores(q, k, scale, bias)
@@ -39,7 +39,7 @@ def _plain_forward(
 
 
 def _plain_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor
+    scale: float, bias: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of (B, L, H, K); ``lse`` is (B, H, L)."""
     weights = (_scores(q, k, scale, bias) - lse.double()[..., None]).exp()
@@ -97,7 +97,7 @@ def _flash_bias(a: Any) -> Tensor:
 def flash_forward(a: Any) -> tuple[Tensor, ...]:
     assert a.query.shape[-1] == a.value.shape[-1]
     assert (a.dropout_p, a.return_debug_mask) == (0, False)
-    out, lse = _plain_forward(*_flash_rows(a), a.scale, _flash_bias(a))
+    out, lse = _plain_forward(a.scale, _flash_bias(a), *_flash_rows(a))
     # As the kernel says "no key".
     out, lse = out.nan_to_num(0.0), lse.masked_fill(lse == -torch.inf, torch.inf)
     out, lse = (out, lse) if a.cum_seq_q is None else (out[0], lse[0])
@@ -107,7 +107,7 @@ def flash_forward(a: Any) -> tuple[Tensor, ...]:
 def flash_backward(a: Any) -> tuple[Tensor, ...]:
     assert a.logsumexp.is_contiguous()
     lse = a.logsumexp if a.cum_seq_q is None else a.logsumexp[None]
-    found = _plain_backward(*_flash_rows(a), lse, a.scale, _flash_bias(a))
+    found = _plain_backward(a.scale, _flash_bias(a), lse, *_flash_rows(a))
     return tuple(x.reshape(y.shape) for x, y in zip(found, (a.query, a.key, a.value), strict=True))
 
 
@@ -135,7 +135,7 @@ def cudnn_forward(a: Any) -> tuple[Any, ...]:
     given = (a.attn_bias, a.compute_log_sumexp, a.dropout_p, a.return_debug_mask)
     assert given == (None, True, 0.0, False)
     rows = _heads_second(a.query, a.key, a.value)
-    out, lse = _plain_forward(*rows, a.scale, _top_left(a))
+    out, lse = _plain_forward(a.scale, _top_left(a), *rows)
     empty, sizes = a.query.new_empty(0), (a.query.shape[2], a.key.shape[2])
     return out.transpose(1, 2), lse[..., None], empty, empty, *sizes, empty, empty, empty
 
@@ -147,7 +147,7 @@ def cudnn_backward(a: Any) -> tuple[Tensor, ...]:
     assert a.logsumexp.shape == (*a.query.shape[:3], 1)
     assert a.logsumexp.stride() == torch.empty(a.logsumexp.shape).stride()
     lse = a.logsumexp[..., 0]
-    return _heads_second(*_plain_backward(*_heads_second(*given), lse, a.scale, _top_left(a)))
+    return _heads_second(*_plain_backward(a.scale, _top_left(a), lse, *_heads_second(*given)))
 
 
 # The efficient kernel: heads first, as many of keys as of queries, a mask, a padded log-sum-exp.
@@ -170,7 +170,7 @@ def efficient_forward(a: Any) -> tuple[Any, ...]:
     assert a.query.shape[1] == a.key.shape[1] == a.value.shape[1]
     assert (a.dropout_p, a.compute_log_sumexp) == (0.0, True)
     rows = _heads_second(a.query, a.key, a.value)
-    out, lse = _plain_forward(*rows, a.scale, _efficient_bias(a))
+    out, lse = _plain_forward(a.scale, _efficient_bias(a), *rows)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     return out.contiguous().transpose(1, 2), lse, a.query.new_empty(0), a.query.new_empty(0)
 
@@ -184,7 +184,7 @@ def efficient_backward(a: Any) -> tuple[Tensor, ...]:
     assert lse.stride(-1) == 1
     assert (lse[..., length:] == torch.inf).all()
     rows = _heads_second(a.query, a.key, a.value, a.grad_out_, a.out)
-    found = _plain_backward(*rows, lse[..., :length], a.scale, _efficient_bias(a))
+    found = _plain_backward(a.scale, _efficient_bias(a), lse[..., :length], *rows)
     return *_heads_second(*found), a.query.new_empty(0)
 
 
