@@ -113,9 +113,8 @@ def _messages(job: Job) -> list[str]:
         levels = {level: size for (what, level), size in most.items() if what == purpose}
         if plain := levels.pop("plain", 0):
             shown = ", ".join(f"{size:,} to {level} ranks" for level, size in sorted(levels.items()))
-            lines.append(
-                f"  {purpose:<20}{shown}; plain {plain:,} ({sum(levels.values()) / plain:.3f})"
-            )
+            share = sum(levels.values()) / plain
+            lines.append(f"  {purpose:<20}{shown}; plain {plain:,} ({share:.3f})")
     return lines
 
 
@@ -123,16 +122,15 @@ def _mesh_line(job: Job) -> str:
     parallel = job.degrees
     degrees = ", ".join(f"{axis} {getattr(parallel, axis)}" for axis in AXES)
     experts = f" (ep {parallel.ep} over them)" if parallel.ep > 1 else ""
-    line = f"mesh: {job.world_size} ranks: {degrees}{experts}; zero {parallel.zero}"
+    lines = [f"mesh: {job.world_size} ranks: {degrees}{experts}; zero {parallel.zero}"]
     if job.islands > 1:
-        every = job.config.outer.every
-        line = (
-            f"islands: {job.islands}, which exchange weights every {every} steps; all below is of one\n"
-            f"{line}"
-        )
+        how = f"exchange weights every {job.config.outer.every} steps; all below is of one"
+        lines.insert(0, f"islands: {job.islands}, which {how}")
     if parallel.pp > 1:
-        line += f"\npipeline: {parallel.pp_schedule}, layers of its stages {list(parallel.pp_layers)}"
-    return line
+        lines.append(
+            f"pipeline: {parallel.pp_schedule}, layers of its stages {list(parallel.pp_layers)}"
+        )
+    return "\n".join(lines)
 
 
 def _table(placed: list[Placed], pp: int) -> list[str]:
@@ -146,18 +144,12 @@ def _table(placed: list[Placed], pp: int) -> list[str]:
         groups.setdefault(alike, []).append(p)
     rows = [("parameter", *(["pp"] if pp > 1 else []), "shape", *axes, "local shape", "bytes")]
     for group in groups.values():
-        p, last = group[0], group[-1]
-        name = p.name if len(group) == 1 else f"{p.name} ... {last.name} ({len(group)})"
-        rows.append(
-            (
-                name,
-                *([str(p.pp)] if pp > 1 else []),
-                _shape(p.shape),
-                *(p.placements.get(axis, "R") for axis in axes),
-                _shape(p.local_shape),
-                f"{p.local_bytes:,}" + (f" x {len(group)}" if len(group) > 1 else ""),
-            )
-        )
+        p, several = group[0], len(group) > 1
+        name = f"{p.name} ... {group[-1].name} ({len(group)})" if several else p.name
+        placed_on = [p.placements.get(axis, "R") for axis in axes]
+        size = f"{p.local_bytes:,}" + (f" x {len(group)}" if several else "")
+        stage = [str(p.pp)] if pp > 1 else []
+        rows.append((name, *stage, _shape(p.shape), *placed_on, _shape(p.local_shape), size))
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows

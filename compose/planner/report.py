@@ -14,7 +14,7 @@ from pydantic import Field
 from compose.config import rules
 from compose.config.json_files import Count, read_json
 from compose.config.toml import load
-from compose.errors import LEADS_OUT, ConfigError, Fraction, leads_out, read_own, toml_value
+from compose.errors import ConfigError, Fraction, read_own, refuse_link_out, toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planner.cluster import LEAST, MOST, Cluster, Rate
 from compose.planner.estimate import Estimate, RankPeak, estimate
@@ -355,8 +355,7 @@ def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     job, rate = rules.check(config, ranks), _rate(folder)
     tokens = config.train.global_batch * config.train.seq_len
     traces = folder / "traces"
-    if leads_out(traces, folder):
-        raise ConfigError(f"{traces}: {LEADS_OUT}")
+    refuse_link_out(traces, folder)
     summaries = sorted(traces.glob("*_summary.json"))
     profile = read_json(summaries[-1], _Summary, own=True) if summaries else None
     predicted = estimate(job, cluster)

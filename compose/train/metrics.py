@@ -104,9 +104,8 @@ class StepMetrics:
         minutes, seconds = divmod(round(seconds_left), 60)
         mfu = "" if self.mfu is None else f"  mfu {self.mfu:.1%}"
         loads = [report["load"] for report in self.more.get("routing", {}).values() if "load" in report]
-        validation = (
-            "" if self.validation_loss is None else f"  validation_loss {self.validation_loss:.4f}"
-        )
+        measured = self.validation_loss
+        validation = "" if measured is None else f"  validation_loss {measured:.4f}"
         load = f"  load {max(loads):.2f}" if loads else ""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}{validation}"
