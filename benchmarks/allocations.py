@@ -139,14 +139,14 @@ class Apart(TorchDispatchMode):
         @torch.no_grad()
         def there() -> torch.Size | None:
             copies = tree_map_only(Tensor, torch.clone, (args, kwargs))
-            found = collective(*copies[0], **copies[1])
+            result = collective(*copies[0], **copies[1])
             for tensor, copy in zip(tree_leaves((args, kwargs)), tree_leaves(copies), strict=True):
                 if isinstance(tensor, Tensor):
                     tensor.copy_(copy)
-            if not isinstance(found, Tensor):
+            if not isinstance(result, Tensor):
                 return None
-            held.append(torch.ops._c10d_functional.wait_tensor(found))
-            return found.shape
+            held.append(torch.ops._c10d_functional.wait_tensor(result))
+            return result.shape
 
         shape = self.thread.submit(there).result()
         if shape is None:

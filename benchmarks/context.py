@@ -121,8 +121,8 @@ def ring_of_two(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
             ):
                 of_q.add(at_q, [one])
                 of_kv.add(at_k, two)
-            for sums, found in zip(dkv, of_kv.of, strict=True):
-                sums[:, rows_k] += found.transpose(1, 2)
+            for sums, results in zip(dkv, of_kv.of, strict=True):
+                sums[:, rows_k] += results.transpose(1, 2)
         dq[:, rows] = of_q.of[0].transpose(1, 2).to(q.dtype)
     return [out, dq, *(x.to(k.dtype) for x in dkv)]
 
@@ -192,12 +192,12 @@ def one_process(device: str, length: int) -> dict[str, object]:
     exact = [torch.randn(1, length, n, 64, generator=generator).to(device) for n in heads]
     half = [x.bfloat16() for x in exact]
     times: dict[str, list[float]] = {"ring": [], "operator": [], "flash": []}
-    found: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     for turn in range(TURNS + 1):  # the first warms up
         for name, work in (("ring", ring_of_two), ("operator", operator), ("flash", flash)):
             synchronize(device)
             start = time.perf_counter()
-            found[name] = work(*half)
+            results[name] = work(*half)
             synchronize(device)
             if turn:
                 times[name].append(time.perf_counter() - start)
@@ -209,7 +209,7 @@ def one_process(device: str, length: int) -> dict[str, object]:
     right = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
     errors = {
         name: max(float((a.double() - b).norm() / b.norm()) for a, b in zip(got, right, strict=True))
-        for name, got in found.items()
+        for name, got in results.items()
     }
     ratios = {name: [a / b for a, b in zip(times[name], times["flash"], strict=True)] for name in times}
     return {

@@ -101,22 +101,22 @@ def serve(
 
 def tried(path: Check, place: Place, clean: bool) -> Result:
     """Run a path; what goes wrong is its result."""
-    found: Result
+    results: Result
     try:
-        found = {"outcome": "pass", "figures": path.run(place) or {}}
+        results = {"outcome": "pass", "figures": path.run(place) or {}}
     except Skipped as error:
-        found = {"outcome": "skipped", "reason": line_of(error)}
+        results = {"outcome": "skipped", "reason": line_of(error)}
     except (Exception, SystemExit) as error:
         said = line_of(error)
         if not isinstance(error, AssertionError):
             said = f"{type(error).__name__}: {said}"
-        found = {"outcome": "fail", "reason": said, "detail": traceback.format_exc()[-3000:]}
+        results = {"outcome": "fail", "reason": said, "detail": traceback.format_exc()[-3000:]}
     try:
         if clean:
             free(place.device)
     except Exception as error:  # an illegal access, say: no call on this device works any more
-        found |= {"unusable": line_of(error)}
-    return found
+        results |= {"unusable": line_of(error)}
+    return results
 
 
 def line_of(error: BaseException) -> str:
@@ -153,8 +153,8 @@ class Worker:
 
     def ready(self) -> Result:
         """Return whether all ranks have started, as a result."""
-        found = self.answers(START)
-        return next((each for each in found if each != "ready"), {"outcome": "pass"})
+        result = self.answers(START)
+        return next((each for each in result if each != "ready"), {"outcome": "pass"})
 
     def ask(self, name: str, seconds: float, known: dict[str, Figures]) -> Result:
         """Run a path on every rank; the result of the first to fail, else of the first rank."""
@@ -162,30 +162,30 @@ class Worker:
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.send((name, seconds, known, folder))
-        found = self.answers(seconds)
+        result = self.answers(seconds)
         shutil.rmtree(folder, ignore_errors=True)
         order = {"fail": 0, "skipped": 1, "pass": 2}
-        return min(found, key=lambda each: order[each["outcome"]])
+        return min(result, key=lambda each: order[each["outcome"]])
 
     def answers(self, seconds: float) -> list[Any]:
         """Return what the ranks answer; a failure for each that dies or says nothing in time."""
         waiting = {connection: rank for rank, connection in enumerate(self.connections)}
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         failed: list[int] = []
         end = time.monotonic() + seconds
         while waiting and (heard := wait(list(waiting), max(0.0, end - time.monotonic()))):
             for connection in heard:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    found[rank] = connection.recv()  # type: ignore[union-attr]
+                    results[rank] = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    found[rank] = self.died(rank)
-                if found[rank] != "ready" and found[rank]["outcome"] == "fail":
+                    results[rank] = self.died(rank)
+                if results[rank] != "ready" and results[rank]["outcome"] == "fail":
                     failed.append(rank)
                     end = min(end, time.monotonic() + GRACE)
         for rank in waiting.values():
-            found[rank] = self.silent(rank, seconds)
-        return [found[rank] for rank in (*failed, *(r for r in sorted(found) if r not in failed))]
+            results[rank] = self.silent(rank, seconds)
+        return [results[rank] for rank in (*failed, *(r for r in sorted(results) if r not in failed))]
 
     def died(self, rank: int) -> Result:
         """Return the failure of a rank whose process has ended."""
@@ -243,13 +243,13 @@ class Driver:
 
     def lanes(self, timed: bool, together: bool) -> list[list[Check]]:
         """Return the paths by lane; ``together``: those that may share a process are one lane."""
-        found: dict[Any, list[Check]] = {}
+        results: dict[Any, list[Check]] = {}
         for path in self.paths:
             if path.timed == timed:
                 lane = (path.lane in ALONE, path.ranks) if together else path.lane
-                found.setdefault(lane, []).append(path)
+                results.setdefault(lane, []).append(path)
         # Figures stand beside what the planner has predicted.
-        return sorted(found.values(), key=lambda lane: lane[0].lane != "planner")
+        return sorted(results.values(), key=lambda lane: lane[0].lane != "planner")
 
     def run(self, lane: Sequence[Check], until: float) -> None:
         """Run the paths of a lane, one after another, until the time is over."""
@@ -270,20 +270,23 @@ class Driver:
             if worker is None:
                 worker = Worker(self.setting, path.lane, path.ranks)
                 self.workers.add(worker)
-                found = worker.ready()
-                if found["outcome"] == "fail":
+                results = worker.ready()
+                if results["outcome"] == "fail":
                     broken = "the processes of these paths do not start"
-                    self.note(path, found, time.monotonic() - start)
+                    self.note(path, results, time.monotonic() - start)
                     continue
                 start = time.monotonic()
             allowed = min(path.limit, max(5.0, until - start))
-            found = worker.ask(path.name, allowed, self.report.figures())
+            results = worker.ask(path.name, allowed, self.report.figures())
             took = time.monotonic() - start
-            if "unusable" in found and took >= allowed and allowed < path.limit:
-                found = {"outcome": "skipped", "reason": f"no time left: cut off after {allowed:.0f} s"}
-                found["unusable"] = "it was cut off"
-            self.note(path, found, took)
-            if "unusable" in found or (path.ranks > 1 and found["outcome"] == "fail"):
+            if "unusable" in results and took >= allowed and allowed < path.limit:
+                results = {
+                    "outcome": "skipped",
+                    "reason": f"no time left: cut off after {allowed:.0f} s",
+                }
+                results["unusable"] = "it was cut off"
+            self.note(path, results, took)
+            if "unusable" in results or (path.ranks > 1 and results["outcome"] == "fail"):
                 self.close(worker)
                 worker = None
         if worker:

@@ -41,15 +41,15 @@ def seconds(composition: Composition, cached: bool, turns: int) -> list[tuple[fl
         caches = [open_cache(composition, "on") for _ in starts]
         for start, cache in zip(starts, caches, strict=True):
             next_logits(composition, text[: start - 1], cache)
-    found = []
+    results = []
     for turn in range(turns):
         pair = []
         for start, cache in zip(starts, caches, strict=True):
             begin = time.perf_counter()
             next_logits(composition, text[: start + turn], cache)  # the result is on the CPU
             pair.append(time.perf_counter() - begin)
-        found.append((pair[0], pair[1]))
-    return found
+        results.append((pair[0], pair[1]))
+    return results
 
 
 def main() -> None:

@@ -107,14 +107,14 @@ def rate(work: Callable[[], object], amount: float, device: torch.device) -> flo
 
 def limits(place: Place) -> Figures:
     """Measure products in bfloat16 and float8, and copies on the device and to it."""
-    device, found = place.device, Figures()
+    device, result = place.device, Figures()
     best = 0.0
     for m, n, k in PRODUCTS if place.gpu else TINY_PRODUCTS:
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
         reached = rate(lambda a=a, b=b: a @ b.T, 2.0 * m * n * k, device)
         best = max(best, reached)
-        found[f"{m} x {n} x {k}"] = {"bfloat16": reached, **_float8(a, b, 2.0 * m * n * k, device)}
+        result[f"{m} x {n} x {k}"] = {"bfloat16": reached, **_float8(a, b, 2.0 * m * n * k, device)}
     source = torch.ones(2**30 if place.gpu else 2**16, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     host = torch.ones(len(source), dtype=torch.uint8, pin_memory=place.gpu)
@@ -124,7 +124,7 @@ def limits(place: Place) -> Figures:
         "from_host_bytes_per_s": rate(
             lambda: target.copy_(host, non_blocking=True), len(source), device
         ),
-        "products": found,
+        "products": result,
     }
 
 
@@ -222,13 +222,13 @@ def _trained(case: Case, recompute: str, place: Place) -> Figures:
         first = seconds(step, place.device)
         # All at once: the host may prepare a step while the device is still at the last one.
         spent = seconds(lambda: [step() for _ in range(STEPS)], place.device) / STEPS
-    found = _rates(command, spent, place)
+    result = _rates(command, spent, place)
     compiled = place.known.get(f"figure: {case._replace(how='compiled').name}")
     if compiled and case.how != "compiled":
-        found["over_compiled"] = found["tokens_per_second"] / compiled["tokens_per_second"]
+        result["over_compiled"] = result["tokens_per_second"] / compiled["tokens_per_second"]
     predicted = place.known.get(f"predicted: {case.name}", {}).get(recompute)
     beside = {"predicted": predicted} if predicted else {}
-    return {**found, "recompute": recompute, "first_step": first, **_memory(place), **beside}
+    return {**result, "recompute": recompute, "first_step": first, **_memory(place), **beside}
 
 
 def _rates(command: Command, spent: float, place: Place) -> Figures:
@@ -329,11 +329,11 @@ def hugging_face(case: Case, place: Place) -> Figures:
     with place.device:
         model = LlamaForCausalLM(config)
     Trainer(model, arguments, train_dataset=rows, callbacks=[Timed()]).train()  # type: ignore[arg-type]
-    found = _rates(command, median(spent[1:]), place)
+    result = _rates(command, median(spent[1:]), place)
     compiled = place.known.get(f"figure: {case._replace(how='compiled').name}")
     if compiled:
-        found["over_compiled"] = found["tokens_per_second"] / compiled["tokens_per_second"]
-    return {**found, "first_step": spent[0], **_memory(place)}
+        result["over_compiled"] = result["tokens_per_second"] / compiled["tokens_per_second"]
+    return {**result, "first_step": spent[0], **_memory(place)}
 
 
 def predicted(case: Case, place: Place) -> Figures:
@@ -342,33 +342,33 @@ def predicted(case: Case, place: Place) -> Figures:
     file = next((file for part, file in CLUSTERS.items() if part in name), "")
     if place.gpu and not file:
         raise Skipped(f"clusters/ has no file of {name}")
-    found = Figures()
+    result = Figures()
     for recompute in ("none", "full"):
         said = estimate(command_of(case, recompute, place).job, load_cluster(file or "cpu"), 1)
-        found[recompute] = {
+        result[recompute] = {
             "tokens_per_second": said.tokens_per_second_per_device,
             "mfu": said.mfu,
             "allocated_gib": said.peaks[0].allocated / 2**30,
         }
-    return found
+    return result
 
 
 def published(place: Place) -> Figures:
     """Return torchtitan's own figures of 8b on several GPUs: nothing runs here."""
     flops = find_model("llama").presets["8b"].flops_per_token(8192)
-    found = Figures()
+    result = Figures()
     for rows in content()["sets"]:
         if rows["name"] not in ("torchtitan", "trainy"):
             continue
         for row in rows["rows"]:
             given = dict(zip(rows["columns"], row, strict=True))
             how = f"{'compiled' if given['compile'] else 'eager'}, float8 {given['float8']}"
-            found[f"{rows['title']}: {given['gpus']} GPUs, {how}"] = {
+            result[f"{rows['title']}: {given['gpus']} GPUs, {how}"] = {
                 "tokens_per_second": given["value"],
                 "mfu": given["value"] * flops / (peak_flops("H100", "bfloat16") or 1),
                 "source": rows["source"],
             }
-    return found
+    return result
 
 
 def listed(small: bool) -> Iterator[tuple[str, Callable[[Place], Figures], str, bool]]:

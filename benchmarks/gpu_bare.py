@@ -48,9 +48,9 @@ class Bare:
     def _accumulate(self) -> None:
         """In float32, and for every micro-batch at once."""
         held = [master.grad for master in self.masters if master.grad is not None]
-        found = [p.grad for p in self.params if p.grad is not None]
+        results = [p.grad for p in self.params if p.grad is not None]
         if held:
-            torch._foreach_add_(held, found)
+            torch._foreach_add_(held, results)
         for master, p in zip(self.masters, self.params, strict=True):
             if not held and p.grad is not None:
                 master.grad = p.grad.float()

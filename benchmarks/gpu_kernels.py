@@ -72,9 +72,9 @@ def compared(
         out = function(*inputs)
         return [out, *torch.autograd.grad(out, inputs, seed.to(dtype).to(out.dtype))]
 
-    exact, coarse, found = run(plain, torch.float64), run(plain, dtype), run(kernel, dtype)
+    exact, coarse, result = run(plain, torch.float64), run(plain, dtype), run(kernel, dtype)
     figures = {"error": 0.0, "plain": 0.0}
-    for number, (one, other, right) in enumerate(zip(found, coarse, exact, strict=True)):
+    for number, (one, other, right) in enumerate(zip(result, coarse, exact, strict=True)):
         size = right.norm() + 1e-30
         error, rounding = (((x.double() - right).norm() / size).item() for x in (one, other))
         figures = {
@@ -202,12 +202,12 @@ def scaled(rowwise: bool, device: torch.device) -> Figures:
     scales = [each / torch.finfo(torch.float8_e4m3fn).max for each in largest]
     small = [(x / s).to(torch.float8_e4m3fn) for x, s in zip((a, b), scales, strict=True)]
     left, right = (x.double() * s.double() for x, s in zip(small, scales, strict=True))
-    found = torch._scaled_mm(
+    result = torch._scaled_mm(
         small[0], small[1].T, scales[0], scales[1].T if rowwise else scales[1], out_dtype=torch.bfloat16
     )
     exact = left @ right.T
     error, rounding = (
-        ((x.double() - exact).norm() / exact.norm()).item() for x in (found, exact.bfloat16())
+        ((x.double() - exact).norm() / exact.norm()).item() for x in (result, exact.bfloat16())
     )
     assert error <= SLACK * rounding, (
         f"the product is {error:.1e} away from float64, and bfloat16 {rounding:.1e}"
@@ -294,14 +294,14 @@ def chosen(
     given = qkv(shape, device)
     starts = (shape.length // 4, 3 * shape.length // 4) if ring else (0,)
     ids = (torch.rand(2, shape.length) < 0.02).long().cumsum(1) if documents else None
-    found = None if ids is None else Documents(ids, device)
+    result = None if ids is None else Documents(ids, device)
     size = shape.length // (4 if ring else 1)
     places = torch.cat([torch.arange(first, first + size) for first in starts]).to(device)
     extra = [torch.randn(shape.heads).double().to(device)] if sinks else []
 
     def run(plainly: bool, q: Tensor, k: Tensor, v: Tensor, *of_heads: Tensor) -> Tensor:
         rows, where = (q, (0,)) if plainly else (q[:, places], starts)
-        others = (*tensors_of(found), *(of_heads or (None,)), where, (0,), *options.given(q))
+        others = (*tensors_of(result), *(of_heads or (None,)), where, (0,), *options.given(q))
         with PlainAttention() if plainly else nullcontext():
             out, _ = attention_forward(rows, k, v, *others)
         return out[:, places] if plainly else out
@@ -309,11 +309,11 @@ def chosen(
     ran: set[str] = set()
 
     def kernel_of(of: kernel_table.Gpu, problem: kernel_table.Problem) -> str:
-        found = kernel or kernel_table.kernel_of(of, problem)
-        ran.add(found)
-        if not any(row.kernel == found and row.takes(of, problem) for row in kernel_table.TABLE):
-            raise Skipped(f"the {found} kernel is not for this")
-        return found
+        result = kernel or kernel_table.kernel_of(of, problem)
+        ran.add(result)
+        if not any(row.kernel == result and row.takes(of, problem) for row in kernel_table.TABLE):
+            raise Skipped(f"the {result} kernel is not for this")
+        return result
 
     with mock.patch.object(attention_operator, "kernel_of", kernel_of):
         figures = compared(partial(run, False), partial(run, True), [*given, *extra], dtype)

@@ -107,13 +107,13 @@ class Place:
 
 def versions(place: Place) -> Figures:
     """Return what the other lines depend on."""
-    found: Figures = {"python": platform.python_version(), "torch": torch.__version__}
+    results: Figures = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "torchao", "transformers", "tensorboard", "pytest", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            results[name] = importlib.metadata.version(name)
     if place.gpu:
         about = torch.cuda.get_device_properties(place.device)
-        found |= {
+        results |= {
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, nccl.version())),
@@ -123,7 +123,7 @@ def versions(place: Place) -> Figures:
             "memory_gib": round(about.total_memory / 2**30, 1),
             "devices": torch.cuda.device_count(),
         }
-    return found
+    return results
 
 
 _meshes: dict[Parallel, DeviceMesh] = {}
@@ -210,17 +210,17 @@ def compiled(mode: str, dtype: str, *keys: str, place: Place) -> Figures:
             size, loss = config.train.micro_batch, loss_function(config)
             forward_backward(composition, share, micro_batch=size, loss_function=loss)
             graphs.append(graphs_compiled())
-        found = composition.model.named_parameters()
-        return {name: local(p.grad).double() for name, p in found if p.grad is not None}
+        result = composition.model.named_parameters()
+        return {name: local(p.grad).double() for name, p in result if p.grad is not None}
 
     wide = gradients(Precision(), Compile())
     eager = gradients(config.precision, Compile())
     how = Compile(mode, config.compile.async_tp, backend)  # type: ignore[arg-type]
-    found = gradients(config.precision, how)
+    result = gradients(config.precision, how)
     # A bias that softmax ignores has a gradient of rounding alone: all gradients are its measure.
     least = 1e-4 * torch.stack([x.norm() for x in wide.values()]).norm()
     sizes = {name: wide[name].norm() + least for name in wide}
-    errors = {name: ((found[name] - wide[name]).norm() / sizes[name]).item() for name in wide}
+    errors = {name: ((result[name] - wide[name]).norm() / sizes[name]).item() for name in wide}
     allowed = {name: 2 * ((eager[name] - wide[name]).norm() / sizes[name]).item() for name in wide}
     worst = max(errors, key=lambda name: errors[name] - allowed[name])
     assert errors[worst] <= allowed[worst] + 1e-5, (
@@ -245,15 +245,15 @@ def fused_tp(place: Place) -> Figures:
     """Compile tp with its messages inside the products, and count the operators that do so."""
     if not place.gpu:
         raise Skipped("async_tp needs GPUs")
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     keys = ("--parallel.tp=2", "--parallel.dp_shard=-1", "--compile.mode=block")
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         figures = compiled("block", "bfloat16", *keys, "--compile.async_tp=true", place=place)
     for event in trace.events() or ():
         if event.name.startswith("symm_mem::fused"):
-            found[event.name] = found.get(event.name, 0) + 1
-    assert any("all_gather" in name for name in found), f"no all-gather is in a product: {found}"
-    return figures | found
+            results[event.name] = results.get(event.name, 0) + 1
+    assert any("all_gather" in name for name in results), f"no all-gather is in a product: {results}"
+    return figures | results
 
 
 class Reads(TorchDispatchMode):
@@ -275,16 +275,16 @@ class Reads(TorchDispatchMode):
 @contextlib.contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
     """Note where the host waits for the device: by PyTorch's own mode, and ``synchronize``."""
-    found: list[str] = []
+    results: list[str] = []
     if device.type != "cuda":
         with Reads() as reads:
-            yield found
-        found += reads.found
+            yield results
+        results += reads.found
         return
     synchronize = torch.cuda.synchronize
 
     def noted(*args: Any) -> None:
-        found.append("torch.cuda.synchronize")
+        results.append("torch.cuda.synchronize")
         synchronize(*args)
 
     with warnings.catch_warnings(record=True) as warned:
@@ -292,13 +292,13 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         torch.cuda.set_sync_debug_mode("warn")
         torch.cuda.synchronize = noted
         try:
-            yield found
+            yield results
         finally:
             torch.cuda.synchronize = synchronize
             torch.cuda.set_sync_debug_mode("default")
     for one in warned:
         if "synchronizing" in str(one.message):
-            found.append(f"{Path(one.filename).name}, line {one.lineno}")
+            results.append(f"{Path(one.filename).name}, line {one.lineno}")
 
 
 @contextlib.contextmanager
@@ -319,11 +319,11 @@ def synchronisations(*keys: str, place: Place) -> Figures:
     with trainer_of(place, *keys) as trainer:
         for _ in range(3):
             trainer.step()
-        with waits(place.device) as found:
+        with waits(place.device) as result:
             trainer.step()
-    where = dict(Counter(found))
-    assert len(found) <= MOST_WAITS, f"the host waits {len(found)} times in a step: {where}"
-    return {"waits": len(found), "where": where}
+    where = dict(Counter(result))
+    assert len(result) <= MOST_WAITS, f"the host waits {len(result)} times in a step: {where}"
+    return {"waits": len(result), "where": where}
 
 
 def profiled(place: Place) -> Figures:
@@ -331,9 +331,9 @@ def profiled(place: Place) -> Figures:
     with trainer_of(place, "--profile.steps=[3, 4]", "--train.stop_after=5") as trainer:
         trainer.run()
     summary = place.folder / "run" / "traces" / "step3-4_summary.json"
-    (found,) = json.loads(summary.read_text())["ranks"]
-    assert abs(sum(found["time"].values()) - 1) < 1e-3, f"the parts of the time are {found['time']}"
-    return found["time"]
+    (result,) = json.loads(summary.read_text())["ranks"]
+    assert abs(sum(result["time"].values()) - 1) < 1e-3, f"the parts of the time are {result['time']}"
+    return result["time"]
 
 
 def remembered(place: Place) -> Figures:
@@ -345,7 +345,7 @@ def remembered(place: Place) -> Figures:
         trainer.run()
     folder = place.folder / "run" / "traces"
     assert (folder / "step3-4_rank0_memory.pickle").stat().st_size, "the snapshot is empty"
-    (found,) = json.loads((folder / "step3-4_summary.json").read_text())["ranks"]
-    memory = found["memory"]
+    (result,) = json.loads((folder / "step3-4_summary.json").read_text())["ranks"]
+    memory = result["memory"]
     assert sum(memory["at_peak"].values()) == memory["peak"], f"parts are not the whole: {memory}"
     return {"peak": memory["peak"], **memory["at_peak"]}

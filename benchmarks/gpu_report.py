@@ -60,8 +60,8 @@ class Report:
 
     def counts(self) -> dict[str, int]:
         """Return how many paths have which outcome."""
-        found = [row["outcome"] for row in self.rows.values()]
-        return {outcome: found.count(outcome) for outcome in ("pass", "fail", "skipped")}
+        results = [row["outcome"] for row in self.rows.values()]
+        return {outcome: results.count(outcome) for outcome in ("pass", "fail", "skipped")}
 
     def end(self, table: Path | None) -> None:
         """Print the table, or write it into a file, and say what the run comes to."""
@@ -93,10 +93,10 @@ class Report:
             if name in self.rows and not name.startswith("figure:"):
                 groups.setdefault(name.partition(":")[0], []).append(self.rows[name])
         for group, rows in groups.items():
-            found = [row["outcome"] for row in rows]
+            results = [row["outcome"] for row in rows]
             bad = sorted((row for row in rows if "reason" in row), key=lambda row: row["outcome"])
             why = f"{bad[0]['name']}: {bad[0]['reason']}".replace("|", "\\|") if bad else ""
-            counts = " | ".join(str(found.count(outcome)) for outcome in ("pass", "fail", "skipped"))
+            counts = " | ".join(str(results.count(outcome)) for outcome in ("pass", "fail", "skipped"))
             lines.append(f"| {group} | {counts} | {why} |")
         figures = [self.rows[n] for n in self.names if n in self.rows and n.startswith("figure:")]
         if figures:
@@ -110,19 +110,19 @@ class Report:
         name = row["name"].partition(": ")[2]
         if row["outcome"] != "pass":
             return f"| {name} | {row['outcome']}: {row['reason']} | | | | | | |".replace("\n", " ")
-        found = row["figures"]
-        ratio = next((f"{w.split('_')[1]} {found[w]:.3f}" for w in RATIOS if w in found), "")
-        beside = found.get("predicted", {})
-        cells = [found.get(key) for key in ("tokens_per_second", "mfu", "of_limit", "allocated_gib")]
+        result = row["figures"]
+        ratio = next((f"{w.split('_')[1]} {result[w]:.3f}" for w in RATIOS if w in result), "")
+        beside = result.get("predicted", {})
+        cells = [result.get(key) for key in ("tokens_per_second", "mfu", "of_limit", "allocated_gib")]
         cells += [ratio, beside.get("tokens_per_second"), beside.get("allocated_gib")]
         return f"| {name} | {' | '.join(map(digits, cells))} |"
 
     def _published(self) -> list[str]:
         row = self.rows.get("published: torchtitan", {})
         return [
-            f"| {name} ({found['source']}) | {digits(found['tokens_per_second'])} |"
-            f" {digits(found['mfu'])} | | | | | |"
-            for name, found in row.get("figures", {}).items()
+            f"| {name} ({result['source']}) | {digits(result['tokens_per_second'])} |"
+            f" {digits(result['mfu'])} | | | | | |"
+            for name, result in row.get("figures", {}).items()
         ]
 
 

@@ -154,8 +154,8 @@ def resumed(place: Place) -> Figures:
         program.wait_for(lambda: len(steps_of(place.folder / "killed")) >= 25)
     done = len(steps_of(place.folder / "killed"))
     said = "\n".join(finished(place, *words("killed")).said)
-    found = re.search(r"resumed after step (\d+)", said)
-    assert found, f"killed after step {done}, it began anew"
+    result = re.search(r"resumed after step (\d+)", said)
+    assert result, f"killed after step {done}, it began anew"
     again = steps_of(place.folder / "killed")
     assert [line["step"] for line in again] == list(range(1, 41)), "steps are missing"
     differs = difference(place.folder / "whole", place.folder / "killed")
@@ -163,8 +163,8 @@ def resumed(place: Place) -> Figures:
         finished(place, *words("twice"))
         itself = difference(place.folder / "whole", place.folder / "twice")
         assert not itself, f"kernels are not deterministic: two runs without a kill differ: {itself}"
-    assert not differs, f"resumed after step {found[1]}: {differs}"
-    return {"killed_after": done, "resumed_after": int(found[1])}
+    assert not differs, f"resumed after step {result[1]}: {differs}"
+    return {"killed_after": done, "resumed_after": int(result[1])}
 
 
 def named(place: Place) -> Figures:
@@ -216,14 +216,14 @@ def checks(kind: str, devices: int, small: bool) -> list[Check]:
         devices: How many there are.
         small: Whether to leave out what another path shows nearly as well.
     """
-    found = [Check("versions", gpu_paths.versions, "kernels")]
-    found += [_kernel("kernel", *each) for each in gpu_kernels.kernels(kind)]
-    found.append(Check("tests marked gpu", marked_tests, "tests", limit=250))
-    found += list(_verified(small))
-    found += [_kernel("attention", *each) for each in gpu_kernels.attentions(kind)]
-    found += list(_techniques(small))
-    found += list(_ranks(kind, devices))
-    return found + [
+    results = [Check("versions", gpu_paths.versions, "kernels")]
+    results += [_kernel("kernel", *each) for each in gpu_kernels.kernels(kind)]
+    results.append(Check("tests marked gpu", marked_tests, "tests", limit=250))
+    results += list(_verified(small))
+    results += [_kernel("attention", *each) for each in gpu_kernels.attentions(kind)]
+    results += list(_techniques(small))
+    results += list(_ranks(kind, devices))
+    return results + [
         Check(name, run, lane, limit=150, timed=timed) for name, run, lane, timed in gpu.listed(small)
     ]
 

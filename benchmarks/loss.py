@@ -78,8 +78,8 @@ def exact_rows(given: list[Tensor]) -> Tensor:
 
 
 def error(loss: Loss, given: list[Tensor], exact: Tensor) -> float:
-    found = step(loss, given)[1][:ROWS].double()
-    return float((found - exact).norm() / exact.norm())
+    result = step(loss, given)[1][:ROWS].double()
+    return float((result - exact).norm() / exact.norm())
 
 
 def main() -> None:

@@ -208,13 +208,13 @@ def techniques(job: Job) -> list[Technique]:
 def held(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What is in host memory or in files between steps, where keys say so."""
     parameters = list(model.parameters())
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     if config.parallel.offload == "cpu":
-        found += [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        results += [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     if config.parallel.offload != "none" or config.optimizer.offload != "none":
         states = optimizer.state.values()
-        found += [value for state in states for value in state.values() if value.ndim]
-    return [local_tensor(t) for t in found]
+        results += [value for state in states for value in state.values() if value.ndim]
+    return [local_tensor(t) for t in results]
 
 
 def measure(job: Job, device: torch.device) -> int:
@@ -269,9 +269,9 @@ def peaks(rank: int, ranks: int, port: int, shape: Keys, runs: list[Keys], out: 
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks)
-    found = [measure(job_of(shape, keys, ranks), device) for keys in runs]
+    results = [measure(job_of(shape, keys, ranks), device) for keys in runs]
     if rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -304,13 +304,13 @@ def main() -> None:
         for which, keys in (("off", row.off), ("on", row.on)):
             of = runs[1 if which in row.alone.split() else n]
             of += [keys] if keys not in of else []
-    found = {ranks: in_ranks(ranks, shape, of) for ranks, of in runs.items() if of}
+    results = {ranks: in_ranks(ranks, shape, of) for ranks, of in runs.items() if of}
     sizes, worst = Sizes.of(job, n, device), ("", 1.0)
     for row in rows:
         bytes_of = {}
         for which, keys in (("off", row.off), ("on", row.on)):
             ranks = 1 if which in row.alone.split() else n
-            bytes_of[which] = found[ranks][runs[ranks].index(keys)]
+            bytes_of[which] = results[ranks][runs[ranks].index(keys)]
         saved, formula = bytes_of["off"] - bytes_of["on"], round(row.saves(sizes))
         ratio = round(saved / formula, 3)
         worst = max(worst, (row.name, ratio), key=lambda pair: abs(pair[1] - 1))

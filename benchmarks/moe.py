@@ -71,8 +71,8 @@ def train(module: nn.Module, grad: Tensor, x: Tensor, *more: Tensor) -> None:
     torch.autograd.grad(module(x, *more), [x, *module.parameters()], grad)
 
 
-def show(benchmark: str, **found: Any) -> None:
-    rounded = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in found.items()}
+def show(benchmark: str, **result: Any) -> None:
+    rounded = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in result.items()}
     made_by = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     print(json.dumps({"benchmark": benchmark, **rounded, **made_by}), flush=True)
 
@@ -99,8 +99,8 @@ def experts(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float]:
     flops = 2 * rows * sum(weight.numel() for weight in dense.parameters())
     a, b = in_turn(device, partial(grouped, x, counts), partial(dense, x))
     c, d = in_turn(device, partial(train, grouped, grad, x, counts), partial(train, dense, grad, x))
-    found = {"forward_fraction": median(map(truediv, b, a)), "fraction": median(map(truediv, d, c))}
-    return found | {"forward_tflops": flops / median(a) / 1e9, "tflops": 3 * flops / median(c) / 1e9}
+    results = {"forward_fraction": median(map(truediv, b, a)), "fraction": median(map(truediv, d, c))}
+    return results | {"forward_tflops": flops / median(a) / 1e9, "tflops": 3 * flops / median(c) / 1e9}
 
 
 def watch(calls: list[tuple[float, bool]], owner: Any, name: str, collective: bool = False) -> None:

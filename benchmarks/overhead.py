@@ -118,13 +118,13 @@ def ratio(above: list[float], below: list[float]) -> float:
     return round(statistics.median(map(truediv, above, below)), 4)
 
 
-def show(benchmark: str, device: torch.device, **found: object) -> None:
+def show(benchmark: str, device: torch.device, **result: object) -> None:
     made_by = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    print(json.dumps({"benchmark": benchmark, **found, **made_by}), flush=True)
+    print(json.dumps({"benchmark": benchmark, **result, **made_by}), flush=True)
 
 
 def of_one_process(job: Job, mesh: DeviceMesh, device: torch.device, steps: int) -> None:

@@ -42,11 +42,11 @@ class _Ring(torch.autograd.Function):
         dkv = torch.zeros_like(kv)
         for hop in range(ranks):
             if hop <= rank:
-                found = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+                result = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
                     grads[0], q, kv[0], kv[1], out, lse, 0.0, hop == 0
                 )
-                dq += found[0]
-                dkv += torch.stack(found[1:])
+                dq += result[0]
+                dkv += torch.stack(result[1:])
             kv = _passed(kv) if hop < ranks - 1 else kv
             dkv = _passed(dkv)
         return dq, dkv[0], dkv[1]

@@ -387,8 +387,8 @@ def main() -> None:
     several = dist.is_torchelastic_launched()
     made_by = {"machine": platform.machine(), "torch": torch.__version__}
 
-    def show(found: dict[str, object], length: int) -> None:
-        line = {"benchmark": "peers", **found, "length": length, "threads": torch.get_num_threads()}
+    def show(result: dict[str, object], length: int) -> None:
+        line = {"benchmark": "peers", **result, "length": length, "threads": torch.get_num_threads()}
         if dist.get_rank() == 0:
             print(json.dumps({**line, **made_by}), flush=True)
 
@@ -398,8 +398,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     for length in options.lengths:
         if not several:
-            for found in against_trainer(length, options.steps):
-                show(found, length)
+            for result in against_trainer(length, options.steps):
+                show(result, length)
             continue
         for axis in options.axes:
             ours, peer = AXES[axis](length)

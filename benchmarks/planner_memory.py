@@ -248,23 +248,23 @@ def forked(works: list[Callable[[], Any]], limit: float = 300) -> list[Any]:
         process.start()
         sender.close()
         running.append((process, receiver))
-    found = []
+    results = []
     for _, receiver in running:
         if not receiver.poll(limit):
-            found.append((False, "took too long"))
+            results.append((False, "took too long"))
             limit = 0
         else:
             try:
-                found.append(receiver.recv())
+                results.append(receiver.recv())
             except EOFError:
-                found.append((False, "ended without a result"))
+                results.append((False, "ended without a result"))
     for process, _ in running:
         process.kill()
         process.join()
-    for good, value in found:
+    for good, value in results:
         if not good:
             raise RuntimeError(value)
-    return [value for _, value in found]
+    return [value for _, value in results]
 
 
 def measured(keys: Keys, ranks: int) -> list[Peaks]:
@@ -299,8 +299,10 @@ def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Peaks:
 
 def near(size: int, moments: Iterable[tuple[int, Counter[str], Counter[str]]]) -> Peaks:
     """Return the moments that hold nearly as much as the peak, the peak first; alike ones once."""
-    found = [(n, grouped(live + above)) for n, live, above in moments if n >= (1 - NEAR) * size]
-    alike = {tuple(parts.values()): (n, parts) for n, parts in sorted(found, key=lambda each: each[0])}
+    results = [(n, grouped(live + above)) for n, live, above in moments if n >= (1 - NEAR) * size]
+    alike = {
+        tuple(parts.values()): (n, parts) for n, parts in sorted(results, key=lambda each: each[0])
+    }
     return sorted(alike.values(), key=lambda each: -each[0])
 
 

@@ -32,9 +32,9 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
         row = sets[line["set"]][line["row"]]
         shape = line["set"], row.get("preset"), row.get("dim"), row.get("n_layers")
         models.setdefault(shape, []).append((line["predicted"], line["published"]))
-    found = [spearman(pairs) for pairs in models.values() if len(pairs) >= 3]
+    results = [spearman(pairs) for pairs in models.values() if len(pairs) >= 3]
     mean, most = 100 * statistics.mean(errors), 100 * max(errors)
-    ranks = f"{min(found):.2f} of {len(found)} models" if found else ""
+    ranks = f"{min(results):.2f} of {len(results)} models" if results else ""
     median = 100 * statistics.median(errors)
     return f"{len(lines)} | {mean:.1f}% | {median:.1f}% | {most:.1f}% | {ranks}"
 
@@ -87,7 +87,7 @@ def page(results: Path) -> str:
             groups.append((f"{name}, held out", stated, [x for x in good if x["row"] % 6]))
         else:
             groups.append((name, stated, good))
-    out += [f"| {name} | {stated} | {summary(found)} |" for name, stated, found in groups if found]
+    out += [f"| {name} | {stated} | {summary(result)} |" for name, stated, result in groups if result]
     for name, of in by_name.items():
         own = sorted((x for x in lines if x["set"] == name), key=lambda x: x["row"])
         if not own:

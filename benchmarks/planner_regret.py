@@ -57,15 +57,15 @@ def jobs(model: str, ranks: int, small: bool) -> list[Job]:
     """Every legal mesh of a model."""
     keys = COMMON | MODELS[model] | (SMALL if small else {})
     overrides = [(key, str(value)) for key, value in keys.items()]
-    config, found = load(str(ROOT / "train.toml"), overrides), []
+    config, result = load(str(ROOT / "train.toml"), overrides), []
     eps = [e for e in (1, 2, 4, 8) if e <= ranks] if model == "moe" else [1]
     for ep in eps:
         free = replace(config, parallel=replace(config.parallel, ep=ep))
         for degrees, problems in rules.survey(free, ranks):
             if not problems:
                 parallel = replace(free.parallel, **degrees)
-                found.append(rules.check(replace(free, parallel=parallel), ranks))
-    return found
+                result.append(rules.check(replace(free, parallel=parallel), ranks))
+    return result
 
 
 def name_of(job: Job) -> str:
@@ -112,9 +112,9 @@ def measured(every: Sequence[Job], repeats: int) -> list[float]:
 
     Each mesh has processes of its own. Groups that stay behind keep threads, which slow down the next.
     """
-    found: list[list[float]] = [[] for _ in every]
+    results: list[list[float]] = [[] for _ in every]
     for _ in range(repeats):
-        for job, times in zip(every, found, strict=True):
+        for job, times in zip(every, results, strict=True):
             with tempfile.TemporaryDirectory() as folder:
                 with socket.socket() as free:
                     free.bind(("127.0.0.1", 0))
@@ -123,7 +123,7 @@ def measured(every: Sequence[Job], repeats: int) -> list[float]:
                 given = (job.world_size, port, job, str(out))
                 mp.start_processes(one_rank, given, job.world_size, start_method="fork")
                 times.append(json.loads(out.read_text()))
-    return [statistics.median(times) for times in found]
+    return [statistics.median(times) for times in results]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -162,8 +162,8 @@ def main() -> None:
         for model in arguments.models:
             every = jobs(model, ranks, arguments.small)
             predicted = [estimate(job, cluster).step_seconds for job in every]
-            found = measured(every, arguments.repeats)
-            for job, expected, took in zip(every, predicted, found, strict=True):
+            result = measured(every, arguments.repeats)
+            for job, expected, took in zip(every, predicted, result, strict=True):
                 row = {"benchmark": "planner_regret", "model": model, "ranks": ranks}
                 row |= {
                     "mesh": name_of(job),
@@ -172,7 +172,7 @@ def main() -> None:
                 }
                 print(json.dumps(row), flush=True)
             pick = min(range(len(every)), key=predicted.__getitem__)
-            last = [i for i, took in enumerate(found) if took < NEAR * min(found) or i == pick]
+            last = [i for i, took in enumerate(result) if took < NEAR * min(result) or i == pick]
             again = dict(zip(last, measured([every[i] for i in last], FINAL), strict=True))
             summary = {
                 "benchmark": "planner_regret",
@@ -183,7 +183,7 @@ def main() -> None:
                 "again": {name_of(every[i]): round(took, 4) for i, took in again.items()},
                 "fastest": name_of(every[min(again, key=again.__getitem__)]),
                 "regret": round(again[pick] / min(again.values()), 3),
-                "spearman": round(spearman(predicted, found), 3),
+                "spearman": round(spearman(predicted, result), 3),
                 "torch": torch.__version__,
             }
             print(json.dumps(summary), flush=True)

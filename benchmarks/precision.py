@@ -119,9 +119,9 @@ def main() -> None:
     last = max(1, arguments.steps // 10)
     with tempfile.TemporaryDirectory() as scratch:
         runs = arguments.runs or Path(scratch)
-        found: dict[str, list[list[float]]] = {}
+        results: dict[str, list[list[float]]] = {}
         for name in dict.fromkeys(["float32", *arguments.only]):
-            found[name] = [
+            results[name] = [
                 losses(
                     runs / f"{name.replace(' ', '-')}{f'-seed{seed}' if seed else ''}",
                     arguments.steps,
@@ -129,7 +129,7 @@ def main() -> None:
                 )
                 for seed in range(arguments.seeds)
             ]
-            ends = {key: [sum(curve[-last:]) / last for curve in found[key]] for key in found}
+            ends = {key: [sum(curve[-last:]) / last for curve in results[key]] for key in results}
             apart = [end / plain - 1 for end, plain in zip(ends[name], ends["float32"], strict=True)]
             result = {
                 "benchmark": "precision",
@@ -142,7 +142,7 @@ def main() -> None:
             print(json.dumps(result), flush=True)
     if arguments.figure:
         arguments.figure.write_text(
-            figure({name: curves[0] for name, curves in found.items()}), encoding="utf-8"
+            figure({name: curves[0] for name, curves in results.items()}), encoding="utf-8"
         )
 
 

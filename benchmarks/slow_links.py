@@ -156,13 +156,13 @@ def main() -> None:
     compress = partial(compressed, compiled=not arguments.eager)
     with paced(pace), mock.patch("compose.compression.compress", compress):
         for name, comm in KINDS.items():
-            found = {}
+            results = {}
             for link, rate in (("slow", arguments.gbit * 1e9 / 8), ("fast", float("inf"))):
                 pace.rate = rate
                 count = arguments.micro_batches if link == "slow" else 1
                 plain = stepper(shapes[link], Comm(), tokens[link], count)
                 coded = stepper(shapes[link], comm, tokens[link], count)
-                found[link] = turns(pace, coded, plain, arguments.steps)
+                results[link] = turns(pace, coded, plain, arguments.steps)
             result = {
                 "benchmark": "slow_links",
                 "messages": name,
@@ -170,9 +170,9 @@ def main() -> None:
                 "tokens": tokens["slow"],
                 "micro_batches": arguments.micro_batches,
                 "compiled": not arguments.eager,
-                "over_plain": round(found["slow"][0], 3),
-                "share_of_messages": round(found["slow"][1], 3),
-                "fast_over_plain": round(found["fast"][0], 3),
+                "over_plain": round(results["slow"][0], 3),
+                "share_of_messages": round(results["slow"][1], 3),
+                "fast_over_plain": round(results["fast"][0], 3),
             }
             if dist.get_rank() == 0:
                 print(json.dumps(result), flush=True)

@@ -48,14 +48,14 @@ class Study:
 
 def parser(study: Study) -> argparse.ArgumentParser:
     """Return a parser with the arguments of :func:`losses`."""
-    found = argparse.ArgumentParser(description=f"{study.benchmark}: loss over that of plain runs")
-    found.add_argument("--steps", type=int, default=600)
-    found.add_argument("--seeds", type=int, default=3, help="how many, from train.seed 0 on")
-    found.add_argument("--ranks", type=int, default=4)
-    found.add_argument("--only", nargs="*", default=list(study.kinds), choices=list(study.kinds))
-    found.add_argument("--runs", type=Path, help="folder that keeps the runs")
-    found.add_argument("--keys", nargs="*", default=[], help="more keys of all runs")
-    return found
+    result = argparse.ArgumentParser(description=f"{study.benchmark}: loss over that of plain runs")
+    result.add_argument("--steps", type=int, default=600)
+    result.add_argument("--seeds", type=int, default=3, help="how many, from train.seed 0 on")
+    result.add_argument("--ranks", type=int, default=4)
+    result.add_argument("--only", nargs="*", default=list(study.kinds), choices=list(study.kinds))
+    result.add_argument("--runs", type=Path, help="folder that keeps the runs")
+    result.add_argument("--keys", nargs="*", default=[], help="more keys of all runs")
+    return result
 
 
 def run(folder: Path, ranks: int, keys: Sequence[str], code: str = "") -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def losses(study: Study, runs: Path, given: argparse.Namespace) -> None:
     first = next(iter(study.kinds))
     ends: dict[str, list[float]] = {name: [] for name in dict.fromkeys([first, *given.only])}
     for seed in range(given.seeds):
-        for name, found in ends.items():
+        for name, results in ends.items():
             folder = runs / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
             own = [key.format(fifth=steps // 5) for key in study.kinds[name]]
             keys = [*common, f"train.seed={seed}", *own]
@@ -123,14 +123,14 @@ def losses(study: Study, runs: Path, given: argparse.Namespace) -> None:
             if study.begins_together:
                 _begin(folder, runs / f"begin-seed{seed}", ranks=given.ranks, keys=common, steps=steps)
             last = run(folder, ranks, keys, study.code.get(name, ""))[-1]
-            found.append(last["validation_loss"])
-    for name, found in ends.items():
-        apart = [end / other - 1 for end, other in zip(found, ends[first], strict=True)]
+            results.append(last["validation_loss"])
+    for name, results in ends.items():
+        apart = [end / other - 1 for end, other in zip(results, ends[first], strict=True)]
         result = {
             "benchmark": study.benchmark,
             "run": name,
             "steps": steps,
-            "validation_loss": round(statistics.mean(found), 5),
+            "validation_loss": round(statistics.mean(results), 5),
             "over_plain": round(statistics.mean(apart), 5),
             "seeds": [round(each, 5) for each in apart],
         }

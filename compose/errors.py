@@ -152,8 +152,8 @@ def local_path(text: str) -> str:
     """
     if _STORE.match(text):
         raise ValueError("is in a remote store, which cannot be used; give a folder of this machine")
-    if found := _VARIABLE.search(text):
-        raise ValueError(f"has {found[0]}, and variables are not expanded here; write its value, or ~")
+    if result := _VARIABLE.search(text):
+        raise ValueError(f"has {result[0]}, and variables are not expanded here; write its value, or ~")
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(f"names no known home folder; a folder of that name is ./{text}")
@@ -179,12 +179,12 @@ def leads_out(path: Path, folder: Path) -> bool:
     """
     if not path.is_symlink():
         return False
-    root, found = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    root, result = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     roots = [
         root,
         *(each.parent / "blobs" for each in (root, *root.parents) if each.name == "snapshots"),
     ]
-    return not any(found.is_relative_to(each) for each in roots)
+    return not any(result.is_relative_to(each) for each in roots)
 
 
 def refuse_link_out(path: Path, folder: Path) -> None:

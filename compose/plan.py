@@ -162,10 +162,10 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     problems: list[str] = []
 
     def match(part: str, pattern: str) -> list[str]:
-        found, near = matching(pattern, names)
-        if not found:
+        result, near = matching(pattern, names)
+        if not result:
             problems.append(f"plan.{part}: pattern {pattern!r} matches no module{near}")
-        return found
+        return result
 
     def resolved(part: str) -> Any:
         patterns = getattr(plan, part)
@@ -189,29 +189,29 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if problems:  # after a mistyped pattern, uncovered parameters are no news
         raise ConfigError(*problems)
     outputs = parts["output"]
-    found = Resolved(**{**parts, "output": outputs[0] if outputs else ""})
-    tensor, expert = [n for n, _ in found.tensor], [n for n, _ in found.expert]
-    sharded = [n for unit in found.shard for n in unit]
-    problems += _twice("tensor or replicate", tensor + found.replicate)
-    problems += _twice("context", [n for n, _ in found.context])
+    result = Resolved(**{**parts, "output": outputs[0] if outputs else ""})
+    tensor, expert = [n for n, _ in result.tensor], [n for n, _ in result.expert]
+    sharded = [n for unit in result.shard for n in unit]
+    problems += _twice("tensor or replicate", tensor + result.replicate)
+    problems += _twice("context", [n for n, _ in result.context])
     problems += _twice("expert", expert)
     problems += _twice("shard", sharded)
     if plan.tensor:
-        placing = [n for n, s in found.tensor if not isinstance(s, _ACTIVATION_STYLES)]
-        problems += _uncovered("tensor", _CURE, [*placing, *found.replicate, *expert], model)
-        problems += _unfit_styles(found.tensor, model)
-        problems += local_parallel.unfit(model, found.tensor)
+        placing = [n for n, s in result.tensor if not isinstance(s, _ACTIVATION_STYLES)]
+        problems += _uncovered("tensor", _CURE, [*placing, *result.replicate, *expert], model)
+        problems += _unfit_styles(result.tensor, model)
+        problems += local_parallel.unfit(model, result.tensor)
     if plan.shard:
         problems += _uncovered("shard", "", sharded, model)
-        problems += _unfit_units(found.shard, model)
+        problems += _unfit_units(result.shard, model)
     if plan.pipeline:
         problems += _unfit_pipeline(plan.pipeline, model)
-    problems += _twice("float8", found.float8)
-    problems += _unfit_float8(found.float8, found.float8_except, dict(found.tensor), model)
+    problems += _twice("float8", result.float8)
+    problems += _unfit_float8(result.float8, result.float8_except, dict(result.tensor), model)
     problems += _unfit_output(outputs, model)
     if problems:
         raise ConfigError(*problems)
-    return found
+    return result
 
 
 def _unfit_styles(styles: Iterable[tuple[str, ParallelStyle]], model: nn.Module) -> list[str]:

@@ -81,8 +81,8 @@ def test_command_is_legal(line: str) -> None:
     given = [
         word for word in words if (word.startswith("--") and "=" in word) or word.endswith(".toml")
     ]
-    found = read_arguments(given, "", TRAIN)
-    check(load(str(ROOT / found.file), found.overrides), ranks)
+    result = read_arguments(given, "", TRAIN)
+    check(load(str(ROOT / result.file), result.overrides), ranks)
 
 
 @pytest.mark.parametrize(("page", "line"), CASES)
@@ -130,5 +130,5 @@ def test_page_shows_the_real_difference() -> None:
     for line in lines:
         sides = {"-": ["llama"], "+": ["qwen3"], " ": ["llama", "qwen3"]}[line[0]]
         for side in sides:
-            found = [other.strip() for other in files[side].splitlines()]
-            assert line[1:].strip() in found, f"{side} has no line {line[1:].strip()!r}"
+            results = [other.strip() for other in files[side].splitlines()]
+            assert line[1:].strip() in results, f"{side} has no line {line[1:].strip()!r}"

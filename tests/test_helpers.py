@@ -31,13 +31,13 @@ def imported(path: Path) -> list[str]:
 def test_no_module_imports_a_test_module() -> None:
     """A file of tests can then be moved or read by itself."""
     modules = {path.stem for path in FOLDER.rglob("test_*.py")}
-    found = [
+    results = [
         f"{path.relative_to(FOLDER)}: {name}"
         for path in FOLDER.rglob("*.py")
         for name in imported(path)
         if modules & set(name.split("."))
     ]
-    assert found == []
+    assert results == []
 
 
 def test_forks_end_when_one_fails(tmp_path: Path) -> None:

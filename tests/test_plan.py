@@ -144,8 +144,8 @@ def test_every_style_of_a_printed_plan_has_a_name(name: str, sequence: bool) -> 
 
 def test_what_float8_leaves_out() -> None:
     listed = Plan(float8=["layers.*.up"], float8_except=["layers.1"])
-    found = resolve(listed, Tiny())
-    assert (found.float8, found.float8_except) == (["layers.0.up", "layers.1.up"], ["layers.1"])
+    result = resolve(listed, Tiny())
+    assert (result.float8, result.float8_except) == (["layers.0.up", "layers.1.up"], ["layers.1"])
     assert str(listed).splitlines() == ["float8     layers.*.up", "           but not in layers.1"]
     assert problems(Plan(float8=["layers.*.up"], float8_except=["layers.2", "output"])) == [
         "plan.float8_except: pattern 'layers.2' matches no module; did you mean layers.1?"

@@ -206,10 +206,10 @@ def test_trainer_and_checkpointer_know_no_feature_by_name() -> None:
 
 def reach(name: str) -> set[str]:
     """All modules of compose that importing one imports."""
-    found = {name}
-    while more := {other for one in found for other in import_graph().get(one, ())} - found:
-        found |= more
-    return found
+    results = {name}
+    while more := {other for one in results for other in import_graph().get(one, ())} - results:
+        results |= more
+    return results
 
 
 def test_techniques_know_no_config() -> None:
@@ -217,8 +217,12 @@ def test_techniques_know_no_config() -> None:
     for path in SOURCES:
         name = module_of(path)
         if room_of(name) in WITHOUT_CONFIG or name == "compose.proof.verify":
-            found = reach(name) & {"compose.config.tables", "compose.config.job", "compose.config.toml"}
-            assert not found, (name, found)
+            result = reach(name) & {
+                "compose.config.tables",
+                "compose.config.job",
+                "compose.config.toml",
+            }
+            assert not result, (name, result)
 
 
 def test_one_technique_imports_no_other() -> None:
@@ -271,8 +275,8 @@ def _state_of_a_model() -> set[str]:
 
 def test_no_registry_on_a_model(pool: Pool) -> None:
     """What was done to it stands in the composition alone."""
-    for found in pool.run(_state_of_a_model, 2):
-        assert not {name for name in found if "compose" in name}
+    for result in pool.run(_state_of_a_model, 2):
+        assert not {name for name in result if "compose" in name}
 
 
 def _start(words: list[str]) -> Counter[str]:
@@ -311,8 +315,8 @@ def _start(words: list[str]) -> Counter[str]:
 def test_a_start_makes_everything_once(tmp_path: Path, flags: list[str]) -> None:
     """The model is built on meta once, the plan resolved once, and each set of data opened once."""
     words = ["--model.dim=64", "--model.hidden_dim=96", "--train.seq_len=32", "--train.steps=1"]
-    found = _start([str(ROOT / "train.toml"), *words, f"--run.dir={tmp_path}", *flags])
-    assert found == {"builds": 1, "resolutions": 1, **({} if flags else {"sets": 1})}
+    result = _start([str(ROOT / "train.toml"), *words, f"--run.dir={tmp_path}", *flags])
+    assert result == {"builds": 1, "resolutions": 1, **({} if flags else {"sets": 1})}
 
 
 def test_every_option_is_a_field_of_the_config() -> None:
@@ -354,7 +358,7 @@ def _functions_of(path: Path) -> dict[str, tuple[set[str], bool]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             known |= {alias.asname or alias.name: node.module for alias in node.names}
-    found = {}
+    results = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
@@ -365,18 +369,18 @@ def _functions_of(path: Path) -> dict[str, tuple[set[str], bool]]:
                 and inner.func.id == "ConfigError"
                 for inner in ast.walk(node)
             )
-            before, made = found.get(node.name, (set(), False))
-            found[node.name] = before | calls, made or makes
-    return found
+            before, made = results.get(node.name, (set(), False))
+            results[node.name] = before | calls, made or makes
+    return results
 
 
 def test_nothing_but_a_rule_refuses_a_composition() -> None:
     """Every ConfigError of what cuts and computes a model is raised by a rule of the table; the others
     look at something else, which is listed."""
     functions = {
-        f"{module_of(path)}.{name}": found
+        f"{module_of(path)}.{name}": result
         for path in SOURCES
-        for name, found in _functions_of(path).items()
+        for name, result in _functions_of(path).items()
     }
     checks = {rule.check for rule in rules.RULES}
     reached = {f"{check.__module__}.{check.__name__}" for check in checks}

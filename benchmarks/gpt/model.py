@@ -56,8 +56,8 @@ class Core(nn.Module):
         q, k, v = (x.reshape(batch * heads, length, width) for x in (q, k, v))
         # Megatron's kernel masks, scales and normalises at once.
         scores = torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1)
-        found = torch.bmm(F.dropout(scores, self.dropout), v)
-        return found.view(batch, heads, length, width).transpose(1, 2)
+        result = torch.bmm(F.dropout(scores, self.dropout), v)
+        return result.view(batch, heads, length, width).transpose(1, 2)
 
 
 class Attention(nn.Module):

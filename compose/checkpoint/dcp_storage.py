@@ -372,10 +372,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 def shards(metadata: Metadata) -> dict[str, int]:
     """Return the names of a checkpoint's tensor files, and the least number of bytes of each."""
-    found: dict[str, int] = defaultdict(int)
+    results: dict[str, int] = defaultdict(int)
     for place in metadata.storage_data.values():
-        found[place.relative_path] = max(found[place.relative_path], place.offset + place.length)
-    return found
+        results[place.relative_path] = max(results[place.relative_path], place.offset + place.length)
+    return results
 
 
 def _flaw(stored: DescribedTensor) -> str:

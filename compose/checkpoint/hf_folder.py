@@ -184,13 +184,13 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
-    found: list[tuple[str, str]] = []
+    results: list[tuple[str, str]] = []
     quantized: set[str] = set()
     for _, place, tensor in published(whole, hf_name):
         code = place.code_in(files.entries)
         if code:
             quantized.update(code.names(place.name))
-            found += code.problems(place.name, tensor.shape, files.entries)
+            results += code.problems(place.name, tensor.shape, files.entries)
             continue
         names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))
@@ -202,8 +202,8 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         for name in files.entries
         if name in tied or _COMPUTED.search(name) or name.startswith(tuple(prediction))
     }
-    found += compared(files, expected, quantized | besides, "is missing", "is not of this model")
-    return collapsed(files.folder, found)
+    results += compared(files, expected, quantized | besides, "is missing", "is not of this model")
+    return collapsed(files.folder, results)
 
 
 def compared(
@@ -260,16 +260,16 @@ def checkpoints(folder: Path) -> list[Path]:
         raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
     if any((folder / name).exists() for name in (store.MANIFEST, METADATA)):
         return [folder]
-    found, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
-    outside = [path for path in (root, *found) if leads_out(path, folder)]
+    result, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
+    outside = [path for path in (root, *result) if leads_out(path, folder)]
     if outside:
         raise ConfigError(*(f"{path}: {LEADS_OUT}" for path in outside))
-    if not found:
+    if not result:
         raise ConfigError(
             f"{COMMAND_LINE}: {folder}: is neither a checkpoint ({store.MANIFEST}) nor Hugging Face's"
             f" folder (config.json, and {WHOLE} or {INDEX})"
         )
-    return found
+    return result
 
 
 def model_in(folder: Path) -> Model:

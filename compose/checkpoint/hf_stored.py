@@ -36,19 +36,19 @@ class Mxfp4:
         groups = (*shape[:-1], -(-shape[-1] // _BLOCK))
         blocks, scales = self.names(name)
         wanted = {blocks: (*groups, _BLOCK // 2), scales: groups}
-        found = []
+        results = []
         for one, other in ((blocks, scales), (scales, blocks)):
             entry = entries.get(one)
             if entry is None:
                 where = f"{entries[other].path.name} holds {other.rpartition('.')[2]}"
-                found.append((one, f"is missing, and {where}"))
+                results.append((one, f"is missing, and {where}"))
                 continue
             file = entry.path.name
             if entry.shape != wanted[one]:
-                found.append((one, f"in {file} is {entry.shape}, the model's is {wanted[one]}"))
+                results.append((one, f"in {file} is {entry.shape}, the model's is {wanted[one]}"))
             elif entry.dtype != _TYPE:
-                found.append((one, f"in {file} is {entry.dtype}, not {_TYPE}"))
-        return found
+                results.append((one, f"in {file} is {entry.dtype}, not {_TYPE}"))
+        return results
 
     def fill(
         self,

@@ -179,12 +179,12 @@ def workers_of(folder: Path) -> int:
 
 def changes(folder: Path, config: Config) -> list[str]:
     """List the keys that decide how a run trains on, and have changed; data are compared elsewhere."""
-    was, now, found = _config(folder), tomllib.loads(dump(config)), []
+    was, now, result = _config(folder), tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision", "outer"):
         before: Any = was.get(table)
         for key, value in now[table].items() if isinstance(before, dict) else ():
             same = key not in before or before[key] == value
             if not same and f"{table}.{key}" not in _SAME_TRAINING:
                 shown = toml_value(value), toml_value(before[key])
-                found.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
-    return found
+                result.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
+    return result

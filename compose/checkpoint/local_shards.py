@@ -47,19 +47,19 @@ def named_tensors(
     ``optimizer.<name>.<key>`` is the optimizer's state of a parameter.
     """
     model = module_of(whole)
-    found: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
     for name, parameter in whole.named_parameters():
         if not parameter.requires_grad:
             continue
-        found.setdefault(f"model.{name}", []).append(parameter)
+        results.setdefault(f"model.{name}", []).append(parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
-                found.setdefault(f"optimizer.{name}.{key}", []).append(value)
+                results.setdefault(f"optimizer.{name}.{key}", []).append(value)
     for name, buffer in model.named_buffers():
         if name in persistent:
-            found.setdefault(f"model.{name}", []).append(buffer)
-    return found
+            results.setdefault(f"model.{name}", []).append(buffer)
+    return results
 
 
 def parts(tensors: dict[str, list[Tensor]]) -> dict[str, LocalShard]:

@@ -191,8 +191,8 @@ def has_saved(run: Path) -> bool:
 
 def newest_first(root: Path) -> list[Path]:
     """Return the checkpoints in ``root``, whole or damaged, newest first."""
-    found = [p for p in root.glob("step-*") if _NAME.fullmatch(p.name)] if root.is_dir() else []
-    return sorted(found, key=step_of, reverse=True)
+    result = [p for p in root.glob("step-*") if _NAME.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(result, key=step_of, reverse=True)
 
 
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:

@@ -148,18 +148,18 @@ def launched_ranks() -> int:
 def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:
     """Take a command line apart: its flags, --help and -h, and --table.key=value with ``keys``."""
     known = [*flags, "--help"]
-    found = Words([], [], {}, [])
+    result = Words([], [], {}, [])
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            found.plain.append(named_path(word))
+            result.plain.append(named_path(word))
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         if name in known and not flags.get(name):
             if equals:
                 raise flag_error(name, f"takes no value, got {value or 'an empty one'}")
-            found.flags[name] = ""
+            result.flags[name] = ""
             continue
         if name not in known and not (keys and "." in name):
             hint = did_you_mean(name, known, 0.85) or (keys and nearest_key(name))
@@ -170,11 +170,11 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
                 raise flag_error(name, f"needs a value: {name}=value")
             value = rest.pop(0)
         if name in flags:
-            found.flags[name] = named_path(value, f"{name}: ") if name in PATH_FLAGS else value
-            found.given.append((name, found.flags[name]))
+            result.flags[name] = named_path(value, f"{name}: ") if name in PATH_FLAGS else value
+            result.given.append((name, result.flags[name]))
         else:
-            found.overrides.append((name.removeprefix("--"), value))
-    return found
+            result.overrides.append((name.removeprefix("--"), value))
+    return result
 
 
 def named_path(text: str, flag: str = "") -> str:
@@ -199,10 +199,10 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
 
     ``--help`` prints every key and exits; with the name of a table, those of this table.
     """
-    found = read_words(words, usage.flags)
-    if "--help" in found.flags:
-        model, tables = dict(found.overrides).get("model.name", Model.name), []
-        for word in found.plain:
+    result = read_words(words, usage.flags)
+    if "--help" in result.flags:
+        model, tables = dict(result.overrides).get("model.name", Model.name), []
+        for word in result.plain:
             if word in TABLES:
                 tables.append(word)
             elif not word.endswith(".toml"):
@@ -212,9 +212,9 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
         head = USAGE.format(program=program, flags=shown, about=usage.text) + "\n"
         print(("" if tables else head) + help_text(model, tables or TABLES))
         raise SystemExit(0)
-    if len(found.plain) > 1:
-        raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(found.plain)}")
-    return found
+    if len(result.plain) > 1:
+        raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(result.plain)}")
+    return result
 
 
 def device_problems(config: Config) -> list[str]:

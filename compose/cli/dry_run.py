@@ -218,11 +218,11 @@ def _gathered(stage: list[Placed], config: Config) -> int:
     if parallel.zero3_reshard in (0, parallel.dp_shard * parallel.cp):
         return 0
     experts = hpz_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
-    found = 0
+    result = 0
     for p in stage:
         near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard
-        found += p.whole_bytes // near if near else 0
-    return found
+        result += p.whole_bytes // near if near else 0
+    return result
 
 
 def _bytes(size: int) -> str:

@@ -259,13 +259,13 @@ def _newest_whole(folders: Sequence[Path], group: dist.ProcessGroup) -> Path:
 
 def given_prompts(flags: Iterable[tuple[str, str]]) -> list[Prompt]:
     """Return the prompts of a command line, in their order."""
-    found: list[Prompt] = []
+    results: list[Prompt] = []
     for flag, value in flags:
         if flag in ("--prompt", "--prompts"):
-            found += [value] if flag == "--prompt" else _read_prompts(Path(value))
-    if not all(found) or not found:
+            results += [value] if flag == "--prompt" else _read_prompts(Path(value))
+    if not all(results) or not results:
         raise flag_error("--prompt", "needs a text to continue")
-    return found
+    return results
 
 
 def _read_prompts(path: Path) -> list[Prompt]:
@@ -275,17 +275,17 @@ def _read_prompts(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"is not UTF-8: {error.reason}"
         raise flag_error("--prompts", f"{path}: {reason}") from None
-    found: list[Prompt] = []
+    results: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 in_json = path.suffix in JSON_LINES
-                found.append(_of_row(line) if in_json else line.removesuffix("\r"))
+                results.append(_of_row(line) if in_json else line.removesuffix("\r"))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
-    if not found:
+    if not results:
         raise flag_error("--prompts", f"{path}: holds no prompt")
-    return found
+    return results
 
 
 def _of_row(line: str) -> Prompt:
@@ -317,7 +317,7 @@ def encode_prompts(
         return [tokenizer.encode(text, added=special, markup=special) for text in texts]
     if not isinstance(tokenizer, JsonTokenizer):
         raise flag_error("--chat", "bytes have no chat template")
-    replies, found = Replies(tokenizer), []
+    replies, result = Replies(tokenizer), []
     for prompt in prompts:
         plain = isinstance(prompt, str)
         asked = Chat([{"role": "user", "content": prompt}], [], {}) if plain else prompt
@@ -326,5 +326,5 @@ def encode_prompts(
             written = replies.template.text(messages, asked.more, prompt=True)
         except ValueError as error:
             raise ConfigError(f"{tokenizer.path.parent}: {error}") from None
-        found.append(tokenizer.encode_markup(written)[0])
-    return found
+        result.append(tokenizer.encode_markup(written)[0])
+    return result

@@ -61,20 +61,20 @@ def plan(arguments: Sequence[str]) -> int:
     space = _space(given)
     if "--as-is" in given.flags:
         with refused_in(given.file):
-            found = [own(space)]
+            results = [own(space)]
     elif space.objective == "devices":
-        space, found = _fewest(given, space)
+        space, results = _fewest(given, space)
     else:
-        found = _search(given, space)
-    best = found[0]
-    print(table(space, found), in_words(space, best), sep="\n\n")
+        results = _search(given, space)
+    best = results[0]
+    print(table(space, results), in_words(space, best), sep="\n\n")
     if space.islands > 1:
         print("", *_between_islands(given, space, best), sep="\n")
     if not fits(space, best):
         print(_short(space, best))
     if "--explain" in given.flags:
         print("", *alternatives(space, best), sep="\n")
-    _write(given, space, found)
+    _write(given, space, results)
     return 0
 
 
@@ -152,14 +152,14 @@ def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
 
 def _fewest(given: Words, space: Space) -> tuple[Space, list[Candidate]]:
     tokens, days = _amount(given, "--tokens"), _amount(given, "--days")
-    found = fewest(space, tokens, days, partial(_progress, time.monotonic()))
-    if not found[1]:
+    result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
+    if not result[1]:
         raise ConfigError(
             f"{given.file}: {space.world_size} devices of {space.cluster.name} do not see"
             f" {tokens:g} tokens in {days:g} days; give more of --world-size"
             " or --days"
         )
-    return found
+    return result
 
 
 def _amount(given: Words, flag: str) -> float:
@@ -181,14 +181,14 @@ def _progress(began: float, text: str) -> None:
 def _search(given: Words, space: Space) -> list[Candidate]:
     most = number_of(given, "--candidates", "candidates", 12)
     with refused_in(given.file):
-        found = search(space, most, _SECONDS, partial(_progress, time.monotonic()))
-    if not found:
+        result = search(space, most, _SECONDS, partial(_progress, time.monotonic()))
+    if not result:
         raise ConfigError(
             f"{given.file}: no mesh of {space.world_size} ranks divides train.global_batch ="
             f" {space.config.train.global_batch} and may fit on {space.cluster.name}; use more ranks,"
             " recomputation, or parallel.offload"
         )
-    return found
+    return result
 
 
 def _short(space: Space, best: Candidate) -> str:
@@ -263,9 +263,9 @@ def _peaks(device: torch.device) -> Mapping[str, float]:
     if device.type != "cuda":
         return {}
     name = torch.cuda.get_device_name(device)
-    found = {dtype: peak_flops(name, dtype) for dtype in ("bfloat16", "float8")}
-    found["float16"] = found["bfloat16"]
-    return {dtype: rate for dtype, rate in found.items() if rate}
+    results = {dtype: peak_flops(name, dtype) for dtype in ("bfloat16", "float8")}
+    results["float16"] = results["bfloat16"]
+    return {dtype: rate for dtype, rate in results.items() if rate}
 
 
 def _measured_notes(cluster: Cluster) -> list[str]:

@@ -174,16 +174,16 @@ def next_logits(
         "tokens": torch.tensor([[*new, *[new[-1]] * missing]], device=mesh.device_type),
         "positions": torch.tensor([[*range(first, length), *[-1] * missing]], device=mesh.device_type),
     }
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def keep(output: Tensor, part: Mapping[str, Tensor]) -> None:
         for place in (part["positions"][0] == length - 1).nonzero().flatten().tolist():
             row = output[0, place]
-            found.append(row.full_tensor() if isinstance(row, DTensor) else row)
+            results.append(row.full_tensor() if isinstance(row, DTensor) else row)
 
     with cache.taking(len(new)) if cache else ExitStack():
         forward(composition, batch, each=keep)
-    return found[0].cpu() if found else None
+    return results[0].cpu() if results else None
 
 
 def open_cache(composition: Composition, wanted: Wanted) -> Cache | None:
@@ -271,9 +271,9 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
         assert other is not None
     problems += [f"{name} does not run in the model's forward" for name in cores if not calls[name]]
     # Ranks hold other heads, and round in other ways, and must agree.
-    found = torch.tensor([int(differs), int(_differ(one, other))]).to(composition.mesh.device_type)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    differs, mixes = found.tolist()
+    result = torch.tensor([int(differs), int(_differ(one, other))]).to(composition.mesh.device_type)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX)
+    differs, mixes = result.tolist()
     if differs:
         problems.append("a core with AttentionOptions computes something else than compose.attention")
     if mixes:
@@ -297,12 +297,12 @@ def sample(
     known, cache = list(tokens), open_cache(composition, sampling.cache)
     for _ in range(sampling.max_tokens):
         logits = next_logits(composition, known, cache)
-        found = -1
+        result = -1
         if logits is not None:
             logits = penalized(logits, known, sampling.repetition_penalty)
-            found = sample_token(logits, len(known), sampling)
+            result = sample_token(logits, len(known), sampling)
         # Ranks with logits have the same ones, except for rounding. The other ranks send -1.
-        chosen = torch.tensor(found, device=composition.mesh.device_type)
+        chosen = torch.tensor(result, device=composition.mesh.device_type)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
         token = int(chosen)
         if token in ends:

@@ -101,8 +101,8 @@ def decode_float8(codes: Tensor, compiled: bool = False) -> Tensor:
     """Return the elements (N, size), float32, of blocks in float8."""
     out = codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
     for at in pieces(out):
-        found = integers(codes[at]).contiguous().view(FLOAT8)
-        out[at] = kernel(_decoded_float8, compiled)(found, read_steps(codes[at]))
+        result = integers(codes[at]).contiguous().view(FLOAT8)
+        out[at] = kernel(_decoded_float8, compiled)(result, read_steps(codes[at]))
     return out
 
 
@@ -222,18 +222,18 @@ def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Te
     tensor = tensor.contiguous()
     encoded = [tensor]
     if kind == "gather":
-        found = _gather(module, tensor, group)
+        result = _gather(module, tensor, group)
     elif kind == "scatter":
-        found = _sum(module, tensor, group)
+        result = _sum(module, tensor, group)
     else:
         rows = tensor.flatten(0, -2)
         own = _sum(module, F.pad(rows, (0, 0, 0, -len(rows) % ranks))[None], group)
         encoded.append(own)
-        found = _gather(module, own, group)[0, : len(rows)].view(tensor.shape)
+        result = _gather(module, own, group)[0, : len(rows)].view(tensor.shape)
     # The loss of one rank's codes reaches the others with each part that is gathered.
     times = 1 if kind == "scatter" else ranks
     plain = partial(send_plain, tensor, kind, group)
-    return module.brings(found.to(tensor.dtype), gradient, plain, encoded, times)
+    return module.brings(result.to(tensor.dtype), gradient, plain, encoded, times)
 
 
 @operator("compose::send_compressed")
@@ -315,5 +315,5 @@ def _exchange_rows(
     code = module.owner.code
     codes, others = code.encode(rows), len(rows) - sent[group.rank()]
     module.count(others * codes.shape[1], others * rows.shape[1] * rows.itemsize)
-    found = code.decode(send(codes), rows.shape[1]).to(rows.dtype)
-    return module.brings(found, gradient, partial(send, rows), [rows])
+    result = code.decode(send(codes), rows.shape[1]).to(rows.dtype)
+    return module.brings(result, gradient, partial(send, rows), [rows])

@@ -145,10 +145,10 @@ def decode_into(
     out: Tensor, codes: Tensor, bits: int, rotate: bool, add: bool, compiled: bool = False
 ) -> None:
     """Write the sum of T codes (T, ..., N, bytes), rotated back, to blocks (..., N, size)."""
-    found, steps = integers(codes), read_steps(codes)
+    result, steps = integers(codes), read_steps(codes)
     for at in pieces(out):
         place = out[at]
-        terms = [(found[term][at], steps[term][at]) for term in range(len(codes))]
+        terms = [(result[term][at], steps[term][at]) for term in range(len(codes))]
         if rotate:
             end_rotation(place, _mixed_sum(place, terms, bits, compiled), add)
         elif place.dtype == torch.float32:
@@ -287,15 +287,15 @@ def _sum_into(out: Tensor, terms: Terms, bits: int, add: bool, compiled: bool) -
 def _decode_into(out: Tensor, codes: Tensor, steps: Tensor, bits: int, add: bool) -> None:
     """Write the elements of codes (..., bytes), int8, with steps (..., 1), to (..., size), float32."""
     if bits == 8:
-        found = codes.float() * steps
+        result = codes.float() * steps
     else:
         # Shifted left and back right, the lower four bits get their sign.
         halves = ((codes << 4) >> 4).float() * steps, (codes >> 4).float() * steps
-        found = torch.cat(halves, -1)
+        result = torch.cat(halves, -1)
     if add:
-        out.add_(found)
+        out.add_(result)
     else:
-        out.copy_(found)
+        out.copy_(result)
 
 
 def _mixed_sum(like: Tensor, terms: Terms, bits: int, compiled: bool) -> Tensor:
@@ -312,9 +312,9 @@ def _decode_mixed(*terms: Tensor) -> Tensor:
     rows: list[Tensor] = []
     for codes, steps in zip(terms[::2], terms[1::2], strict=True):
         packed = codes.unflatten(-1, (few // 2, each)).unbind(-2)
-        found = [((row << 4) >> 4).float() * steps for row in packed]
-        found += [(row >> 4).float() * steps for row in packed]
-        rows = [a + b for a, b in zip(rows, found, strict=True)] if rows else found
+        results = [((row << 4) >> 4).float() * steps for row in packed]
+        results += [(row >> 4).float() * steps for row in packed]
+        rows = [a + b for a, b in zip(rows, results, strict=True)] if rows else results
     return _mixed_rows(rows)
 
 
@@ -364,8 +364,8 @@ def end_rotation(out: Tensor, x: Tensor, add: bool) -> None:
     if out.dtype == x.dtype and out.is_contiguous():
         out.view(-1, each).addmm_(x.view(-1, each), _second(x), beta=int(add))
         return
-    found = (x.view(-1, each) @ _second(x)).view(out.shape)
-    out.copy_(out + found if add else found)
+    result = (x.view(-1, each) @ _second(x)).view(out.shape)
+    out.copy_(out + result if add else result)
 
 
 def factors(size: int) -> tuple[int, int]:

@@ -240,14 +240,14 @@ class StageMessages:
         """Note the units' parameters before ``fully_shard``; see :class:`UnitMessages`."""
         seen: set[nn.Parameter] = set()
         for unit in units:
-            found: dict[str, nn.Parameter] = {}
+            results: dict[str, nn.Parameter] = {}
             for name in unit:
                 for leaf, parameter in _in_order(model.get_submodule(name)):
                     # A tied one counts once, and one without dims is not sent by FSDP.
                     if parameter not in seen and parameter.ndim:
                         seen.add(parameter)
-                        found[f"{name}.{leaf}" if name else leaf] = parameter
-            self.unsent[model.get_submodule(unit[0])] = Unit.of(model, found)
+                        results[f"{name}.{leaf}" if name else leaf] = parameter
+            self.unsent[model.get_submodule(unit[0])] = Unit.of(model, results)
 
     def attach(
         self,
@@ -287,9 +287,9 @@ class StageMessages:
         """Return the all-reduce of the flat gradients of a unit that FSDP does not cut."""
         unit, traffic = Unit.of(model, parameters), self.owner.traffic.among(self.comm.near)
         settings = replace(self.settings, traffic=traffic, levels=self.owner.levels)
-        found = self._replica_sum(unit, settings, group)
+        result = self._replica_sum(unit, settings, group)
         self._add(unit)
-        return found.sum
+        return result.sum
 
     def _replica_sum(self, unit: Unit, settings: Settings, group: dist.ProcessGroup) -> "ReplicaSum":
         row = replace(unit.layout(trained=True), ranks=1)

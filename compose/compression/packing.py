@@ -135,9 +135,9 @@ class Packing:
         done = self.blocks * width
         for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
             if not part.compressed:
-                found = piece.contiguous().view(torch.uint8)
-                out[:, done : done + found.shape[1]] = found
-                done += found.shape[1]
+                result = piece.contiguous().view(torch.uint8)
+                out[:, done : done + result.shape[1]] = result
+                done += result.shape[1]
         return out
 
     def unpack(self, messages: Tensor, out: Tensor, base: bool = False) -> None:
@@ -184,20 +184,20 @@ class Packing:
     @cached_property
     def runs(self) -> list[_Run]:
         """The compressed parts, in order. Those that follow one another without padding are one run."""
-        found: list[_Run] = []
+        results: list[_Run] = []
         begin, first = 0, 0
         for part in self.layout.parts:
             end = begin + part.numel
             if part.compressed:
                 blocks = -(-part.numel // self.code.size)
                 run = _Run(begin, end, first, blocks, blocks * self.code.size - part.numel)
-                if found and not found[-1].padding and found[-1].end == begin:
-                    last = found.pop()
+                if results and not results[-1].padding and results[-1].end == begin:
+                    last = results.pop()
                     run = _Run(last.begin, end, last.first, last.blocks + blocks, run.padding)
-                found.append(run)
+                results.append(run)
                 first += blocks
             begin = end
-        return found
+        return results
 
     def blocks_of(self, rows: Tensor) -> Tensor:
         """Return all blocks (R, N, size) of rows (R, S), padded with zeros."""

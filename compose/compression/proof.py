@@ -97,32 +97,32 @@ class CompressedMessages(Observer):
 
     def received(self) -> dict[str, Tensor]:
         """Return this rank's whole weights as all ranks received them, by name in the whole model."""
-        found = {}
+        results = {}
         for unit in self.compression.units:
             account = accounts_of(unit).get("gather")
             if account and account.received is not None:
-                found |= self._whole(unit, account.received, trained=False)
-        return found
+                results |= self._whole(unit, account.received, trained=False)
+        return results
 
     def missing(self) -> dict[str, Tensor]:
         """Return what this rank's whole gradients lack, by name in the whole model; float64."""
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for unit in self.compression.units:
             total = unit.missing()
             if total is not None:
                 for name, value in self._whole(unit, total, trained=True).items():
-                    found[name] = found[name] + value if name in found else value
+                    results[name] = results[name] + value if name in results else value
         runner = self.composition.pipeline
         for tied in runner.ties if runner else ():
             # Its gradient is the sum over the stages that hold a copy.
             group = self.composition.mesh.get_group("pp")
-            everyone = gathered_objects(found.get(tied.name), group)
-            if tied.name in found:
-                found[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
+            everyone = gathered_objects(results.get(tied.name), group)
+            if tied.name in results:
+                results[tied.name] = sum((t for t in everyone if t is not None), start=torch.zeros(()))
         # The first rank, whose rows count, may hold none of them: a later stage does.
-        self.lossy = set(_greatest({n: 1.0 for n, value in found.items() if bool(value.any())}))
+        self.lossy = set(_greatest({n: 1.0 for n, value in results.items() if bool(value.any())}))
         self.lossy_steps.append(bool(self.lossy))
-        return found
+        return results
 
     def expected(self, weights: bool) -> dict[str, float]:
         """Return the norm of what weights or gradients are expected to lose, by name.
@@ -170,19 +170,19 @@ class CompressedMessages(Observer):
 
     def _whole(self, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
         """Return the parts of a rank's row (S,) as whole tensors; a collective."""
-        found, whole_names = {}, self._whole_names()
+        result, whole_names = {}, self._whole_names()
         for name, piece in unit.pieces(flat, trained):
             parameter = unit.model.get_parameter(name)
             shape = local_tensor(parameter).shape
             local = piece[tuple(slice(size) for size in shape)].view(shape)
-            found[whole_names[parameter]] = _full(parameter, local)
-        return found
+            result[whole_names[parameter]] = _full(parameter, local)
+        return result
 
 
 def accounts_of(unit: Unit) -> dict[str, Account]:
     """Return the accounts of a unit's sums and its gather, by name."""
-    found = {kind: sender.observer for kind, sender in unit.senders.items()}
-    return {kind: account for kind, account in found.items() if isinstance(account, Account)}
+    results = {kind: sender.observer for kind, sender in unit.senders.items()}
+    return {kind: account for kind, account in results.items() if isinstance(account, Account)}
 
 
 def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def compare_keys(messages: CompressedMessages, comparison: Comparison) -> None:
         "near": [s.levels.near.size() == comm.near for s in senders if getattr(s, "levels", None)],
         "rank": [q.shape[1] == comm.rank for name, q in kept if name.startswith("factor")],
         "density": [n == math.ceil(comm.density * part.numel) for n, part in counts if part.compressed],
-        "error_feedback": [found == comm.error_feedback for found in feedback],
+        "error_feedback": [result == comm.error_feedback for result in feedback],
     }
     right["block"] += [activations.code.block == comm.block] if activations else []
     given = [a.given for _, a in accounts if a.added]
@@ -325,8 +325,8 @@ def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
     watched, comparison = subject.composition, subject.comparison
     # With an account of activations, the watched results were not those of codes.
     exact = cast(Compression, watched.compression).activations is not None
-    found, error = trained(noting=True) if exact else locals_of(watched), 0.0
-    for one, other, before in zip(found, trained(noting=False), begin, strict=True):
+    result, error = trained(noting=True) if exact else locals_of(watched), 0.0
+    for one, other, before in zip(result, trained(noting=False), begin, strict=True):
         if not torch.equal(one, other):
             apart, moved = (float((x - other).double().norm()) for x in (one, before))
             error = max(error, apart / moved if moved else math.inf)

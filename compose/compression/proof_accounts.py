@@ -99,12 +99,12 @@ class Account(Losses):
         """Note what rounding is expected to lose of rows (R, S)."""
         blocks = packing.blocks_of(rows)
         loss = expected_of_blocks(packing.code, blocks.flatten(0, 1)).view(blocks.shape[:2])
-        begin, found = 0, []
+        begin, result = 0, []
         for part in packing.layout.parts:
             count = -(-part.numel // packing.code.size) if part.compressed else 0
-            found.append(loss[:, begin : begin + count].sum())
+            result.append(loss[:, begin : begin + count].sum())
             begin += count
-        squares = torch.stack(found).cpu()
+        squares = torch.stack(result).cpu()
         self.squares = squares if not len(self.squares) else self.squares + squares
 
     def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:

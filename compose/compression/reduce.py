@@ -334,13 +334,13 @@ class TopK(GradientCode):
 
     def _largest(self, rows: Tensor) -> Tensor:
         """Return what messages should hold of rows, by the definition."""
-        found = rows.clone()
-        for piece, count in zip(self.layout.pieces(found), self.counts, strict=True):
+        result = rows.clone()
+        for piece, count in zip(self.layout.pieces(result), self.counts, strict=True):
             if count:
                 sent = torch.zeros_like(piece, dtype=torch.bool)
                 sent.scatter_(1, piece.abs().topk(count, 1, sorted=False).indices, True)
                 piece.copy_(torch.where(sent, piece.bfloat16(), 0))
-        return found
+        return result
 
     def _sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)

@@ -25,6 +25,6 @@ ADD_ONS = {
 def brought(name: str) -> Iterator[tuple[str, Any]]:
     """Yield what the add-ons bring under ``name``, with the name of each add-on that has it."""
     for add_on in ADD_ONS:
-        found = getattr(importlib.import_module(f"compose.{add_on}"), name, None)
-        if found is not None:
-            yield add_on, found
+        result = getattr(importlib.import_module(f"compose.{add_on}"), name, None)
+        if result is not None:
+            yield add_on, result

@@ -100,10 +100,10 @@ def _columns(setup: Setup) -> None:
 def _parametrized(setup: Setup) -> None:
     model, placed = setup.model, {*dict(setup.resolved.tensor), *setup.resolved.replicate}
     computed = [name for name, module in model.named_modules() if is_parametrized(module)]
-    found = [name for name in computed if name in placed or inside(name, placed)]
-    if setup.degrees.tp > 1 and found:
+    results = [name for name in computed if name in placed or inside(name, placed)]
+    if setup.degrees.tp > 1 and results:
         raise ConfigError(
-            f"plan.tensor: {found[0]} computes its weight from others (weight_norm or the like), and"
+            f"plan.tensor: {results[0]} computes its weight from others (weight_norm or the like), and"
             " PyTorch has no DTensor form of that; use parallel.tp = 1, or remove_parametrizations"
         )
 

@@ -130,9 +130,9 @@ def model_names() -> list[str]:
     """Return the folders under models/ that hold a plan.py."""
     package = importlib.import_module("models")
     return sorted(
-        found.name
-        for found in pkgutil.iter_modules(package.__path__)
-        if found.ispkg and importlib.util.find_spec(f"models.{found.name}.plan")
+        result.name
+        for result in pkgutil.iter_modules(package.__path__)
+        if result.ispkg and importlib.util.find_spec(f"models.{result.name}.plan")
     )
 
 

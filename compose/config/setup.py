@@ -74,11 +74,11 @@ class Rules(list[Rule[Asked]]):
 
 def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
     """Return one line for each problem of the setup, or the run, without repetition."""
-    found: list[str] = []
+    results: list[str] = []
     for rule in rules:
-        with noted(found):
+        with noted(results):
             rule.check(asked)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(results))
 
 
 def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Callable[[Asked], None]:

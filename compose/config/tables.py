@@ -191,10 +191,10 @@ for _field in dataclasses.fields(_Core):
 
 def table_of(config: Config, name: str) -> Any:
     """Return a table of ``config`` by its name in TABLES, as "train" or "model.lora"."""
-    found: Any = config
+    result: Any = config
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def without_add_ons(config: Config) -> Config:

@@ -93,8 +93,8 @@ def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str
     """Return the file that sets each key "table.key", or COMMAND_LINE."""
     keys = Keys()
     _read(file, keys, ())
-    found = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
-    return found | {name: COMMAND_LINE for name, _ in overrides}
+    results = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
+    return results | {name: COMMAND_LINE for name, _ in overrides}
 
 
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
@@ -177,10 +177,10 @@ def _syntax_error(text: str, error: ValueError) -> str:
 def _parse_value(text: str) -> Any:
     """Return ``text`` as a TOML value; a text that is none stays a string."""
     try:
-        found = tomllib.loads(f"value = {text}", parse_float=_float)
+        result = tomllib.loads(f"value = {text}", parse_float=_float)
     except (ValueError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text  # several lines are not one value
+    return result["value"] if len(result) == 1 else text  # several lines are not one value
 
 
 def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:

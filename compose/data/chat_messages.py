@@ -72,10 +72,10 @@ def _message(message: Any, number: int) -> ChatMessage:
 def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
     """Return a list of objects, each of which may be JSON text, or None if there are none."""
     value = _from_json(value, name)
-    found = [_from_json(each, name) for each in value] if isinstance(value, list) else value
-    if found and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+    result = [_from_json(each, name) for each in value] if isinstance(value, list) else value
+    if result and not (isinstance(result, list) and all(isinstance(each, dict) for each in result)):
         raise ValueError(f"{name}: is not a list of objects")
-    return found or None
+    return result or None
 
 
 def _from_json(value: Any, name: str) -> Any:
@@ -100,8 +100,8 @@ def text_of(content: Any) -> Any:
 
 def calls_of(message: ChatMessage) -> list[dict[str, Any]]:
     """Return the functions that a message calls: their name and arguments."""
-    found = [(call, call.get("function")) for call in message.get("tool_calls") or []]
-    return [function if isinstance(function, dict) else call for call, function in found]
+    results = [(call, call.get("function")) for call in message.get("tool_calls") or []]
+    return [function if isinstance(function, dict) else call for call, function in results]
 
 
 def forms(messages: Sequence[ChatMessage]) -> Iterator[Sequence[ChatMessage]]:
@@ -148,7 +148,7 @@ def probed(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     def arguments(given: Any) -> Any:
         return {PROBE: PROBE} if isinstance(given, dict) else json.dumps({PROBE: PROBE})
 
-    found = list[ChatMessage]()
+    result = list[ChatMessage]()
     for number, message in enumerate(messages):
         content, word = message.get("content"), f"{PROBE}{number}."
         if isinstance(content, list):
@@ -157,8 +157,8 @@ def probed(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         elif content:
             content = word
         changed = {"content": content} if "content" in message else {}
-        found.append({**_with_arguments(message, arguments), **changed})
-    return found
+        result.append({**_with_arguments(message, arguments), **changed})
+    return result
 
 
 def count_faults(text: str, messages: Sequence[ChatMessage]) -> int:

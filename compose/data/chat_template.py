@@ -220,14 +220,14 @@ def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
     """Return the file and the text of each template, by name. Raises ConfigError if there is none."""
     folder = tokenizer.path.parent
     config, named = folder / CONFIG, folder / _FOLDER
-    found = tokenizer.config.get("chat_template")
+    results = tokenizer.config.get("chat_template")
     sources: dict[str, tuple[Path, str]] = {}
-    if isinstance(found, list):  # several templates, by name
-        each = [one for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
-        found = {one["name"]: one.get("template") for one in each}
-    elif found is not None:
-        found = {_DEFAULT: found}
-    for name, source in (found or {}).items():
+    if isinstance(results, list):  # several templates, by name
+        each = [one for one in results if isinstance(one, dict) and isinstance(one.get("name"), str)]
+        results = {one["name"]: one.get("template") for one in each}
+    elif results is not None:
+        results = {_DEFAULT: results}
+    for name, source in (results or {}).items():
         if not isinstance(source, str):
             raise ConfigError(
                 f"{config}: chat_template: is neither a template nor a list of them by name"

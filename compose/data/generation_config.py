@@ -95,18 +95,18 @@ def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
     """Return the ids of special tokens for the config.json and generation_config.json of a model."""
     # All keys are written: for an absent one transformers takes an id of some published model.
     known = read_beside(folder, MODEL) | read_beside(folder, GENERATION) if folder else {}
-    found = {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    results = {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer: Tokenizer | None = None
     if folder and (folder / FILE).exists():
         tokenizer = open_tokenizer(folder)
         vocabulary = tokenizer.tokenizer.get_vocab()
         for name in ("bos_token", "pad_token"):
             token = tokenizer.special.get(name)
-            if found[f"{name}_id"] is None and token in vocabulary:
-                found[f"{name}_id"] = vocabulary[token]
+            if results[f"{name}_id"] is None and token in vocabulary:
+                results[f"{name}_id"] = vocabulary[token]
     elif vocab_size == Bytes.vocab_size:
         tokenizer = Bytes()
     if tokenizer:
         ends = [each for each in end_ids(tokenizer, folder) if each < vocab_size]
-        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
-    return found
+        results["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    return results

@@ -268,8 +268,8 @@ def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Sample
         if not (Path(path) / MANIFEST).exists():
             raise ConfigError(f"{path} {_what_it_is(Path(path), path)}")
         return _of_token_set(path, open_token_set(Path(path)), seq_len, vocab_size)
-    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-    paths = sorted(each for each in map(Path, found) if each.is_file())
+    result = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    paths = sorted(each for each in map(Path, result) if each.is_file())
     if not paths:
         raise ConfigError(f"no file at {path}")
     openers: dict[str, Callable[[Path], ArrayFile]] = {

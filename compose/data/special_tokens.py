@@ -167,14 +167,14 @@ def _class(config: Mapping[str, Any], model: Mapping[str, Any], byte_level: bool
 
 def model_ends(folder: Path) -> list[int]:
     """Return the ids that end a text, by generation_config.json and config.json of a folder."""
-    found: list[int] = []
+    results: list[int] = []
     for name in (GENERATION, MODEL):
         given = read_beside(folder, name).get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
             raise ConfigError(f"{folder / name}: eos_token_id: is neither an id nor a list of ids")
-        found += [each for each in ids if each >= 0]
-    return found
+        results += [each for each in ids if each >= 0]
+    return results
 
 
 def read_beside(folder: Path, name: str) -> dict[str, Any]:

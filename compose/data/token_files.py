@@ -49,10 +49,10 @@ class ArrayFile:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self.count)
-        found = np.empty(max(0, stop - start), self.dtype)
-        if not len(found):
-            return found
-        room = found.view(np.uint8).data
+        result = np.empty(max(0, stop - start), self.dtype)
+        if not len(result):
+            return result
+        room = result.view(np.uint8).data
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset + start * self.dtype.itemsize)
@@ -67,7 +67,7 @@ class ArrayFile:
                     room = room[size:]
         except OSError as error:
             raise ConfigError(f"{self.path}: can no longer be read: {error.strerror}") from None
-        return found
+        return result
 
 
 class TokenRow:
@@ -103,7 +103,7 @@ class TokenRow:
     @functools.cached_property
     def digest(self) -> str:
         """A hash of the length and the elements; for a long row in files, of blocks spread evenly."""
-        found = hashlib.sha256(str(len(self)).encode())
+        result = hashlib.sha256(str(len(self)).encode())
         if len(self) <= _WHOLE or all(isinstance(part, np.ndarray) for part in self.parts):
             blocks = self.blocks(len(self))
         else:
@@ -111,8 +111,8 @@ class TokenRow:
             starts = (last * i // (_SPREAD - 1) for i in range(_SPREAD))
             blocks = (self.read(start, start + _SPREAD_BLOCK) for start in starts)
         for block in blocks:
-            found.update(block.astype("<u4").tobytes())
-        return found.hexdigest()[:16]
+            result.update(block.astype("<u4").tobytes())
+        return result.hexdigest()[:16]
 
 
 def check_ids(tokens: np.ndarray, name: str, vocab_size: int) -> None:
@@ -229,12 +229,12 @@ def open_token_set(folder: Path) -> TokenSet:
     problems: list[str] = []
 
     def files(name: str, dtype: str, what: Literal["tokens", "documents"]) -> list[ArrayFile]:
-        found = []
+        results = []
         for shard in manifest.shards:
             file = folder / f"{name}-{shard.name}.bin"
-            found.append(ArrayFile(file, np.dtype(dtype), getattr(shard, what)))
-            problems.extend(_file_problems(file, folder, len(found[-1]) * found[-1].dtype.itemsize))
-        return found
+            results.append(ArrayFile(file, np.dtype(dtype), getattr(shard, what)))
+            problems.extend(_file_problems(file, folder, len(results[-1]) * results[-1].dtype.itemsize))
+        return results
 
     tokens = files("tokens", manifest.dtype, "tokens")
     ends = files("ends", "<i8", "documents")
@@ -260,15 +260,15 @@ def _file_problems(path: Path, folder: Path, wanted: int) -> list[str]:
 
 def _joined_ends(folder: Path, shards: Sequence[_Shard], files: Sequence[ArrayFile]) -> np.ndarray:
     """Return the index of the whole row. Raises ConfigError for ends out of order or of a shard."""
-    found, start = [np.zeros(0, np.int64)], 0
+    result, start = [np.zeros(0, np.int64)], 0
     for shard, file in zip(shards, files, strict=True):
         ends, size = file[:].astype(np.int64), shard.tokens
         if len(ends) and (ends[0] < 0 or ends[-1] > size or (ends[1:] < ends[:-1]).any()):
             path = folder / file.path.name
             raise ConfigError(f"{path}: is no index of the {size:,} tokens of its shard")
-        found.append(ends + start)
+        result.append(ends + start)
         start += size
-    return np.concatenate(found)
+    return np.concatenate(result)
 
 
 def as_table(rows: Iterable[tuple[str, int | None, str]]) -> str:

@@ -85,7 +85,7 @@ def describe_job(
     unit: int = UNIT,
 ) -> TokenizeJob:
     """Return the job of tokenizing ``files``; bad rows end it."""
-    problems, found = [], []
+    problems, result = [], []
     for path in files:
         if path.suffix in PACKED:
             problems.append(f"{path}: is compressed; unpack it first")
@@ -100,25 +100,25 @@ def describe_job(
         except OSError as error:
             problems.append(f"{path}: cannot be read: {error.strerror}")
             continue
-        found.append((str(path.resolve()), state.st_size, state.st_mtime_ns))
-    problems += [f"{name}: is named twice" for name in {f[0] for f in found if found.count(f) > 1}]
+        result.append((str(path.resolve()), state.st_size, state.st_mtime_ns))
+    problems += [f"{name}: is named twice" for name in {f[0] for f in result if result.count(f) > 1}]
     if problems:
         raise ConfigError(*problems)
     added = None if kind == "chat" else True
     return TokenizeJob(
-        str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(found), added
+        str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(result), added
     )
 
 
 def units_of(job: TokenizeJob) -> list[FilePart]:
     """Return the units of a job, in the order of their shards."""
-    found: list[FilePart] = []
+    results: list[FilePart] = []
     for path, size, _ in job.files:
         whole = path.endswith(".parquet")
         for start in range(0, size, size if whole else job.unit):
             stop = size if whole else min(start + job.unit, size)
-            found.append(FilePart(f"{len(found):05}", path, start, stop, size))
-    return found
+            results.append(FilePart(f"{len(results):05}", path, start, stop, size))
+    return results
 
 
 def make_token_set(
@@ -217,8 +217,8 @@ def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | Non
         "ends": counts.documents * 8,
         **({"trained": counts.tokens} if job.kind == "chat" else {}),
     }
-    found = [(target / f"{name}-{unit.name}.bin", size) for name, size in sizes.items()]
-    if any(p.is_symlink() or not p.is_file() or p.stat().st_size != size for p, size in found):
+    results = [(target / f"{name}-{unit.name}.bin", size) for name, size in sizes.items()]
+    if any(p.is_symlink() or not p.is_file() or p.stat().st_size != size for p, size in results):
         return None
     return counts
 
@@ -253,10 +253,10 @@ def _dtype(tokenizer: JsonTokenizer) -> str:
 
 @cache
 def _tokenizer(job: TokenizeJob) -> JsonTokenizer:
-    found = JsonTokenizer(Path(job.tokenizer))
-    if found.sha256 != job.sha256:
+    result = JsonTokenizer(Path(job.tokenizer))
+    if result.sha256 != job.sha256:
         raise ConfigError(f"{job.tokenizer}: has changed since this was started")
-    return found
+    return result
 
 
 def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:

@@ -77,11 +77,11 @@ class JsonTokenizer:
         # Some files hold the length to which texts are cut or filled up, for another use.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        found = read_special_tokens(path.parent, self.tokenizer.get_vocab(), b'"ByteLevel"' in content)
-        self.config, self.special, self.split = found.config, found.names, found.split
-        if found.kind == LLAMA:
+        result = read_special_tokens(path.parent, self.tokenizer.get_vocab(), b'"ByteLevel"' in content)
+        self.config, self.special, self.split = result.config, result.names, result.split
+        if result.kind == LLAMA:
             _split_as_llama(self.tokenizer, self.config)
-        self.tokenizer.add_tokens([AddedToken(token, **options) for token, options in found.added])
+        self.tokenizer.add_tokens([AddedToken(token, **options) for token, options in result.added])
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps: the model needs a row for the highest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -172,15 +172,15 @@ def open_tokenizer(path: Path) -> JsonTokenizer:
 
 def tokenizer_files(folder: Path, named: Path | None = None) -> list[Path]:
     """List the files of a folder that belong to a tokenizer; only ``named`` may be a link out of it."""
-    found = [p for pattern in _TOKENIZER_FILES for p in sorted(folder.glob(pattern)) if p.is_file()]
+    results = [p for pattern in _TOKENIZER_FILES for p in sorted(folder.glob(pattern)) if p.is_file()]
     problems = [
         f"{p}: {LEADS_OUT}"
-        for p in found
+        for p in results
         if p != named and (leads_out(p, folder) or (p.parent != folder and leads_out(p.parent, folder)))
     ]
     if problems:
         raise ConfigError(*problems)
-    return found
+    return results
 
 
 def copy_tokenizer(source: Path, target: Path, named: Path | None = None) -> None:

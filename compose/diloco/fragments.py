@@ -82,21 +82,21 @@ def shares(
 ) -> list[dict[str, Part]]:
     """Return each fragment's part of each parameter; 0 makes one fragment of all layers."""
     count = -(-len(layers) // each) if each and layers else 1
-    found: list[dict[str, Part]] = [{} for _ in range(count)]
+    results: list[dict[str, Part]] = [{} for _ in range(count)]
     rest: list[str] = []
     for name in shapes:
         layer = next((i for i, one in enumerate(layers) if name.startswith(f"{one}.")), None)
         if layer is None:
             rest.append(name)
         else:
-            found[layer % count][name] = (0, WHOLE)
+            results[layer % count][name] = (0, WHOLE)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     amount = sum(sizes[name] for name in rest)
-    got = _poured([sum(sizes[name] for name in part) for part in found], amount)
+    got = _poured([sum(sizes[name] for name in part) for part in results], amount)
     borders = [total * WHOLE // max(1, amount) for total in accumulate(got, initial=0)]
     for fragment, (low, high) in enumerate(pairwise(borders)):
-        found[fragment] |= {name: (low, high) for name in rest if low < high}
-    return found
+        results[fragment] |= {name: (low, high) for name in rest if low < high}
+    return results
 
 
 def rows_of(part: Part, region: Region) -> tuple[Tensor | EllipsisType, int]:
@@ -134,9 +134,9 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
         for name, region in regions.items():
             holders.setdefault((name, region), []).append(rank)
     groups = _groups(composition.mesh, {tuple(ranks) for ranks in holders.values()})
-    found: list[list[Span]] = []
+    results: list[list[Span]] = []
     for fragment in shares(dict(sorted(whole.items())), layers, each):
-        found.append([])
+        results.append([])
         for name, part in fragment.items():
             if name not in here:
                 continue
@@ -144,8 +144,8 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
             rows, size = rows_of(part, here[name])
             if size:
                 local = LocalParameter(name, copies[name], ranks, groups.get(ranks))
-                found[-1].append(Span(local, rows, size))
-    return found
+                results[-1].append(Span(local, rows, size))
+    return results
 
 
 def region_of(parameter: Tensor) -> Region:
@@ -157,22 +157,22 @@ def region_of(parameter: Tensor) -> Region:
 
 def _groups(mesh: DeviceMesh, wanted: set[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return a process group for each set of several ranks, those of the mesh where it has them."""
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    results: dict[tuple[int, ...], dist.ProcessGroup] = {}
     of_mesh: set[tuple[int, ...]] = set()
     for axis, _ in enumerate(mesh.shape):
         rows = mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist()
         of_mesh |= {tuple(row) for row in rows}
         if mesh.size(axis) > 1:
             group = mesh.get_group(axis)
-            found[tuple(sorted(dist.get_process_group_ranks(group)))] = group
+            results[tuple(sorted(dist.get_process_group_ranks(group)))] = group
     everyone = tuple(range(dist.get_world_size()))
     for ranks in sorted(wanted - of_mesh):
         if len(ranks) == len(everyone) > 1:
             assert dist.group.WORLD is not None
-            found[ranks] = dist.group.WORLD
+            results[ranks] = dist.group.WORLD
         elif len(ranks) > 1:
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                found[ranks] = group
-    return found
+                results[ranks] = group
+    return results

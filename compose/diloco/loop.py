@@ -294,16 +294,16 @@ class OuterLoop(Hook):
 
     def _forms(self, step: int) -> Forms:
         """Return the forms of what :meth:`state` may return after a step, without the prefix."""
-        found: Forms = {}
+        results: Forms = {}
         for fragment, spans in enumerate(self.fragments):
             size = sum(end - begin for begin, end in (span.own for span in spans))
             if self.options.dtype == "top_k":
-                found[f"lost.{fragment}"] = (size,), self.dtype
+                results[f"lost.{fragment}"] = (size,), self.dtype
             message = CHECK + self.code.size(size) + 4 * self._averaged(fragment).numel()
             for due in range(step + 1, step + self.options.delay + 1):
                 for worker in range(self.worker.count):
-                    found[f"pending.{fragment}.{due}.{worker}"] = (message,), torch.uint8
-        return found
+                    results[f"pending.{fragment}.{due}.{worker}"] = (message,), torch.uint8
+        return results
 
     def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
         """Go on with this rank's ``state``; outer weights that were not read begin as the model's."""

@@ -317,16 +317,16 @@ def first_rank_messages(
             cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             ranks //= math.prod(size for size, placement in cuts if not placement.is_replicate())
         regions[name] = region_of(parameter), ranks
-    code, found = code_of(options, outer_dtype(composition)), []
+    code, result = code_of(options, outer_dtype(composition)), []
     for fragment in shares(dict(sorted(shapes.items())), layers, options.fragments):
         elements = 0
         for name, part in fragment.items():
             if name in regions:
                 region, ranks = regions[name]
                 elements += -(-rows_of(part, region)[1] // ranks)
-        found.append(CHECK + code.size(elements))
-    found[-1] += 4 * sum(buffer.numel() for buffer in averaged_buffers(composition.model))
-    return found
+        result.append(CHECK + code.size(elements))
+    result[-1] += 4 * sum(buffer.numel() for buffer in averaged_buffers(composition.model))
+    return result
 
 
 def sent_bytes(job: "Job", outer: Outer) -> list[int]:

@@ -53,25 +53,25 @@ def fragments_of_model(
     Layer i of F fragments is in fragment i mod F. The rows of other parameters are dealt by their
     number times the golden ratio, modulo 1.
     """
-    found: list[Values] = [{} for _ in range(-(-len(layers) // each) if each and layers else 1)]
+    results: list[Values] = [{} for _ in range(-(-len(layers) // each) if each and layers else 1)]
     rest = dict(shapes)
     for number, layer in enumerate(layers):
         for name in [name for name in rest if name.startswith(f"{layer}.")]:
-            found[number % len(found)][name] = torch.arange(rest.pop(name).numel())
-    filled = [sum(map(len, one.values())) for one in found]
+            results[number % len(results)][name] = torch.arange(rest.pop(name).numel())
+    filled = [sum(map(len, one.values())) for one in results]
     total = sum(shape.numel() for shape in rest.values())
     levels = range(total + sum(filled) + 1)
     level = bisect_right(levels, total, key=lambda n: sum(max(0, n - size) for size in filled)) - 1
     got = [max(0, level - size) for size in filled]
     got[filled.index(min(filled))] += total - sum(got)
-    for one, (begin, end) in zip(found, pairwise(accumulate(got, initial=0)), strict=True):
+    for one, (begin, end) in zip(results, pairwise(accumulate(got, initial=0)), strict=True):
         for name, shape in rest.items() if begin < end else ():
             rows = torch.arange(shape[0] if shape else 1)
             dealt = rows * 2654435769 % 2**32  # 2^32 over the golden ratio
             mine = (dealt >= begin * 2**32 // total) & (dealt < end * 2**32 // total)
             width = torch.arange(shape.numel() // max(1, len(rows)))
             one[name] = (rows[mine, None] * len(width) + width).flatten()
-    return found
+    return results
 
 
 @dataclass
@@ -129,10 +129,10 @@ class OneProcess:
             key = (fragment, index, rank)
             if key in self.residuals:
                 vector = vector + _DECAY * self.residuals[key]
-            found, _ = received(self.options, vector)
+            result, _ = received(self.options, vector)
             if self.options.dtype == "top_k":
-                self.residuals[key] = vector - found
-            for (name, places), part in zip(message, found.split([*map(len, parts)]), strict=True):
+                self.residuals[key] = vector - result
+            for (name, places), part in zip(message, result.split([*map(len, parts)]), strict=True):
                 arrived[name][places] = part
         return arrived
 
@@ -160,13 +160,13 @@ def messages_of(loop: OuterLoop) -> list[list[Message]]:
     """Return the elements of each rank's message of each fragment; a collective of the worker."""
     own: list[Message] = []
     for spans in loop.fragments:
-        found = []
+        results = []
         for span in spans:
             parameter = span.parameter.copies[0]
             places = torch.arange(parameter.numel()).view(parameter.shape)
             begin, end = span.own
-            found.append((span.parameter.name, span.take(local_shard(places, parameter))[begin:end]))
-        own.append(found)
+            results.append((span.parameter.name, span.take(local_shard(places, parameter))[begin:end]))
+        own.append(results)
     everyone = gathered_objects(own)
     return [[of_rank[fragment] for of_rank in everyone] for fragment in range(len(own))]
 
@@ -187,12 +187,12 @@ class Heard:
 
     def decode(self, codes: Tensor, like: Tensor) -> Tensor:
         """Return the vector of the bytes."""
-        found = self.code.decode(codes, like)
+        result = self.code.decode(codes, like)
         if torch.equal(codes.cpu(), self.sent.cpu()):
-            parts = self.vector, self.vector - found.cpu()
+            parts = self.vector, self.vector - result.cpu()
             squares = [*(x.square() for x in parts), received(self.options, self.vector)[1]]
-            self.seen += torch.tensor([*(x.sum() for x in squares), len(found)])
-        return found
+            self.seen += torch.tensor([*(x.sum() for x in squares), len(result)])
+        return result
 
     def compare(self, comparison: Comparison) -> None:
         """Add a row; a collective of the worker."""
@@ -268,8 +268,8 @@ def prove_outer_loop(
         for name, flat, copies in rows:
             right = flat.view_as(whole[name])
             apart = [
-                float((local_tensor(found).cpu() - local_shard(right, local[name][0])).norm())
-                for found in copies
+                float((local_tensor(result).cpu() - local_shard(right, local[name][0])).norm())
+                for result in copies
             ]
             # A value that begins at zero stays there if no message carries it: then none may differ.
             error = max(apart) / (float(right.norm()) or 1.0) if apart else None
@@ -332,25 +332,25 @@ def received(options: Outer, change: Tensor) -> tuple[Tensor, Tensor]:
     error's.
     """
     if options.dtype == "top_k":
-        found = _largest(_rows(change, _ROW), round(options.density * _ROW)).flatten()[: len(change)]
-        return found, (change - found).square()
+        result = _largest(_rows(change, _ROW), round(options.density * _ROW)).flatten()[: len(change)]
+        return result, (change - result).square()
     blocks = _rows(change, _BLOCK)
     most = blocks.abs().amax(1, keepdim=True)
     if options.dtype == "int8":
         # bfloat16 is the upper half of a float32. In the middle it is rounded up here.
         steps = (((most / 127).view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-        found = (blocks * (1 / steps).nan_to_num(posinf=0.0)).round().clamp(-127, 127) * steps
+        result = (blocks * (1 / steps).nan_to_num(posinf=0.0)).round().clamp(-127, 127) * steps
     elif options.dtype == "e3m0":
         scales = most.bfloat16().float()
         ratio = blocks.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)
-        found = _E3M0[torch.bucketize(ratio, _HALFWAY, right=True)] * blocks.sign() * scales
+        result = _E3M0[torch.bucketize(ratio, _HALFWAY, right=True)] * blocks.sign() * scales
         steps = _E3M0.diff()[torch.bucketize(ratio, _E3M0[1:-1], right=True)] * scales
     else:  # float32 in a proof is float64, and loses nothing; bfloat16 has 8 bits of a magnitude
-        found = change.bfloat16() if options.dtype == "bfloat16" else change
+        result = change.bfloat16() if options.dtype == "bfloat16" else change
         steps = torch.exp2(torch.frexp(change).exponent - 8.0) * (options.dtype == "bfloat16")
-    found, steps = (x.expand_as(blocks) if x.ndim > 1 else x for x in (found, steps))
-    found, steps = (x.flatten()[: len(change)].double() for x in (found, steps))
-    return found, steps.square() / 12 * (change != 0)
+    result, steps = (x.expand_as(blocks) if x.ndim > 1 else x for x in (result, steps))
+    result, steps = (x.flatten()[: len(change)].double() for x in (result, steps))
+    return result, steps.square() / 12 * (change != 0)
 
 
 def _largest(rows: Tensor, kept: int) -> Tensor:
@@ -363,13 +363,13 @@ def _largest(rows: Tensor, kept: int) -> Tensor:
     sent = rows.gather(1, places).double()
     places = torch.where(sent == 0, places[:, :1], places)
     sent = torch.where(sent == 0, sent[:, :1], sent)
-    found = torch.zeros_like(rows, dtype=torch.float64)
-    for group, where, into in zip(*(x.split(_ROWS) for x in (sent, places, found)), strict=True):
+    result = torch.zeros_like(rows, dtype=torch.float64)
+    for group, where, into in zip(*(x.split(_ROWS) for x in (sent, places, result)), strict=True):
         sizes = group.abs()
         above = sizes > _mean(sizes[sizes > 0])
         levels = torch.where(above, _mean(sizes[above]), _mean(sizes[~above & (sizes > 0)]))
         into.scatter_(1, where, levels.bfloat16().double() * group.sign())
-    return found
+    return result
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

@@ -97,20 +97,20 @@ def operators(names: Iterable[str]) -> Operators:
 
     Raises ConfigError if a name stands for none.
     """
-    found = set[torch._ops.OpOverload]()
+    result = set[torch._ops.OpOverload]()
     for name in names:
         for operator in GROUPS.get(name, (name.removeprefix("aten."),)):
             space, _, short = operator.rpartition(".")
             packet = getattr(getattr(torch.ops, space or "aten"), short, None)
             if isinstance(packet, torch._ops.OpOverloadPacket):
-                found.update(getattr(packet, overload) for overload in packet.overloads())
+                result.update(getattr(packet, overload) for overload in packet.overloads())
             elif name not in GROUPS:
                 near = did_you_mean(name, [*GROUPS, *dir(torch.ops.aten)])
                 raise ConfigError(
                     f"activation_checkpoint.keep: {name!r} is neither {' nor '.join(GROUPS)} nor an"
                     f" operator of aten{near}"
                 )
-    return frozenset(found)
+    return frozenset(result)
 
 
 def recomputed_units(

@@ -47,9 +47,9 @@ class ActivationOffload:
         if self.events:
             torch.cuda.current_stream().synchronize()
         waited = self.seconds + sum(begun.elapsed_time(ended) for begun, ended in self.events) / 1000
-        found = {"activation_bytes": self.bytes, "activation_waited": waited}
+        results = {"activation_bytes": self.bytes, "activation_waited": waited}
         self.bytes, self.seconds, self.events = 0, 0.0, []
-        return found
+        return results
 
     def _forward(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -92,7 +92,7 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
             f'{key}: [] names no layer; give patterns of linear layers, as ["layers.*.attention.w*"]'
         )
     problems: list[str] = []
-    found: set[str] = set()
+    results: set[str] = set()
     experts = {name for pattern in plan.expert for name in matching(pattern, names)[0]}
     weights = [name for name, _ in model.named_parameters() if inside(name, experts)]
     for pattern in lora.targets:
@@ -114,8 +114,8 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
             problems.append(
                 f"{key}: pattern {pattern!r} matches no nn.Linear: {modules[0]} is {kind}{cure}"
             )
-        found |= linear
-    output = [name for name in found if name == plan.output]
+        results |= linear
+    output = [name for name in results if name == plan.output]
     if output:
         problems.append(
             f"{key}: {output[0]} is the projection onto the vocabulary, which the loss may compute"
@@ -124,7 +124,7 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
     small = {
         n: m
         for n in names
-        if n in found and (m := model.get_submodule(n)) and lora.rank > min(_sides(m))
+        if n in results and (m := model.get_submodule(n)) and lora.rank > min(_sides(m))
     }
     if small:
         name = min(small, key=lambda n: min(_sides(small[n])))
@@ -135,7 +135,7 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
         )
     if problems:
         raise ConfigError(*problems)
-    return [name for name in names if name in found]
+    return [name for name in names if name in results]
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

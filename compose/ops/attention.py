@@ -294,12 +294,12 @@ def gradients(
     value = inputs[2] if grads[1] is None else F.pad(inputs[2], (0, 1), value=1.0)
     grad, out, q, k, v = (x.transpose(1, 2) for x in (grad, out, *inputs[:2], value))
     parts = parts_of(task, q, k, v)
-    found = parts.backward(grad, (q, k, v), (out, lse.transpose(1, 2)))
+    results = parts.backward(grad, (q, k, v), (out, lse.transpose(1, 2)))
     if parts.whole:
-        ((_, _, made),) = found
+        ((_, _, made),) = results
     else:
         of_q, of_kv = Sums([q], parts.queries_once), Sums([k, v], parts.keys_once)
-        for at_q, at_k, (dq, dk, dv) in found:
+        for at_q, at_k, (dq, dk, dv) in results:
             of_q.add(at_q, [dq])
             of_kv.add(at_k, [dk, dv])
         made = (*of_q.of, *of_kv.of)
@@ -355,9 +355,9 @@ def backward_by(
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bounds, extents, sinks, out, lse = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
-        found = run(grad, grad_lse, q, k, v, out, lse, bounds, extents, *ctx.others)
+        result = run(grad, grad_lse, q, k, v, out, lse, bounds, extents, *ctx.others)
         of_sinks = None if sinks is None else sink_gradient((grad, grad_lse), (out, lse), sinks)
-        return *found, None, None, of_sinks, *[None] * len(ctx.others)
+        return *result, None, None, of_sinks, *[None] * len(ctx.others)
 
     return backward
 

@@ -59,9 +59,9 @@ class Parts:
         q, k, v, grad, out = self._fitted(inputs[:2], (inputs[2], grad, result[0]))
         for at_q, at_k, how in self._calls(q):
             here = (q[at_q], k[at_k], v[at_k])
-            found = self._backward(how, grad[at_q], here, (out[at_q], lse[at_q]))
+            results = self._backward(how, grad[at_q], here, (out[at_q], lse[at_q]))
             del how
-            dq, dk, dv = (d[..., : x.shape[-1]] for d, x in zip(found, inputs, strict=True))
+            dq, dk, dv = (d[..., : x.shape[-1]] for d, x in zip(results, inputs, strict=True))
             yield at_q, at_k, (dq, dk, dv)
 
     def _fitted(self, of_keys: Sequence[Tensor], of_values: Sequence[Tensor]) -> list[Tensor]:

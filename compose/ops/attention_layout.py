@@ -97,8 +97,8 @@ def blocks(
                     rows_of.setdefault(key, []).append(row)
     return [
         Block(rows, slice(q0, q1), slice(k0, k1), causal, shift)
-        for (q0, q1, k0, k1, causal, shift), found in rows_of.items()
-        for rows in _runs(found)
+        for (q0, q1, k0, k1, causal, shift), result in rows_of.items()
+        for rows in _runs(result)
     ]
 
 
@@ -173,12 +173,12 @@ def row_starts(task: AttentionTask, rows: int, device: torch.device) -> tuple[tu
 def _row_starts(bounds: bytes, rows: int) -> tuple[tuple[int, ...], ...]:
     places = memoryview(bounds).cast("i")
     length = (len(places) - 1) // rows
-    found: list[list[int]] = [[] for _ in range(rows)]
+    results: list[list[int]] = [[] for _ in range(rows)]
     for place in places:
         if place == rows * length:
             break
-        found[place // length].append(place % length)
-    return tuple(map(tuple, found))
+        results[place // length].append(place % length)
+    return tuple(map(tuple, results))
 
 
 @dataclass(frozen=True)

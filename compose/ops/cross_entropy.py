@@ -154,8 +154,8 @@ class _CrossEntropy(torch.autograd.Function):
             parts = torch.stack([own, target])
         else:
             parts = _sums_in_pieces(logits, at, here)
-        found = rows.gathered(parts)
-        log_zs, target = found[:, 0].logsumexp(0), found[:, 1].amax(0)
+        result = rows.gathered(parts)
+        log_zs, target = result[:, 0].logsumexp(0), result[:, 1].amax(0)
         # The part of each sum that is this rank's; a kernel needs the sum alone.
         share = log_zs if ctx.compiled else (parts[0] - log_zs).exp_()
         ctx.save_for_backward(logits, at, here, share, ignored)
@@ -183,14 +183,14 @@ class _CrossEntropy(torch.autograd.Function):
 class _LogZ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: VocabularyRows) -> Tensor:
-        found = rows.gathered(logits.logsumexp(-1)).logsumexp(0)
-        ctx.save_for_backward(logits, found)
-        return found
+        result = rows.gathered(logits.logsumexp(-1)).logsumexp(0)
+        ctx.save_for_backward(logits, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, found = ctx.saved_tensors
-        return grads[0][..., None] * (logits - found[..., None]).exp(), None
+        logits, result = ctx.saved_tensors
+        return grads[0][..., None] * (logits - result[..., None]).exp(), None
 
 
 def _sums_in_pieces(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:
@@ -399,14 +399,14 @@ def fused_sums(logits: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor, Tensor
 
 def fused_gradient(logits: Tensor, top: Tensor, factor: Tensor, at: Tensor, here: Tensor) -> None:
     """Do the work of ``Passes.gradient``, after ``fused_sums``."""
-    found = (at_least_float32(logits) - top[:, None]).exp() * factor[:, None]
-    logits.copy_(torch.where(_chosen(logits, at, here), found - 1, found))
+    result = (at_least_float32(logits) - top[:, None]).exp() * factor[:, None]
+    logits.copy_(torch.where(_chosen(logits, at, here), result - 1, result))
 
 
 def fused_softmax(logits: Tensor, log_zs: Tensor, scale: Tensor, at: Tensor, here: Tensor) -> Tensor:
     """Return the gradient of ``scale`` times each token's loss, whose log Z is known, (C, V)."""
-    found = (at_least_float32(logits) - log_zs[:, None]).exp() * scale[:, None]
-    return torch.where(_chosen(logits, at, here), found - scale[:, None], found).to(logits.dtype)
+    result = (at_least_float32(logits) - log_zs[:, None]).exp() * scale[:, None]
+    return torch.where(_chosen(logits, at, here), result - scale[:, None], result).to(logits.dtype)
 
 
 def _chosen(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:

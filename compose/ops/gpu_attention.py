@@ -184,8 +184,8 @@ class VarlenParts(Parts):
         if rows.q is not None:
             lse = lse.transpose(0, 1).flatten(1)
         grad, out, *here = (_laid(x, rows) for x in (grad, out, *inputs))
-        found = self.run_backward(grad, here, (out, lse), self.task.scale, rows)
-        dq, dk, dv = (self._unlaid(d, rows) for d in found)
+        results = self.run_backward(grad, here, (out, lse), self.task.scale, rows)
+        dq, dk, dv = (self._unlaid(d, rows) for d in results)
         return dq, dk, dv
 
     def _rows(self, pair: PiecePair) -> tuple[CallRows, Tensor | None]:
@@ -279,10 +279,10 @@ def _cudnn_backward(
     random_and_bias = (unused, unused, None)
     lengths = (None, None, q.shape[2], k.shape[2])
     lse = result[1].contiguous()[..., None]
-    found = _ops._scaled_dot_product_cudnn_attention_backward(
+    results = _ops._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, *random_and_bias, *lengths, 0.0, rows.causal, scale=scale
     )
-    return [x.transpose(1, 2) for x in found]
+    return [x.transpose(1, 2) for x in results]
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -311,7 +311,7 @@ class Muon(torch.optim.Optimizer):
         """
         sent: list[tuple[Tensor, int]] = []
         received: list[tuple[Tensor, int]] = []
-        found = []
+        results = []
         for slab in slabs:
             layout = self.layouts[slab.parameter]
             mine = layout.part(self.rank, slab.region)
@@ -324,12 +324,12 @@ class Muon(torch.optim.Optimizer):
                         piece = packed[str(region)] = result[within(region, slab.region)].contiguous()
                     if rank != self.rank:
                         sent.append((piece, rank))
-                found.append((slab.parameter, mine, packed[str(mine)]))
+                results.append((slab.parameter, mine, packed[str(mine)]))
             elif mine:
                 received.append((self._empty(mine), slab.owner))
-                found.append((slab.parameter, mine, received[-1][0]))
+                results.append((slab.parameter, mine, received[-1][0]))
         wait_for(begin_messages(self.group, sent, received))
-        for parameter, region, piece in found:
+        for parameter, region, piece in results:
             self._update(parameter, region, piece)
 
     def _empty(self, region: Region) -> Tensor:

@@ -32,12 +32,12 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
 
     def find(key: str, pattern: str) -> list[str]:
         """Return the parameters that ``pattern`` names, by all their names."""
-        found, near = matching(pattern, known)
-        if not found:
+        result, near = matching(pattern, known)
+        if not result:
             problems.append(
                 f"optimizer.{key}: pattern {pattern!r} matches no module or parameter{near}"
             )
-        meant = [name for name in names if name in found or inside(name, set(found))]
+        meant = [name for name in names if name in result or inside(name, set(result))]
         return [other for name in meant for other in names[name]]
 
     lr_scale = _scales("lr_scale", options.lr_scale, find, problems)

@@ -136,8 +136,8 @@ def _run_where_they_are(
     arrived = send(rows, received, sent, group)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     order, places = _transposed(counts_from, sum(received))
-    found = run(_Permute.apply(arrived, order, places), counts_from.sum(0), *weights)
-    back = _Permute.apply(found, places, order)
+    result = run(_Permute.apply(arrived, order, places), counts_from.sum(0), *weights)
+    back = _Permute.apply(result, places, order)
     return send(back, sent, received, group)
 
 
@@ -249,8 +249,8 @@ def routers(model: nn.Module) -> dict[str, Router]:
     """Return the routers of ``model`` by name; in a pipeline those of this rank's stages."""
     # The class is asked: a module takes long to find that it lacks an attribute, and this runs in
     # each step.
-    found = {name: m for name, m in model.named_modules() if hasattr(type(m), "finish_step")}
-    return cast(dict[str, Router], found)
+    results = {name: m for name, m in model.named_modules() if hasattr(type(m), "finish_step")}
+    return cast(dict[str, Router], results)
 
 
 def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
@@ -261,12 +261,12 @@ def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
 
 def finish_step(model: nn.Module, mesh: DeviceMesh) -> None:
     """Sum what routers counted over all ranks, in one message, and let the routers act on the sums."""
-    found = list(routers(model).values())
-    if not found:
+    result = list(routers(model).values())
+    if not result:
         return
-    sizes = [len(router.tally) for router in found]
-    tallies = sum_over(torch.cat([router.tally for router in found]), mesh, _TOKEN_AXES)
-    for router, tally in zip(found, tallies.split(sizes), strict=True):
+    sizes = [len(router.tally) for router in result]
+    tallies = sum_over(torch.cat([router.tally for router in result]), mesh, _TOKEN_AXES)
+    for router, tally in zip(result, tallies.split(sizes), strict=True):
         router.finish_step(tally)
 
 
@@ -302,8 +302,8 @@ class RoutingMetrics:
         padded = F.pad(numbers.to(self.mesh.device_type), (0, longest - len(numbers)))
         everyone = [torch.empty_like(padded) for _ in self.stages]
         dist.all_gather(everyone, padded, group=group)
-        found = zip(self.stages, torch.stack(everyone).tolist(), strict=True)
-        return {name: report for each, row in found for name, report in _named(each, row).items()}
+        result = zip(self.stages, torch.stack(everyone).tolist(), strict=True)
+        return {name: report for each, row in result for name, report in _named(each, row).items()}
 
 
 def _named(reported: _Reported, numbers: list[float]) -> dict[str, dict[str, float]]:

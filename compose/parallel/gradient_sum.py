@@ -98,9 +98,9 @@ class GradientSum:
         seen: set[nn.Parameter] = set()
         units = []
         for modules in self.modules:
-            found = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
-            units.append([p for p in found if p not in seen and not (self.scalars and p.ndim)])
-            seen |= set(found)
+            result = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
+            units.append([p for p in result if p not in seen and not (self.scalars and p.ndim)])
+            seen |= set(result)
         units = [unit for unit in units if unit]
         if [list(map(id, unit)) for unit in units] == [list(map(id, unit)) for unit in self.units]:
             return

@@ -8,8 +8,8 @@ from compose.errors import did_you_mean
 
 def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
     """Return the names that ``pattern`` matches, and if there are none a hint at the nearest one."""
-    found = [name for name in names if _matches(name, pattern)]
-    return found, "" if found else did_you_mean(pattern, _as_patterns(names, pattern))
+    results = [name for name in names if _matches(name, pattern)]
+    return results, "" if results else did_you_mean(pattern, _as_patterns(names, pattern))
 
 
 def _matches(name: str, pattern: str) -> bool:

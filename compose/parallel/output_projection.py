@@ -58,19 +58,19 @@ class CrossEntropy:
 
     def _count(self, squares: Tensor, targets: Tensor) -> None:
         if self.z_loss and torch.is_grad_enabled():  # like a router, it counts nothing in evaluation
-            found = torch.stack([squares.detach(), count_targets(targets)]).double()
-            self.tally = found if self.tally is None else self.tally + found
+            result = torch.stack([squares.detach(), count_targets(targets)]).double()
+            self.tally = result if self.tally is None else self.tally + result
 
     def mean_square(self, mesh: DeviceMesh) -> Tensor:
         """Return the mean of (log Z)^2 over all ranks' targets since the last call; a collective.
 
         Only forwards with gradients count. The mean is a scalar on the device.
         """
-        found = self.tally
-        if found is None:
-            found = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
+        result = self.tally
+        if result is None:
+            result = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
         self.tally = None
-        squares, targets = sum_over(found, mesh, ("pp", *BATCH_AXES, "cp"))
+        squares, targets = sum_over(result, mesh, ("pp", *BATCH_AXES, "cp"))
         return squares / targets.clamp(min=1)
 
 

@@ -244,9 +244,9 @@ def _gradients(
 
     kv = torch.cat([k, v], -1)
     if windowed:
-        found = {source: here(starts, part) for source, starts, part in windowed.arrivals(kv)}
-        mine = found.pop(ring.rank)
-        windowed.bring_home(mine, found)
+        results = {source: here(starts, part) for source, starts, part in windowed.arrivals(kv)}
+        mine = results.pop(ring.rank)
+        windowed.bring_home(mine, results)
     else:
         after, before = (ring.rank + 1) % ring.cp, (ring.rank - 1) % ring.cp
         dkv: Tensor | None = None

@@ -84,9 +84,9 @@ class _RowEmbedding(nn.Embedding):
         each = -(-self.num_embeddings // self.over.size())  # the rule of Tensor.chunk
         at = input - each * self.over.get_local_rank()
         elsewhere = (at < 0) | (at >= len(weight))
-        found = F.embedding(at.masked_fill(elsewhere, 0), weight)
-        found = found.masked_fill(elsewhere[..., None], 0.0)
-        return found if self.over.size() == 1 else self.send(found)
+        result = F.embedding(at.masked_fill(elsewhere, 0), weight)
+        result = result.masked_fill(elsewhere[..., None], 0.0)
+        return result if self.over.size() == 1 else self.send(result)
 
 
 class _ColumnOutput(nn.Linear):

@@ -235,21 +235,21 @@ class PipelineRunner:
         return self.streams[key]
 
     def _try_stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        found: list[Any] = [None]
+        results: list[Any] = [None]
         source = self.placement[0]
         if source == self.rank:
             try:
                 module = self.stages[0].module
                 output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
-                found = [(output.shape, output.dtype)]
+                results = [(output.shape, output.dtype)]
             except ConfigError as error:
-                found = [error.problems]
+                results = [error.problems]
         dist.broadcast_object_list(
-            found, src=dist.get_global_rank(self.group, source), group=self.group
+            results, src=dist.get_global_rank(self.group, source), group=self.group
         )
-        if isinstance(found[0], list):
-            raise ConfigError(*found[0])
-        shape, dtype = found[0]
+        if isinstance(results[0], list):
+            raise ConfigError(*results[0])
+        shape, dtype = results[0]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def _take_tied_gradients(self) -> dict[str, Tensor]:

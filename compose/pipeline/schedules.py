@@ -123,11 +123,11 @@ def splits_backward(schedule: str, pp: int, virtual_stages: int, micro_batches: 
 def _nearest(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
     """Return the nearest number below that can run, and the nearest above."""
     above = itertools.count(micro_batches + 1)
-    found = [
+    results = [
         next((n for n in numbers if _exists(schedule, pp, per_rank, n)), None)
         for numbers in (range(micro_batches - 1, 0, -1), above)
     ]
-    return " or ".join(str(n) for n in found if n is not None)
+    return " or ".join(str(n) for n in results if n is not None)
 
 
 def _exists(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
@@ -172,17 +172,17 @@ _SINGLE = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
 
 def _own_actions(actions: Sequence[Any]) -> list[Action]:
     """Return the computing actions alone; overlapped ones run one after another on one device."""
-    found: list[Action] = []
+    results: list[Action] = []
     for action in actions:
         if action is None:
             continue
         if action.sub_actions is not None:
-            found += _own_actions(action.sub_actions)
+            results += _own_actions(action.sub_actions)
         elif action.computation_type.value in ("F", "B", "I", "W"):
-            found.append(
+            results.append(
                 Action(action.stage_index, action.computation_type.value, action.microbatch_index)
             )
-    return found
+    return results
 
 
 def forwards(ranks: Sequence[int], micro_batches: int) -> list[Action]:
@@ -261,7 +261,7 @@ def stage_ranks(table: Table) -> list[int]:
 
 def _check_shape(table: Table, name: str, pp: int, per_rank: int, micro_batches: int) -> None:
     stages = {a.stage for row in table for a in row}
-    found = {a.micro_batch for row in table for a in row}
+    results = {a.micro_batch for row in table for a in row}
     problems = []
     if len(table) != pp:
         problems.append(f"{len(table)} rows, one for each rank; parallel.pp is {pp}")
@@ -270,9 +270,9 @@ def _check_shape(table: Table, name: str, pp: int, per_rank: int, micro_batches:
             f"stages {_span(stages)}; parallel.pp {pp} and parallel.pp_virtual_stages ask for"
             f" 0 to {pp * per_rank - 1}"
         )
-    if found != set(range(micro_batches)):
+    if results != set(range(micro_batches)):
         problems.append(
-            f"micro-batches {_span(found)}; train.global_batch and train.micro_batch make"
+            f"micro-batches {_span(results)}; train.global_batch and train.micro_batch make"
             f" {micro_batches}, 0 to {micro_batches - 1}"
         )
     if problems:

@@ -149,16 +149,16 @@ def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: 
     best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
     for stage in range(stages):
         ends = stage in (0, stages - 1)
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        results: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for start, (greatest, squares, cut) in best[-1].items():
             stops = [n] if stage == stages - 1 else range(start + (not ends), n + 1)
             for stop in stops:
                 cost = before[stop] - before[start]
                 cost += (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
                 option = (max(greatest, cost), squares + cost**2, (*cut, stop - start))
-                if stop not in found or option < found[stop]:
-                    found[stop] = option
-        best.append(found)
+                if stop not in results or option < results[stop]:
+                    results[stop] = option
+        best.append(results)
     return best[-1][n][2]
 
 

@@ -211,8 +211,8 @@ def report(table: Table, schedule_name: str, virtual_stages: int) -> str:
     micro_batches = len({action.micro_batch for row in table for action in row})
     bubble = bubble_fraction(simulate(table))
     lines = [f"bubble fraction {bubble:.1%} (of the table, with F 1, I 1, W 1, B 2)"]
-    if found := textbook(schedule_name, len(table), virtual_stages, micro_batches):
-        lines.append(f"textbook: {found[0]} = {found[1]:.1%}{_REMARKS.get(schedule_name, '')}")
+    if result := textbook(schedule_name, len(table), virtual_stages, micro_batches):
+        lines.append(f"textbook: {result[0]} = {result[1]:.1%}{_REMARKS.get(schedule_name, '')}")
     peaks = ", ".join(f"rank {rank}: {peak}" for rank, peak in enumerate(peak_in_flight(table)))
     several = len({action.stage for row in table for action in row}) > len(table)
     each = " (one for each stage that holds it)" if several else ""

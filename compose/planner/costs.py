@@ -243,11 +243,11 @@ def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, proto
         leaves = bytes * (ranks - local) / ranks / between
         steps = (local - 1) * inner + (ranks - local) * outer
         return protocol.start + steps + max(bytes * (ranks - 1) / ranks / within, leaves)
-    found = [2 * ring + 2 * one]
+    results = [2 * ring + 2 * one]
     if cluster.backend == "nccl":
         steps = (local - 1) * inner + math.ceil(math.log2(nodes)) * outer
-        found.append(2 * steps + 2 * bytes / (_TREE_SHARE * bus))
-    return protocol.start + min(found)
+        results.append(2 * steps + 2 * bytes / (_TREE_SHARE * bus))
+    return protocol.start + min(results)
 
 
 def _in_switch(cluster: Cluster, kind: str, bytes: float, group: _Group) -> float:

@@ -266,7 +266,7 @@ def rank_costs(
     # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
     with _processes().Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
         made = iter(pool.starmap(recorded, tasks, chunksize=1))
-    found: dict[int, RankCosts] = {}
+    results: dict[int, RankCosts] = {}
     for kind, source in chosen.items():
         records = [next(made) for _ in plans[source]]
         for rank in equal[kind]:
@@ -274,8 +274,8 @@ def rank_costs(
             base, *longer = [renamed(one, numbers) for one in records]
             if runs is not None and longer:
                 base = with_all_layers(base, runs, list(zip(runs.places(), longer, strict=True)))
-            found[rank] = base
-    return [found[rank] for rank in range(len(rows))]
+            results[rank] = base
+    return [results[rank] for rank in range(len(rows))]
 
 
 def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:

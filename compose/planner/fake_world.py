@@ -377,11 +377,11 @@ def fake_world(
     send = _batch(recorder)
     streams, sent, left = _Streams(recorder), [], list(objects or ())
 
-    def broadcast(found: list[Any], *args: Any, **kwargs: Any) -> None:
+    def broadcast(result: list[Any], *args: Any, **kwargs: Any) -> None:
         if objects is None:
-            sent.extend(found)
+            sent.extend(result)
         else:
-            found[:] = [left.pop(0) for _ in found]
+            result[:] = [left.pop(0) for _ in result]
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -394,9 +394,9 @@ def fake_world(
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        found = resize(storage, size)
+        result = resize(storage, size)
         recorder.resized(storage)
-        return found
+        return result
 
     with ExitStack() as stack:
         for name in _FILES:

@@ -66,12 +66,12 @@ def runs_of(job: Job) -> LayerRuns | None:
         for name, layer in job.model.get_submodule(pipeline.layers).named_children()
     ]
     stages = job.degrees.pp_layers if job.degrees.pp > 1 else (len(kinds),)
-    found, start = [], 0
+    result, start = [], 0
     for count in stages:
         within = kinds[start : start + count]
-        found.append(tuple(len(list(run)) for _, run in groupby(within)))
+        result.append(tuple(len(list(run)) for _, run in groupby(within)))
         start += count
-    return LayerRuns(tuple(found))
+    return LayerRuns(tuple(result))
 
 
 def few_micro_batches(job: Job) -> list[int]:
@@ -132,23 +132,23 @@ def places(job: Job, runs: LayerRuns, kept: LayerRuns) -> dict[str, list[str]]:
     """
     pipeline = job.resolved.pipeline
     assert pipeline is not None
-    names, found, start = layer_names(job.model, pipeline), {}, 0
+    names, result, start = layer_names(job.model, pipeline), {}, 0
     for stage, (lengths, counts) in enumerate(zip(runs.lengths, kept.lengths, strict=True)):
         for run, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             for i, name in enumerate(names[start : start + count]):
                 ends = [f"start {i}"] * (i < 2) + [f"end {count - 1 - i}"] * (count - i <= 2)
-                found[f"{pipeline.layers}.{name}"] = [f"{stage}.{run} {end}" for end in ends]
+                result[f"{pipeline.layers}.{name}"] = [f"{stage}.{run} {end}" for end in ends]
             start += length
-    return found
+    return result
 
 
 def linear(
     base: Mapping[str, float], longer: Sequence[tuple[float, Mapping[str, float]]]
 ) -> dict[str, float]:
     """Return the figures of the whole runs."""
-    found = dict(base)
+    result = dict(base)
     for more, figures in longer:
         for key in {*base, *figures}:
             step = figures.get(key, 0.0) - base.get(key, 0.0)
-            found[key] = found.get(key, 0.0) + more * step
-    return found
+            result[key] = result.get(key, 0.0) + more * step
+    return result

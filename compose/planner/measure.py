@@ -90,16 +90,16 @@ class Sweep:
         first call that was lucky, for other ranks had not begun, does not make the rest last too long.
         """
         run()  # which may compile, connect and allocate
-        calls, spent, found = 1, 0.0, []
+        calls, spent, result = 1, 0.0, []
         for to_come in reversed(range(_WINDOWS)):
-            found.append(self._window(run, calls))
-            each = self.agreed(found[-1])
+            result.append(self._window(run, calls))
+            each = self.agreed(result[-1])
             spent += each * calls
             if to_come == 0 or most - spent < each:
                 break
             calls = max(1, min(1000, 8 * calls, int((most - spent) / to_come / each)))
         # The first window, of one call, counts if there is no other.
-        middle = statistics.median(found[1:][-3:] or found)
+        middle = statistics.median(result[1:][-3:] or result)
         box = torch.tensor([middle], dtype=torch.float64, device=self.device)
         dist.all_reduce(box)
         return float(box) / dist.get_world_size()

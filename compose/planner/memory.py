@@ -88,10 +88,10 @@ def rank_memory(
     record: Record, micro_batches: int, places: Mapping[str, Sequence[str]] | None = None
 ) -> RankMemory:
     """Return the memory of the recorded rank, action by action."""
-    found = RankMemory()
+    result = RankMemory()
     for segment in record.segments:
         if segment.action[1] != "setup":
-            found.actions[action_key(segment.action, micro_batches)] = ActionMemory()
+            result.actions[action_key(segment.action, micro_batches)] = ActionMemory()
     live: Bytes = Counter()
     keys = segment_keys(record, places or {})
     now: tuple[int, str, int] | None = None
@@ -104,22 +104,22 @@ def rank_memory(
             continue
         if now is None:
             # The batch, and the buffers in which a pipeline receives: each micro-batch has its own.
-            found.start = Counter({c: n for c, n in live.items() if c != ACTIVATIONS})
-            found.buffers[ACTIVATIONS] = live[ACTIVATIONS] // micro_batches
+            result.start = Counter({c: n for c, n in live.items() if c != ACTIVATIONS})
+            result.buffers[ACTIVATIONS] = live[ACTIVATIONS] // micro_batches
         if action != now:
             if now is not None:
-                _leave(found, action_key(now, micro_batches), live, before)
+                _leave(result, action_key(now, micro_batches), live, before)
             now, before = action, Counter(live)
         live[category] += change
         if change > 0:
-            memory = found.actions[action_key(action, micro_batches)]
+            memory = result.actions[action_key(action, micro_batches)]
             above = Counter({c: live[c] - before[c] for c in live})
             for key in keys[segment]:
                 if key not in memory.peaks or above.total() > memory.peaks[key].total():
                     memory.peaks[key] = above
     if now is not None:
-        _leave(found, action_key(now, micro_batches), live, before)
-    return found
+        _leave(result, action_key(now, micro_batches), live, before)
+    return result
 
 
 def _leave(found: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
@@ -263,17 +263,17 @@ class _Pool:
             place += 1
         if place < len(self._free):
             key = self._free.pop(place)
-            address, found = key & _ADDRESS, key >> _ADDRESS_BITS
-            self._forget(address, found)
+            address, result = key & _ADDRESS, key >> _ADDRESS_BITS
+            self._forget(address, result)
         elif self._expandable:
-            address, found = self._grow(size)
+            address, result = self._grow(size)
         else:
-            address, found = self._new_segment(size)
-        rest = found - size
+            address, result = self._new_segment(size)
+        rest = result - size
         if rest >= self._smallest_rest:
             self._keep(address + size, rest)
             return address, size
-        return address, found
+        return address, result
 
     def give(self, address: int, size: int) -> None:
         """Take a block back, and join it with its free neighbours."""
@@ -292,12 +292,12 @@ class _Pool:
         return (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end
 
     def _new_segment(self, size: int) -> tuple[int, int]:
-        found = segment_bytes(size)
+        result = segment_bytes(size)
         # Between two segments there is a gap, for blocks of different segments never join.
         address = self._end + BLOCK
-        self._end = address + found
-        self.reserved += found
-        return address, found
+        self._end = address + result
+        self.reserved += result
+        return address, result
 
     def _grow(self, size: int) -> tuple[int, int]:
         """Map pages after the free block at the end, which is a part of the new block."""

@@ -68,7 +68,7 @@ class Scale:
         """Return round values inside the scale, about ``most`` of them."""
         power = math.floor(math.log10(self.high - self.low))
         if self.log:
-            found = [
+            results = [
                 factor * 10.0**power
                 for power in range(
                     math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
@@ -76,7 +76,7 @@ class Scale:
                 for factor in (1, 2, 5)
                 if self.low <= factor * 10.0**power <= self.high
             ]
-            return found[:: -(-len(found) // most)] if found else []
+            return results[:: -(-len(results) // most)] if results else []
         steps = (factor * 10.0**each for each in range(power - 3, power + 2) for factor in (1, 2, 5))
         step = next(step for step in steps if (self.high - self.low) / step < most)
         first = math.ceil(self.low / step - 1e-9)
@@ -123,9 +123,9 @@ def x_axis(scale: Scale, unit: str, title: str) -> str:
 def parts_of(use: Mapping[str, Any]) -> list[tuple[str, str, float]]:
     """Return the parts of a rank's memory in the order of a bar: class, name and bytes."""
     sizes = use["by_category"]
-    found = [(f"c{i}", name, sizes[name]) for i, name in enumerate(CATEGORIES) if sizes.get(name)]
-    held = use["reserved"] - sum(size for _, _, size in found)
-    return [*found, ("held", HELD, held)] if held > 0 else found
+    results = [(f"c{i}", name, sizes[name]) for i, name in enumerate(CATEGORIES) if sizes.get(name)]
+    held = use["reserved"] - sum(size for _, _, size in results)
+    return [*results, ("held", HELD, held)] if held > 0 else results
 
 
 def memory_chart(stages: Sequence[Mapping[str, Any]], capacity: float) -> str:

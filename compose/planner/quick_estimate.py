@@ -71,7 +71,7 @@ def shape_of(job: Job) -> ModelShape:
     config, model = job.config.model.config, job.model
     inside = job.resolved.pipeline.layers if job.resolved.pipeline else ""
     routed = {id(p) for name, _ in job.resolved.expert for p in model.get_submodule(name).parameters()}
-    found: dict[tuple[object, ...], int] = {}
+    results: dict[tuple[object, ...], int] = {}
     layers = model.get_submodule(inside).children() if inside else [model]
     held: set[int] = set()
     for layer in layers:
@@ -79,8 +79,8 @@ def shape_of(job: Job) -> ModelShape:
         held.update(id(p) for p in weights)
         products = tuple(tuple(p.shape) for p in weights if p.ndim == 2 and id(p) not in routed)
         experts = tuple(tuple(p.shape) for p in weights if p.ndim == 3 and id(p) in routed)
-        found[products, experts] = found.get((products, experts), 0) + 1
-    kinds = tuple(Layers(count, *key) for key, count in found.items())  # type: ignore[arg-type]
+        results[products, experts] = results.get((products, experts), 0) + 1
+    kinds = tuple(Layers(count, *key) for key, count in results.items())  # type: ignore[arg-type]
     top_k = getattr(config, "top_k", 1)
     ends = sum(p.numel() for p in model.parameters() if id(p) not in held)
     output = model.get_submodule(job.resolved.output) if job.resolved.output else None

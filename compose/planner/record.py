@@ -150,16 +150,16 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return None
     if len(schema.returns) != 1 or schema.returns[0].alias_info is not None:
         return None
-    found: list[Any] = [func, tuple(kwargs)]
+    results: list[Any] = [func, tuple(kwargs)]
     for given in (*args, *kwargs.values()):
         if not isinstance(given, Tensor):
-            found.append((type(given), given))
+            results.append((type(given), given))
         elif given.device.type == "meta":
-            found.append((given.shape, given.stride(), given.dtype))
+            results.append((given.shape, given.stride(), given.dtype))
         else:
             return None
     try:
-        key = tuple(found)
+        key = tuple(results)
         hash(key)
     except TypeError:
         return None
@@ -460,12 +460,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes to, of those that it was given."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    return found
+            results += [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    return results
 
 
 def _argument(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:

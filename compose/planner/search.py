@@ -309,13 +309,13 @@ def search(
         if axis not in shape.axes:
             progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
     progress(f"{len(every)} candidates may fit; the best {most} are recorded")
-    found: list[Candidate] = []
+    results: list[Candidate] = []
     refused: list[str] = []
     streams: dict[Any, Any] = {}
     try:
         turns = RecordQueue(space, every)
-        while candidate := turns.next(found):
-            if len(found) >= most or (found and time.monotonic() - began > seconds):
+        while candidate := turns.next(results):
+            if len(results) >= most or (results and time.monotonic() - began > seconds):
                 break
             try:
                 job = rules.check(candidate.config, space.world_size)
@@ -330,15 +330,15 @@ def search(
                 stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
             estimated = estimate(job, space.cluster, workers, stream)
             measured = replace(candidate, config=job.config, estimate=estimated)
-            found.append(measured)
-            progress(f"{len(found)}: {describe(measured)}")
+            results.append(measured)
+            progress(f"{len(results)}: {describe(measured)}")
     except KeyboardInterrupt:
         progress("interrupted: these are the best so far")
-    if not found and not every:
+    if not results and not every:
         return []
-    if not found:
+    if not results:
         raise ConfigError(*dict.fromkeys(refused))
-    return sorted(found, key=lambda c: order(space, c))
+    return sorted(results, key=lambda c: order(space, c))
 
 
 def fewest(
@@ -356,12 +356,12 @@ def fewest(
         rough = [c for c in candidates(here, shape) if fits(here, c)]
         best = min((c.rough.step for c in rough), default=float("inf"))
         if train.global_batch * train.seq_len / best >= needed / 2:
-            found = [c for c in search(here, most=4, progress=progress) if fits(here, c)]
-            if found and found[0].estimate:
-                rate = found[0].estimate.tokens_per_second_per_device * ranks
+            results = [c for c in search(here, most=4, progress=progress) if fits(here, c)]
+            if results and results[0].estimate:
+                rate = results[0].estimate.tokens_per_second_per_device * ranks
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
                 if rate >= needed:
-                    return here, found
+                    return here, results
         ranks *= 2
     return space, []
 

@@ -36,7 +36,7 @@ def action_seconds(
     "host" is the time in which the device waits for the host.
     """
     # The first stage has no input whose gradient it could compute: its I does nothing.
-    found: dict[Key, Seconds] = {
+    results: dict[Key, Seconds] = {
         action_key(segment.action, micro_batches): defaultdict(float)
         for segment in record.segments
         if segment.action[1] != "setup"
@@ -58,7 +58,7 @@ def action_seconds(
         action = record.segments[work.segment].action
         if action[1] == "setup":
             continue
-        seconds = found[action_key(action, micro_batches)]
+        seconds = results[action_key(action, micro_batches)]
         before = clock[0]
         if isinstance(work, Wait):
             until = reached.get(work.event, 0.0)
@@ -91,7 +91,7 @@ def action_seconds(
                 seconds[work.kind] += took
                 seconds["host"] += late
         seconds["all"] += clock[0] - before
-    return found
+    return results
 
 
 def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
@@ -99,9 +99,11 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
 
     What is exposed may shrink with a layer. It does not fall below 0.
     """
-    found = {name: max(0.0, value) for name, value in linear(base, longer).items()}
-    found["all"] = sum(v for name, v in found.items() if name != "all" and not name.startswith("sent "))
-    return found
+    results = {name: max(0.0, value) for name, value in linear(base, longer).items()}
+    results["all"] = sum(
+        v for name, v in results.items() if name != "all" and not name.startswith("sent ")
+    )
+    return results
 
 
 def no_wait(seconds: Seconds, kind: str) -> tuple[float, float]:
@@ -146,13 +148,13 @@ def axis_of(message: Message, degrees: Parallel) -> str:
     """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
     if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
         return "ep"
-    found, size = [], 1
+    result, size = [], 1
     for axis in reversed(AXES):
         degree = getattr(degrees, axis)
         if len({rank // size % degree for rank in message.ranks}) > 1:
-            found.append(axis)
+            result.append(axis)
         size *= degree
-    return "+".join(reversed(found)) or "other"
+    return "+".join(reversed(result)) or "other"
 
 
 def _message(cluster: Cluster, work: Message) -> float:

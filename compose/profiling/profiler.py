@@ -98,10 +98,10 @@ class Profiler(Hook):
             except OSError as error:  # this must not end a run
                 result["problem"] = str(error)
             self.recording = None  # this frees all that was recorded
-        found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(result, found)
-        if found is not None:
-            summary = {"steps": [self.first, self.done], "ranks": [each for each in found if each]}
+        results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(result, results)
+        if results is not None:
+            summary = {"steps": [self.first, self.done], "ranks": [each for each in results if each]}
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(self.folder / f"{steps}_summary.json", json.dumps(summary, indent=1))
@@ -200,14 +200,14 @@ class Recording:
         with gzip.open(f"{plain}.gz", "xb", _GZIP) as file:
             file.write(content)
         trace = Trace(json.loads(content), self.cuda)
-        found = allocations(trace, self.noted)
+        result = allocations(trace, self.noted)
         if self.memory:
             with memory.open("xb") as file:
-                dump(self.history if self.cuda else snapshot(found, self.before), file)
+                dump(self.history if self.cuda else snapshot(result, self.before), file)
         return {
             "seconds_per_step": (trace.end - trace.start) / 1e6 / len(trace.steps),
             "time": time_shares(trace),
-            "memory": peak(found, self.before),
+            "memory": peak(result, self.before),
         }
 
     def _note_gradients(self) -> None:
@@ -226,8 +226,8 @@ class Recording:
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Return bytes by address of this rank's ``tensors`` on the device, each storage once."""
         plain = map(local_tensor, tensors)
-        found = (t.untyped_storage() for t in plain if t.device.type == self.device.type)
-        return {storage.data_ptr(): storage.nbytes() for storage in found}
+        result = (t.untyped_storage() for t in plain if t.device.type == self.device.type)
+        return {storage.data_ptr(): storage.nbytes() for storage in result}
 
 
 @contextmanager

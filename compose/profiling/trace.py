@@ -115,7 +115,7 @@ class Trace:
 
     def _nest(self, events: Iterable[dict[str, Any]]) -> dict[int, Range]:
         """Fill ``ranges`` and ``changes``; return the ranges by the numbers that kernels refer to."""
-        found: dict[int, Range] = {}
+        results: dict[int, Range] = {}
         chosen = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation") or _is_memory(e)]
         # The longest of events that begin together is first, and memory events are inside it.
         chosen.sort(key=lambda e: (str(e["tid"]), e["ts"], -e.get("dur", -1)))
@@ -134,8 +134,8 @@ class Trace:
                 one = _range(event, inner)
                 self.ranges.append(one)
                 within.append(one)
-                found[event.get("args", {}).get("External id", -1)] = one
-        return found
+                results[event.get("args", {}).get("External id", -1)] = one
+        return results
 
     def _change(self, event: Mapping[str, Any], within: Range | None) -> None:
         about = event["args"]

@@ -122,8 +122,8 @@ class Comparison:
         """
         worst = torch.tensor(self.from_exact, dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        found, own = float(worst.norm()), math.hypot(*self.own_from_exact)
-        ratio = max(found / own, own / found) if found and own else float(found != own) * math.inf
+        result, own = float(worst.norm()), math.hypot(*self.own_from_exact)
+        ratio = max(result / own, own / result) if result and own else float(result != own) * math.inf
         first = dist.get_rank() == 0
         self.value("rounding", "all gradients", ratio if first else None, SAME_ROUNDING)
 
@@ -202,10 +202,10 @@ class Comparison:
 
 def _mean_squares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the root mean square of the numbers of each name."""
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     for name, number in pairs:
-        found.setdefault(name, []).append(number)
-    return {name: math.hypot(*numbers) / len(numbers) ** 0.5 for name, numbers in found.items()}
+        results.setdefault(name, []).append(number)
+    return {name: math.hypot(*numbers) / len(numbers) ** 0.5 for name, numbers in results.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -244,10 +244,12 @@ def shared(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor
     ]
     dist.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in held.items()})
     sources = {name: rank for rank, names in reversed(list(enumerate(everyone))) for name in names}
-    found = {}
+    results = {}
     for name, rank in sorted(sources.items()):
         shape, dtype = everyone[rank][name]
         own = rank == dist.get_rank()
-        found[name] = held[name].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(found[name], src=rank)
-    return found
+        results[name] = (
+            held[name].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(results[name], src=rank)
+    return results

@@ -159,9 +159,9 @@ class MemoryKeys(Observer):
         comparison, composition = self.subject.comparison, self.subject.composition
         asked, key = self.options.activation_checkpoint, "activation_checkpoint"
         moved = composition.activations is not None and composition.activations.bytes > 0
-        found = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)
+        result = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
+        dist.all_gather_object(everyone, result)
         watched, again, kept = (set[str]().union(*(one[i] for one in everyone)) for i in range(3))
 
         def note(quantity: str, name: str, right: bool) -> None:

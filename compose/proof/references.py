@@ -118,11 +118,11 @@ class References:
     def gradient(self, name: str) -> Expected:
         """Return the gradient of a parameter in the last step."""
         like = self.model.get_parameter(name)
-        found = self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
-        found = replace(found, parts=float(self.own.parts.get(name, 0.0)) ** 0.5)
-        if found.state == "zero":
+        result = self.expected(lambda run: run.gradients.get(name, torch.zeros_like(like)))
+        result = replace(result, parts=float(self.own.parts.get(name, 0.0)) ** 0.5)
+        if result.state == "zero":
             self.zeros.add(name)
-        return found if name in self.own.gradients else replace(found, state="unused")
+        return result if name in self.own.gradients else replace(result, state="unused")
 
     def update(self, name: str) -> Expected:
         """Return the change of a parameter over all steps.
@@ -130,8 +130,8 @@ class References:
         A gradient that is only rounding makes AdamW's steps random. So the state of the gradient is the
         update's too, and its error says nothing of other updates.
         """
-        found = self.expected(lambda run: run.change(name))
-        return replace(found, state="zero") if name in self.zeros else found
+        result = self.expected(lambda run: run.change(name))
+        return replace(result, state="zero") if name in self.zeros else result
 
     def buffer(self, name: str) -> Expected:
         """Return a buffer after all steps."""

@@ -307,8 +307,8 @@ def compare(
         return again
 
     subject = Subject(composition, model, comparison, run, train_again)
-    found = [observe(subject) for observe in (MemoryKeys, *parts_of_add_ons("observe"))]
-    observers: list[Observer] = [observer for observer in found if observer]
+    results = [observe(subject) for observe in (MemoryKeys, *parts_of_add_ons("observe"))]
+    observers: list[Observer] = [observer for observer in results if observer]
     # Then one process takes the composition's gradients at the end of each step. Of its own, AdamW's
     # steps would differ wherever a gradient is only rounding, and the next gradients with them.
     rounds = precision.reduced or any(observer.lossy_messages for observer in observers)

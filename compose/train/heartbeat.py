@@ -129,12 +129,12 @@ class Watch:
                     self.limit = float(self.store.get(_limit_key(self.rank)))
                 silence.limit, lag.limit = 0.75 * self.limit, self.limit + _LATER
                 if keys and self.store.check(keys):
-                    found = silence.longest(self.store.multi_get(keys), time.monotonic())
+                    result = silence.longest(self.store.multi_get(keys), time.monotonic())
                     # NCCL's watchdog names no rank, and a pipeline's messages on gloo wait longer.
                     awaited = Stragglers(self.store, self.world_size).awaited()
-                    found = found or lag.longest(awaited, time.monotonic())
-                    if found:
-                        self.report(self.store, *found)
+                    result = result or lag.longest(awaited, time.monotonic())
+                    if result:
+                        self.report(self.store, *result)
                         self.end()
                         return
         except RuntimeError:  # the store has ended, and whatever waits for other ranks will fail

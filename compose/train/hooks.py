@@ -51,26 +51,26 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
                     copies.setdefault((mesh, axis), []).append(local)
     if ties:
         copies[mesh, AXES.index("pp")] = of_stages
-    found: list[str] = []
+    results: list[str] = []
     for (where, axis), tensors in copies.items():
         if where.size(axis) > 1:
-            found += _unlike(_gathered(tensors, where.get_group(axis)).items())
+            results += _unlike(_gathered(tensors, where.get_group(axis)).items())
     shared: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(shared, found)
+    dist.all_gather_object(shared, results)
     return list(dict.fromkeys(line for lines in shared for line in lines))
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return an int64 that changes with any one flipped bit, and with two bytes that change places."""
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
     before = 0
     # It works in pieces, since int64 copies of the bytes take eight times as much memory.
     for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE):
         places = torch.arange(before + 1, before + 1 + len(piece), device=piece.device)
         # The factors are odd: a product with an odd number loses no bit where sums wrap around.
-        found += (piece.to(torch.int64) * (2 * places + 1)).sum()
+        result += (piece.to(torch.int64) * (2 * places + 1)).sum()
         before += len(piece)
-    return found
+    return result
 
 
 def _tensors(
@@ -117,7 +117,7 @@ def _unlike(tensors: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> list[st
             usual = most if times > second else None
             ranks = tuple(dict.fromkeys(rank for rank, value in held if value != usual))
             guilty.setdefault(ranks, []).append(name)
-    return [_line(ranks, found) for ranks, found in guilty.items()]
+    return [_line(ranks, result) for ranks, result in guilty.items()]
 
 
 def _line(ranks: Sequence[int], found: Sequence[str]) -> str:
@@ -170,12 +170,12 @@ class Hook(HasState):
 def hooks_of(trainer: "Trainer") -> list[Hook]:
     """Return the hooks of a run, in the order in which they act; the add-ons' are among them."""
     config = trainer.config
-    found: list[Hook] = [Graphs(trainer), Offload(trainer)]
+    results: list[Hook] = [Graphs(trainer), Offload(trainer)]
     if config.comm.check_every:
-        found.append(ReplicaCheck(trainer))
+        results.append(ReplicaCheck(trainer))
     for _, hooks in brought("hooks"):
-        found += hooks(trainer)
-    return [*found, Garbage()]
+        results += hooks(trainer)
+    return [*results, Garbage()]
 
 
 class Graphs(Hook):
@@ -217,9 +217,9 @@ class ReplicaCheck(Hook):
 
     def before_update(self, step: int) -> None:
         """Raise TrainingError if ranks' copies differ."""
-        if step % self.every == 0 and (found := replica_mismatches(self.composition, self.optimizer)):
+        if step % self.every == 0 and (result := replica_mismatches(self.composition, self.optimizer)):
             raise TrainingError(
-                f"step {step}: {'; '.join(found)}: silent corruption; the last checkpoint is"
+                f"step {step}: {'; '.join(result)}: silent corruption; the last checkpoint is"
                 " of before, and these machines want a test"
             )
 

@@ -253,9 +253,9 @@ class Signals:
 
     def _agreed(self, step: int, code: int) -> tuple[int, int]:
         """Return why and after which step all workers stop; zeros if they do not."""
-        found = self.worker.stop(step, code) if dist.get_rank() == 0 else (0, 0)
+        result = self.worker.stop(step, code) if dist.get_rank() == 0 else (0, 0)
         # A fill takes its value along; a tensor made of a list would be copied, and waited for.
-        shared = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in found])
+        shared = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in result])
         if dist.get_world_size() > 1:
             dist.broadcast(shared, src=0)
         why, last = shared.tolist()

@@ -65,19 +65,19 @@ class RunFolder:
 
     def __init__(self, name: str, saves: bool = True, worker: Worker | None = None) -> None:
         self._lock: IO[str] | None = None
-        found: list[str] = ["", ""]
+        results: list[str] = ["", ""]
         if dist.get_rank() == 0:
             worker = worker or Worker()
             own = str((Path(name) if name else _new()) if worker.index == 0 else "")
             first = folder = Path(worker.everyone("run.dir", own)[0])
             if worker.index:  # all but the first worker have a folder within it
                 folder = first / "islands" / str(worker.index)
-            found = [str(folder), "\n".join(strangers(first)) or self._take(folder)]
+            results = [str(folder), "\n".join(strangers(first)) or self._take(folder)]
         if dist.get_world_size() > 1:
-            dist.broadcast_object_list(found, src=0)
-        if found[1]:
-            raise ConfigError(*found[1].splitlines())
-        self.path = Path(found[0])
+            dist.broadcast_object_list(results, src=0)
+        if results[1]:
+            raise ConfigError(*results[1].splitlines())
+        self.path = Path(results[0])
         if unseen := _unseen(self.path):
             if saves:
                 raise ConfigError(f"{unseen}; give one that all share, or set checkpoint.interval = 0")
@@ -114,16 +114,16 @@ class RunFolder:
 
 def _unseen(folder: Path) -> str:
     """Return the problem if a rank does not see a file that the first rank writes into the folder."""
-    rank, name, found = dist.get_rank(), [f".seen-{uuid.uuid4().hex}"], [""] * dist.get_world_size()
-    if len(found) > 1:
+    rank, name, result = dist.get_rank(), [f".seen-{uuid.uuid4().hex}"], [""] * dist.get_world_size()
+    if len(result) > 1:
         if rank == 0:
             (folder / name[0]).touch()
         dist.broadcast_object_list(name, src=0)
         seen = os.path.exists(folder / name[0])
-        dist.all_gather_object(found, "" if seen else f"rank {rank} on {os.uname().nodename}")
+        dist.all_gather_object(result, "" if seen else f"rank {rank} on {os.uname().nodename}")
         if rank == 0:
             (folder / name[0]).unlink(missing_ok=True)
-    who = next(filter(None, found), "")
+    who = next(filter(None, result), "")
     return who and f"run.dir: {folder} is not the same folder on all nodes: {who} has another"
 
 

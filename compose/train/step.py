@@ -279,10 +279,10 @@ def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[
     words = torch.stack([torch.full((), float(word), device=norm.device) for word in said])
     if dist.get_world_size() > 1:
         dist.all_reduce(words, dist.ReduceOp.MAX)
-    found = [loss, norm, *([] if z_loss is None else [z_loss])]
-    wide = torch.stack([each.to(norm.device, torch.float64) for each in found])
+    results = [loss, norm, *([] if z_loss is None else [z_loss])]
+    wide = torch.stack([each.to(norm.device, torch.float64) for each in results])
     numbers = torch.cat([wide, words.double()]).tolist()
-    rest = tuple(map(int, numbers[len(found) :]))
+    rest = tuple(map(int, numbers[len(results) :]))
     return Reading(numbers[0], numbers[1], None if z_loss is None else numbers[2], rest)
 
 

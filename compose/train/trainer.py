@@ -80,16 +80,16 @@ class Trainer:
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone
             fill_weights(self.composition, job, device)
-        found = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
-        if found is None and not frozen:
+        result = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
+        if result is None and not frozen:
             fill_weights(self.composition, job, device)
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
-        begun, scale = found or Progress(), first_scale(config.precision)
+        begun, scale = result or Progress(), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
             hook.start(self.progress.step)
         self.report = Report(config, self.held, self.batches, self.progress.step, worker)
-        self.report.begin(job, self.composition, found)
+        self.report.begin(job, self.composition, result)
 
     def run(self) -> None:
         """Train to the end, or until a signal asks to stop; then finish the step and save.

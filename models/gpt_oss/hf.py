@@ -198,9 +198,9 @@ def _windows(values: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     shortest = next(
         n for n in range(1, n_layers + 1) if all(every[i] == every[i % n] for i in range(n_layers))
     )
-    found: dict[str, Any] = {"layer_pattern": every[:shortest]}
+    results: dict[str, Any] = {"layer_pattern": every[:shortest]}
     # Without a layer that has a window, its size means nothing.
-    return found | ({"window": size(values, "sliding_window")} if "w" in every else {})
+    return results | ({"window": size(values, "sliding_window")} if "w" in every else {})
 
 
 def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -229,10 +229,10 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _check_quantization(values: Mapping[str, Any]) -> None:
     """Raise ValueError for another quantization than MXFP4, whose weights the files themselves show."""
-    key, found = "quantization_config", values.get("quantization_config")
-    if found is None:
+    key, result = "quantization_config", values.get("quantization_config")
+    if result is None:
         return
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{key}: expected an object, got {shown(found)}")
-    if found.get("quant_method") != "mxfp4":
-        raise ValueError(f'{key}: {shown(found)} cannot be expressed here, only quant_method "mxfp4"')
+    if not isinstance(result, Mapping):
+        raise ValueError(f"{key}: expected an object, got {shown(result)}")
+    if result.get("quant_method") != "mxfp4":
+        raise ValueError(f'{key}: {shown(result)} cannot be expressed here, only quant_method "mxfp4"')

@@ -281,14 +281,14 @@ def rope(
     for one in ("rope_type", "type"):
         if not isinstance(rule.get(one) or "", str):
             raise ValueError(f"{key}.{one}: expected a name in quotes, got {shown(rule[one])}")
-    found = rule.get("rope_type") or rule.get("type") or "default"
-    only({f"{key}.type": rule.get("type")}, f"{key}.type", found)
-    if found not in ("default", kind):
+    result = rule.get("rope_type") or rule.get("type") or "default"
+    only({f"{key}.type": rule.get("type")}, f"{key}.type", result)
+    if result not in ("default", kind):
         raise ValueError(f"{key}: {shown(values[key])} cannot be expressed here")
     # The names are those that a message shows.
     flat = {f"{key}.{name}": value for name, value in rule.items() if value is not None}
     only(flat, f"{key}.partial_rotary_factor", 1)
-    needed, besides = _RULES[found]
+    needed, besides = _RULES[result]
     names = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *besides}
     for name, value in rule.items():
         if name not in names and value is not None:

@@ -193,9 +193,9 @@ class Router(nn.Module):
                 dropped = (
                     counts.new_zeros(()) if kept_BLK is None else (~kept_BLK & real_BL[..., None]).sum()
                 )
-                found = torch.cat([counts.double(), torch.stack([dropped, balance, z]).double()])
+                result = torch.cat([counts.double(), torch.stack([dropped, balance, z]).double()])
             loss = loss * self.loss_scale / (self.tokens_per_step or real_BL.sum().clamp(min=1))
-            weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss, self, found))
+            weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss, self, result))
         return Routing(experts_BLK, weights_BLK, kept_BLK, margin_BL)
 
     def choose(self, scores_BLE: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,18 +94,18 @@ def test_resumes_on_another_mesh(
 ) -> None:
     """Two steps on one mesh and five on another are seven on one process, optimizer state included."""
     train_on(pool, tmp_path, model, MESHES[before], 2)
-    found = train_on(pool, tmp_path, model, MESHES[after], 7)
+    result = train_on(pool, tmp_path, model, MESHES[after], 7)
     expected, steps = uninterrupted(name, model)
     there = lines(tmp_path)
     assert [line["step"] for line in there] == list(range(1, 8))
     for a, b in zip(steps, there, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["samples"] == a["samples"]
-    assert set(found) == set(expected)
+    assert set(result) == set(expected)
     for key, value in expected.items():
         # AdamW divides by a gradient's own size, which may be rounding noise.
         bound = 1e-3 if key.startswith("model.") else 1e-2
-        error = (found[key].double() - value.double()).norm()
+        error = (result[key].double() - value.double()).norm()
         assert float(error) <= bound * float(value.double().norm()) + 1e-12, key
 
 

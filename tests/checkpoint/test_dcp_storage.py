@@ -86,12 +86,12 @@ def test_every_box_comes_back(pool: Pool, tmp_path: Path) -> None:
 def test_others_read_it(pool: Pool, tmp_path: Path) -> None:
     """DCP's own reader of safetensors files finds whole tensors, safetensors itself each part."""
     pool.run(_write, 4, tmp_path)
-    found = {name: torch.zeros_like(tensor) for name, tensor in _tensors().items()}
+    results = {name: torch.zeros_like(tensor) for name, tensor in _tensors().items()}
     reader = HuggingFaceStorageReader(str(tmp_path))
     with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.load(found, storage_reader=reader, no_dist=True)
+        dcp.load(results, storage_reader=reader, no_dist=True)
     for name, tensor in _tensors().items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(results[name], tensor), name
     for rank, box in enumerate(WRITTEN):
         with safe_open(tmp_path / f"__{rank}_0.safetensors", "pt") as file:
             for name, tensor in _tensors().items():

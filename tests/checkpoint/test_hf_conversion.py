@@ -97,8 +97,8 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
     with torch.no_grad():
         expected = reference(tokens).logits
         assert torch.equal(other.eval()(tokens).logits, expected)
-        found = ours.eval()(tokens)
-    assert float((found - expected).norm() / expected.norm()) < 1e-5
+        result = ours.eval()(tokens)
+    assert float((result - expected).norm() / expected.norm()) < 1e-5
 
 
 def test_an_export_ends_where_generate_ends(tmp_path: Path) -> None:

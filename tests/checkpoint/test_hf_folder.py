@@ -145,8 +145,8 @@ def test_a_cut_model_is_filled_alike(pool: Pool, tmp_path: Path, name: str, mesh
     names = name_of(config.model.name, config.model.config)
     assert_same(as_files(published(one, names)), read_tensors(folder))
     expected = {key: copies[0].detach() for key, copies in named_tensors(one, None).items()}
-    for found, read, share in pool.run(_loaded, ranks_in(mesh), keys | mesh):
-        assert_same(found, expected)
+    for result, read, share in pool.run(_loaded, ranks_in(mesh), keys | mesh):
+        assert_same(result, expected)
         buffers = 4 * config.model.config.n_layers * getattr(config.model.config, "n_experts", 0)
         assert share <= read <= min(share + buffers, 1.1 * share)
 
@@ -157,10 +157,10 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     model = copy.deepcopy(job.model)
     fill_weights(model, job, torch.device("cpu"))
     there = read_tensors(tmp_path / "hf")["model.layers.1.mlp.up_proj.weight"]
-    found = model.get_parameter("layers.1.feed_forward.w3.weight")
+    result = model.get_parameter("layers.1.feed_forward.w3.weight")
     assert there.dtype == torch.bfloat16
-    assert found.dtype == torch.float32
-    assert torch.equal(found, there.float())
+    assert result.dtype == torch.float32
+    assert torch.equal(result, there.float())
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -42,10 +42,10 @@ def test_values_are_those_of_the_table() -> None:
     blocks = torch.tensor([[low + 16 * (15 - low) for low in range(16)]])
     expected = [value for pair in zip(table, table[::-1], strict=True) for value in pair]
     for scale, factor in ((127, 1.0), (128, 2.0), (120, 2.0**-7), (1, 2.0**-126), (0, 2.0**-127)):
-        found = dequantized(blocks.to(torch.uint8), torch.tensor([scale], dtype=torch.uint8))
-        assert found.tolist() == [factor * value for value in expected]
-    found = dequantized(blocks.to(torch.uint8), torch.tensor([127], dtype=torch.uint8)).tolist()
-    assert math.copysign(1.0, found[1 + 2 * 7]) == -1.0, "8 is the negative zero"
+        result = dequantized(blocks.to(torch.uint8), torch.tensor([scale], dtype=torch.uint8))
+        assert result.tolist() == [factor * value for value in expected]
+    result = dequantized(blocks.to(torch.uint8), torch.tensor([127], dtype=torch.uint8)).tolist()
+    assert math.copysign(1.0, result[1 + 2 * 7]) == -1.0, "8 is the negative zero"
     none = dequantized(blocks.to(torch.uint8), torch.tensor([255], dtype=torch.uint8))
     assert none.isnan().all(), "255 is no number"
 

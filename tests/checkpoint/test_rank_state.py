@@ -30,25 +30,25 @@ def _faults(checkpointer: Checkpointer) -> list[tuple[State, str]]:
     """States of which one tensor is wrong, and the line for each."""
     right = rank_state.copied(checkpointer.beside)
     assert right
-    found: list[tuple[State, str]] = [(right, "")]
+    results: list[tuple[State, str]] = [(right, "")]
     for name in (min(right), max(right)):
         value, short = right[name], name.removeprefix("outer.").removeprefix("0.")
         own = f"{'floats' if name.endswith('.base') else value.dtype} {list(value.shape)}"
         for wrong in (torch.cat([value, value]), value.to(torch.int32), value[None]):
             shown = f"{wrong.dtype} {list(wrong.shape)}"
-            found.append((right | {name: wrong}, f"{short} is {shown}, not {own}"))
-        found.append((right | {f"{name}x": value.clone()}, f"{short}x {NONE}"))
+            results.append((right | {name: wrong}, f"{short} is {shown}, not {own}"))
+        results.append((right | {f"{name}x": value.clone()}, f"{short}x {NONE}"))
     strange = "7.output.weight.shards.feedback"
-    found.append((right | {strange: torch.zeros(1)}, f"{strange} {NONE}"))
+    results.append((right | {strange: torch.zeros(1)}, f"{strange} {NONE}"))
     loops = [hook for hook in checkpointer.beside if isinstance(hook, OuterLoop)]
     if not loops:
-        return [*found, ({**right, "outer.lost.0": torch.zeros(1)}, f"outer.lost.0 {NONE}")]
+        return [*results, ({**right, "outer.lost.0": torch.zeros(1)}, f"outer.lost.0 {NONE}")]
     for name in ("lost.x", "lost.00", "pending.0.3.7", "pending.0.9.0", "pending.9.3.0", "pending"):
-        found.append((right | {f"outer.{name}": torch.zeros(1)}, f"{name} {NONE}"))
+        results.append((right | {f"outer.{name}": torch.zeros(1)}, f"{name} {NONE}"))
     other = "pending.1.3.0"  # an exchange of another fragment at the same time
     (size,), _ = loops[0]._forms(STEPS)[other]
     second = right | {f"outer.{other}": torch.zeros(size, dtype=torch.uint8)}
-    return [*found, (second, f"{other} {NONE}")]
+    return [*results, (second, f"{other} {NONE}")]
 
 
 def _load(checkpointer: Checkpointer, folder: Path) -> str:
@@ -66,7 +66,7 @@ def _differences(keys: Keys, folder: Path, islands: int = 1) -> list[tuple[str, 
         trainer.step()
     checkpointer = trainer.checkpointer
     name, own = f"comm-{dist.get_rank():05d}.safetensors", folder / checkpointer.root.parent.name
-    found = []
+    results = []
     faults = _faults(checkpointer)
     for number, (state, expected) in enumerate(faults):
         there = own / str(number)
@@ -77,12 +77,12 @@ def _differences(keys: Keys, folder: Path, islands: int = 1) -> list[tuple[str, 
         except ConfigError as error:
             (said,) = error.problems
             said = said.removeprefix(f"{there / name}: ")
-        found.append((said, expected))
+        results.append((said, expected))
     (own / "link").mkdir(exist_ok=True)
     (own / "link" / name).symlink_to(own / "0" / name)
-    found.append((_load(checkpointer, own / "link"), f"{own / 'link'}: {DROPPED}"))
-    assert len(found) > 10
-    return [(said, expected) for said, expected in found if said != expected]
+    results.append((_load(checkpointer, own / "link"), f"{own / 'link'}: {DROPPED}"))
+    assert len(results) > 10
+    return [(said, expected) for said, expected in results if said != expected]
 
 
 CODES: dict[str, Keys] = {
@@ -100,5 +100,5 @@ def test_what_codes_keep(pool: Pool, tmp_path: Path, name: str) -> None:
 
 def test_what_islands_keep(pool: Pool, tmp_path: Path) -> None:
     keys = outer(every=4, fragments=1, dtype="top_k", delay=1) | {"parallel__dp_replicate": 2}
-    found = pool.run(_differences, 2, keys_for(tmp_path / "run", **keys), tmp_path, 2, islands=2)
-    assert found == [[], []]
+    result = pool.run(_differences, 2, keys_for(tmp_path / "run", **keys), tmp_path, 2, islands=2)
+    assert result == [[], []]

@@ -258,29 +258,29 @@ TRUSTING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "sh
 
 def _trusts(tree: ast.Module) -> list[int]:
     """The lines that would run what a file says."""
-    found = []
+    results = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in TRUSTING:
-            found += [node.lineno for name in node.names if name.name not in PICKLES]
+            results += [node.lineno for name in node.names if name.name not in PICKLES]
         if isinstance(node, ast.Import):
-            found += [node.lineno for name in node.names if name.name in TRUSTING - {"pickle"}]
+            results += [node.lineno for name in node.names if name.name in TRUSTING - {"pickle"}]
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "pickle":
-            found += [node.lineno] if node.attr not in PICKLES else []
+            results += [node.lineno] if node.attr not in PICKLES else []
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-            found += [node.lineno] if function in ("eval", "exec", "__import__") else []
-            found += [node.lineno] if given.get("weights_only", "True") != "True" else []
-            found += [node.lineno] if given.get("allow_pickle", "False") != "False" else []
+            results += [node.lineno] if function in ("eval", "exec", "__import__") else []
+            results += [node.lineno] if given.get("weights_only", "True") != "True" else []
+            results += [node.lineno] if given.get("allow_pickle", "False") != "False" else []
             if function in ("torch.load", "yaml.load"):
-                found += [] if "weights_only" in given else [node.lineno]
+                results += [] if "weights_only" in given else [node.lineno]
             if function == "dcp.load":  # whose own planner and reader unpickle
                 ours = given.get("planner") == "ShardLoadPlanner()" and "reader" in given.get(
                     "storage_reader", ""
                 )
-                found += [] if ours else [node.lineno]
-            found += [node.lineno] if function.endswith("FileSystemReader") else []
-    return found
+                results += [] if ours else [node.lineno]
+            results += [node.lineno] if function.endswith("FileSystemReader") else []
+    return results
 
 
 def test_nothing_trusts_a_file() -> None:

@@ -55,13 +55,13 @@ def test_same_as_real_ranks(pool: Pool, ranks: int, mesh: dict[str, object]) -> 
     arguments = [f"--{key}={value}" for key, value in overrides.items()]
     done = answered("train.py", "--dry-run", "--world-size", str(ranks), *arguments)
     assert done.returncode == 0, done.stderr
-    found = table(done.stdout)
-    assert found.keys() == {p.name for p in real}
+    result = table(done.stdout)
+    assert result.keys() == {p.name for p in real}
     axes = next(line for line in done.stdout.splitlines() if line.startswith("parameter ")).split()[
         2:-3
     ]
     for p in real:
-        assert found[p.name] == [
+        assert result[p.name] == [
             "x".join(map(str, p.shape)),
             *(p.placements[axis] for axis in axes),
             "x".join(map(str, p.local_shape)),

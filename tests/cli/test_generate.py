@@ -56,15 +56,15 @@ def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Of each model a run's folder, with its plain model."""
-    found = {}
+    results = {}
     for name, keys in {"llama": LLAMA, "experts": EXPERTS}.items():
         folder = tmp_path_factory.mktemp(name)
         state = pool.run(_saved, 1, keys, folder, [1, 2])[0]
         model = copy.deepcopy(make_job(1, **keys).model)
         materialize(model, CPU)
         model.load_state_dict(state)
-        found[name] = folder, model
-    return found
+        results[name] = folder, model
+    return results
 
 
 def plain(model: nn.Module, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> list[int]:
@@ -85,14 +85,14 @@ def _continued(
     source: Path, folders: list[Path], meshes: dict[str, Keys], ends: Sequence[int] = ()
 ) -> dict[str, list[list[int]]]:
     """Of each mesh, what is said greedily, and drawn."""
-    found = {}
+    results = {}
     with mock.patch("compose.cli.generate.launched_ranks", return_value=dist.get_world_size()):
         for name, keys in meshes.items():
             overrides = [(f"parallel.{key}", str(value)) for key, value in keys.items()]
             job = job_of(source, folders, overrides)
             composition = open_model(job, folders, make_mesh(job.degrees), CPU)
-            found[name] = [list(sample(composition, PROMPT, how, ends)) for how in (GREEDY, DRAWN)]
-    return found
+            results[name] = [list(sample(composition, PROMPT, how, ends)) for how in (GREEDY, DRAWN)]
+    return results
 
 
 MESHES: dict[str, dict[str, Keys]] = {
@@ -114,16 +114,16 @@ def test_the_same_on_every_mesh(pool: Pool, runs: Runs, name: str) -> None:
     expected = [plain(model, how) for how in (GREEDY, DRAWN)]
     assert expected[0] != expected[1]
     assert len(set(expected[0])) > 2, "nothing to go wrong"
-    for found in pool.run(_continued, 2, run, newest(run), meshes):
-        assert found == dict.fromkeys(meshes, expected)
+    for result in pool.run(_continued, 2, run, newest(run), meshes):
+        assert result == dict.fromkeys(meshes, expected)
 
 
 def test_the_end_token_ends_it(pool: Pool, runs: Runs) -> None:
     run, model = runs["llama"]
     expected = plain(model, GREEDY)
     end = expected[5]
-    found = pool.run(_continued, 1, run, newest(run), {"one": {}}, [end])[0]["one"][0]
-    assert found == expected[: expected.index(end)]
+    result = pool.run(_continued, 1, run, newest(run), {"one": {}}, [end])[0]["one"][0]
+    assert result == expected[: expected.index(end)]
 
 
 def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
@@ -131,16 +131,16 @@ def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
     with mock.patch("compose.cli.generate.launched_ranks", return_value=2):
         job = job_of(run, newest(run), [("parallel.tp", "2")])
     composition = open_model(job, newest(run), make_mesh(job.degrees), CPU)
-    found = [next_logits(composition, PROMPT[:length]) for length in lengths]
-    return [logits for logits in found if logits is not None]
+    results = [next_logits(composition, PROMPT[:length]) for length in lengths]
+    return [logits for logits in results if logits is not None]
 
 
 def test_padding_takes_no_experts_place(pool: Pool, runs: Runs) -> None:
     """Of experts that take a few tokens of a sequence; tp 2 pads one of odd length."""
     run, model = runs["experts"]
     lengths = range(7, 20, 2)
-    for found in pool.run(_logits, 2, run, lengths):
-        for length, logits in zip(lengths, found, strict=True):
+    for result in pool.run(_logits, 2, run, lengths):
+        for length, logits in zip(lengths, result, strict=True):
             with torch.no_grad():
                 expected = model(torch.tensor([PROMPT[:length]]))[0, -1]
             assert (logits - expected).norm() < 1e-5 * expected.norm(), length
@@ -157,8 +157,8 @@ def test_hugging_faces_folder(pool: Pool, tmp_path: Path) -> None:
     model = copy.deepcopy(job.model)
     materialize(model, CPU)
     load_hf(model, folder, name_of("llama", job.config.model.config))
-    found = pool.run(_from_hugging_face, 2, folder)
-    assert found == [[plain(model, how) for how in (GREEDY, DRAWN)]] * 2
+    result = pool.run(_from_hugging_face, 2, folder)
+    assert result == [[plain(model, how) for how in (GREEDY, DRAWN)]] * 2
 
 
 def _opened(run: Path, folders: list[Path]) -> tuple[list[str], list[str], float]:

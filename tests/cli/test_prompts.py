@@ -29,8 +29,8 @@ PROMPTS = ["def foo.bar()", " the <|im_start|>user", "x<s> y</s> [SEP]<bos>"]
 def test_a_prompt_is_what_transformers_makes_of_it(tmp_path: Path, kind: str) -> None:
     tokenizer = open_tokenizer(save_kind(tmp_path, kind, chat_template=CHATML))
     reference = AutoTokenizer.from_pretrained(tmp_path)
-    found = encode_prompts(tokenizer, PROMPTS, chat=False)
-    assert found == [reference(text)["input_ids"] for text in PROMPTS]
+    result = encode_prompts(tokenizer, PROMPTS, chat=False)
+    assert result == [reference(text)["input_ids"] for text in PROMPTS]
     assert encode_prompts(tokenizer, PROMPTS, chat=False, special=False) == [
         reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         for text in PROMPTS
@@ -175,8 +175,8 @@ def test_a_text_ends_at_every_token_that_a_file_names(tmp_path: Path) -> None:
 )
 def test_how_a_template_ends_a_reply(tmp_path: Path, template: str, ends: list[str]) -> None:
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen", chat_template=template))
-    found = [tokenizer.tokenizer.id_to_token(each) for each in turn_ends(tokenizer)]
-    assert list(dict.fromkeys(found)) == ends
+    results = [tokenizer.tokenizer.id_to_token(each) for each in turn_ends(tokenizer)]
+    assert list(dict.fromkeys(results)) == ends
 
 
 def test_an_end_that_no_tokenizer_names_is_the_models(tmp_path: Path) -> None:

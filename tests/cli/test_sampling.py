@@ -75,7 +75,7 @@ def _compared(
 ) -> list[tuple[float, list[int], list[int]]]:
     """Of prompts of so many tokens, and then each more: the greatest error of logits, and the likeliest
     next tokens, of the whole text and with a cache."""
-    composition, found = composed(keys, ranks), []
+    composition, result = composed(keys, ranks), []
     composition.model.to(dtype)
     for length in lengths:
         cache = open_cache(composition, "on")
@@ -90,8 +90,8 @@ def _compared(
             worst = max(worst, float((cached - whole).norm() / whole.norm()))
             wholes.append(int(whole.argmax()))
             others.append(int(cached.argmax()))
-        found.append((worst, wholes, others))
-    return found
+        result.append((worst, wholes, others))
+    return result
 
 
 def case(name: str, ranks: int, lengths: Sequence[int], **axes: Any) -> Any:
@@ -119,8 +119,8 @@ CASES = [
 
 @pytest.mark.parametrize(("keys", "ranks", "lengths"), CASES)
 def test_the_same_as_the_whole_text(pool: Pool, keys: Keys, ranks: int, lengths: Sequence[int]) -> None:
-    for found in pool.run(_compared, ranks, keys, ranks, lengths):
-        for worst, whole, cached in found:
+    for result in pool.run(_compared, ranks, keys, ranks, lengths):
+        for worst, whole, cached in result:
             assert worst < 1e-5
             assert cached == whole
             assert len(set(whole)) > 2, "nothing to go wrong"
@@ -136,21 +136,21 @@ def test_the_same_in_float64(pool: Pool, keys: Keys) -> None:
 def _sampled(keys: Keys, ranks: int, sampling: Sampling) -> dict[str, list[int]]:
     composition = composed(keys, ranks)
     before = {name: vars(module).copy() for name, module in composition.model.named_modules()}
-    found = {
+    results = {
         how: list(sample(composition, TEXT[:5], replace(sampling, cache=how))) for how in ("on", "off")
     }
     after = {name: vars(module) for name, module in composition.model.named_modules()}
     assert [vars.keys() for vars in before.values()] == [vars.keys() for vars in after.values()]
-    return found
+    return results
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_the_same_text(pool: Pool, temperature: float) -> None:
     """On tp 2, where each token is padded; the model is left as it was."""
     sampling = Sampling(max_tokens=25, temperature=temperature, top_p=0.9, seed=3)
-    for found in pool.run(_sampled, 2, WINDOW | parallel(tp=2), 2, sampling):
-        assert found["on"] == found["off"]
-        assert len(set(found["on"])) > 2, "nothing to go wrong"
+    for result in pool.run(_sampled, 2, WINDOW | parallel(tp=2), 2, sampling):
+        assert result["on"] == result["off"]
+        assert len(set(result["on"])) > 2, "nothing to go wrong"
 
 
 def _half(keys: Keys) -> tuple[float, float]:
@@ -158,8 +158,8 @@ def _half(keys: Keys) -> tuple[float, float]:
     composition = composed(keys)
 
     def logits(cache: Cache | None) -> Tensor:
-        found = [next_logits(composition, TEXT[:end], cache) for end in range(20, 20 + NEW)]
-        return torch.stack([row for row in found if row is not None]).float()
+        results = [next_logits(composition, TEXT[:end], cache) for end in range(20, 20 + NEW)]
+        return torch.stack([row for row in results if row is not None]).float()
 
     exact = logits(None)
     composition.model.to(torch.bfloat16)
@@ -234,8 +234,8 @@ def test_keys_and_values(window: int | None) -> None:
         cache.append(k[:, :first], v[:, :first])
         for i in range(first, 40):
             cache.append(k[:, i : i + 1], v[:, i : i + 1])
-            found = cache.query(q[:, i : i + 1], sinks)
-            assert (found - whole[:, i : i + 1]).norm() < 1e-6 * whole[:, i].norm(), i
+            result = cache.query(q[:, i : i + 1], sinks)
+            assert (result - whole[:, i : i + 1]).norm() < 1e-6 * whole[:, i].norm(), i
             assert cache.kept[0].shape[1] == min(i + 1, window or 40)
             rooms.add(cache.kept[0].untyped_storage().nbytes() // (2 * 2 * 6 * 4))
         most = min(64, window or 64)
@@ -294,7 +294,7 @@ KINDS = {
 
 def _own() -> list[tuple[str, str, list[list[int]]]]:
     """Of each model: what stands in the way of a cache, and the texts by default and without one."""
-    mesh, found = make_mesh(Parallel()), []
+    mesh, result = make_mesh(Parallel()), []
     for kind in KINDS:
         torch.manual_seed(0)
         composition = apply(Own(kind), Plan(), mesh)
@@ -302,15 +302,15 @@ def _own() -> list[tuple[str, str, list[list[int]]]]:
             list(sample(composition, [1, 2, 3], Sampling(max_tokens=9, seed=1, cache=how)))
             for how in ("auto", "off")
         ]
-        found.append((kind, obstacle(composition), texts))
-    return found
+        result.append((kind, obstacle(composition), texts))
+    return result
 
 
 def test_models_of_ones_own(pool: Pool) -> None:
     """A cache is never silently wrong."""
-    found = pool.run(_own, 1)[0]
-    assert [kind for kind, *_ in found] == list(KINDS)
-    for kind, why, (cached, whole) in found:
+    result = pool.run(_own, 1)[0]
+    assert [kind for kind, *_ in result] == list(KINDS)
+    for kind, why, (cached, whole) in result:
         assert why == KINDS[kind], kind
         assert cached == whole, kind
 
@@ -346,9 +346,9 @@ def _refused(keys: Keys, ranks: int) -> tuple[str, list[str]]:
 def test_what_has_no_cache(pool: Pool, name: str) -> None:
     """One rank says why, in one line."""
     keys, ranks, why = REFUSED[name]
-    found = pool.run(_refused, ranks, keys, ranks)
-    assert found[0][0] == f"command line: --cache: on, but {why}; use --cache auto"
-    assert [said for _, said in found] == [
+    result = pool.run(_refused, ranks, keys, ranks)
+    assert result[0][0] == f"command line: --cache: on, but {why}; use --cache auto"
+    assert [said for _, said in result] == [
         [f"generate: every token runs the whole text again: {why}"],
         *[[]] * (ranks - 1),
     ]
@@ -367,9 +367,9 @@ def test_nucleus() -> None:
         (0.5, {1}),
         (1e-9, {1}),
     ]:
-        found = nucleus(probabilities, top_p)
-        assert set(found.nonzero().flatten().tolist()) == kept, top_p
-        assert torch.equal(found[list(kept)], probabilities[list(kept)])
+        result = nucleus(probabilities, top_p)
+        assert set(result.nonzero().flatten().tolist()) == kept, top_p
+        assert torch.equal(result[list(kept)], probabilities[list(kept)])
     for seed in range(20):
         drawn = torch.rand(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         drawn /= drawn.sum()

@@ -57,15 +57,15 @@ def take_steps(keys: Keys, count: int, add_up: bool = False) -> Steps:
     job, composition = built(keys)
     index, shares = batch_share(composition.mesh)
     train, vocabulary = job.config.train, job.config.model.config.vocab_size
-    found = Steps(composition.compression is not None)
+    result = Steps(composition.compression is not None)
     for step in range(count):
         for parameter in composition.model.parameters() if not add_up else ():
             parameter.grad = None
         batch = random_batch(train.global_batch, train.seq_len, vocabulary, seed=step)
         own = slice(index * train.global_batch // shares, (index + 1) * train.global_batch // shares)
         share = {name: value[own] for name, value in batch.items()}
-        found.loss = float(forward_backward(composition, share, micro_batch=train.micro_batch))
-        if found.compressed:
-            found.sent.append(composition.compression.traffic.take())  # type: ignore[union-attr]
-    found.gradients = {name: whole(p.grad) for name, p in composition.named_parameters()}  # type: ignore[arg-type]
-    return found
+        result.loss = float(forward_backward(composition, share, micro_batch=train.micro_batch))
+        if result.compressed:
+            result.sent.append(composition.compression.traffic.take())  # type: ignore[union-attr]
+    result.gradients = {name: whole(p.grad) for name, p in composition.named_parameters()}  # type: ignore[arg-type]
+    return result

@@ -43,13 +43,13 @@ def test_strange_rows(kind: Any) -> None:
     rows[2] *= 1e30
     rows[3, 5] = torch.inf
     rows[4, 5] = torch.nan
-    found = code.decode(code.encode(rows), 24)
-    assert torch.equal(found[0], rows[0])
+    result = code.decode(code.encode(rows), 24)
+    assert torch.equal(result[0], rows[0])
     for i in (1, 2, 5):
-        assert (found[i] - rows[i]).double().norm() < 0.05 * rows[i].double().norm()
+        assert (result[i] - rows[i]).double().norm() < 0.05 * rows[i].double().norm()
     # A step with such values is skipped, so they must stay such.
-    assert not found[3].isfinite().all()
-    assert not found[4].isfinite().all()
+    assert not result[3].isfinite().all()
+    assert not result[4].isfinite().all()
     assert code.decode(code.encode(rows[:0]), 24).shape == (0, 24)
 
 
@@ -78,8 +78,8 @@ def _messages(kind: Any) -> None:
     for message, expected in wanted.items():
         activations = Activations(code, Traffic())
         place, x = Sends(activations, "layer", "tp"), every[rank].clone().requires_grad_()
-        found = send_stream(place.key, message, "keep", group, x)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        result = send_stream(place.key, message, "keep", group, x)  # type: ignore[arg-type]
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
         sent = activations.traffic.take()
         rows_of = {"gather": 15 * size * (size - 1), "scatter": 15 * (size - 1)}
         # The sum pads the rows of all samples to a multiple of the ranks.

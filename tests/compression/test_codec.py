@@ -73,8 +73,8 @@ def test_strange_blocks(bits: int) -> None:
     back = code.decode(code.encode(x), torch.float32)
     assert torch.equal(back[0], x[0])
     for small_or_large in (1, 2):
-        right, found = x[small_or_large].double(), back[small_or_large].double()
-        assert (found - right).norm() < 0.2 * right.norm()
+        right, result = x[small_or_large].double(), back[small_or_large].double()
+        assert (result - right).norm() < 0.2 * right.norm()
     assert not back[3].isfinite().all(), "an overflow must be seen"
     assert not back[4].isfinite().all()
 
@@ -139,7 +139,7 @@ def test_pieces_change_nothing(
 def test_compiled_kernels_do_the_same() -> None:
     x = drawn("t", 2**16).view(-1, 256)
 
-    def found(compiled: bool) -> list[Tensor]:
+    def encoded(compiled: bool) -> list[Tensor]:
         left = encode_blocks(0.1 * drawn("t", 2**16, 1).view(-1, 256), 8, False, compiled)
         codes = encode_with_residual(x, left, 2.0, 4, True, compiled)
         made = [encode_blocks(x, b, b == 4, compiled) for b in (4, 8)] + [codes, left.clone()]
@@ -149,7 +149,7 @@ def test_compiled_kernels_do_the_same() -> None:
             made.append(Blocks(bits, 256, compiled=compiled).decode(coded, torch.float32))
         return made
 
-    for number, (one, other) in enumerate(zip(found(False), found(True), strict=True)):
+    for number, (one, other) in enumerate(zip(encoded(False), encoded(True), strict=True)):
         blocks = int((one != other).any(1).sum())
         # In 4 bits the order of sums may change a step's last bit, and with it a block's codes.
         assert blocks <= (0 if number == 1 else 2)

@@ -63,11 +63,11 @@ def ratio(sent: dict[tuple[str, str], int], purpose: str) -> float:
 )
 def test_bytes_are_ideal_and_counted(pool: Pool, kinds: Keys, ideal: float) -> None:
     keys = LARGE | kinds | {"parallel__dp_shard": 4, "parallel__zero": 2}
-    for found, to_all, gathered in pool.run(_counted, 4, keys):
+    for result, to_all, gathered in pool.run(_counted, 4, keys):
         for purpose in ("weights", "gradients"):
-            assert 1 <= ratio(found[-1], purpose) / ideal <= 1.03
-        assert sum(sent["gradients", "far"] for sent in found) == to_all
-        assert sum(sent["weights", "far"] for sent in found) == gathered
+            assert 1 <= ratio(result[-1], purpose) / ideal <= 1.03
+        assert sum(sent["gradients", "far"] for sent in result) == to_all
+        assert sum(sent["weights", "far"] for sent in result) == gathered
 
 
 def test_bytes_between_nodes(pool: Pool) -> None:
@@ -80,8 +80,8 @@ def test_bytes_between_nodes(pool: Pool) -> None:
         (comm("int4", "int4_diff"), 5.7),
     ):
         near: Keys = {"comm__near": 2}
-        found = pool.run(take_steps, 4, LARGE | mesh | kinds | near, 2)[0].sent[-1]
-        far = found["weights", "far"] + found["gradients", "far"]
+        result = pool.run(take_steps, 4, LARGE | mesh | kinds | near, 2)[0].sent[-1]
+        far = result["weights", "far"] + result["gradients", "far"]
         if not plain:
             # Two gathers and a reduction of each unit, but for the last unit's second gather.
             rows = pool.run(_rows, 4, LARGE | mesh)[0]
@@ -197,8 +197,8 @@ def _signs() -> tuple[int, float]:
     keys = LARGE | {"train__micro_batch": 2, "parallel__dp_shard": 2}  # one reduction of a step
     plain = take_steps(keys, 1).gradients["layers.0.attention.wq.weight"]
     with mock.patch.dict(GRADIENT_CODES, {"int8": Signs}):
-        found = take_steps(keys | comm("int8"), 1).gradients["layers.0.attention.wq.weight"]
-    return len(found[0].unique()), float(torch.cosine_similarity(found.flatten(), plain.flatten(), 0))
+        result = take_steps(keys | comm("int8"), 1).gradients["layers.0.attention.wq.weight"]
+    return len(result[0].unique()), float(torch.cosine_similarity(result.flatten(), plain.flatten(), 0))
 
 
 def test_a_code_of_gradients_is_a_class_and_an_entry(pool: Pool) -> None:

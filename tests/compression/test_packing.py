@@ -24,10 +24,10 @@ def test_rows_come_back_with_odd_sizes(monkeypatch: pytest.MonkeyPatch, bits: in
     # Larger units have a call for each run of coded parameters, not one for all.
     monkeypatch.setattr(codec, "AT_ONCE", 64)
     assert torch.equal(packing.pack(rows), messages)
-    for base, found in ((False, back), (True, moved)):
+    for base, result in ((False, back), (True, moved)):
         out = rows.clone()
         packing.unpack(messages, out, base)
-        assert torch.equal(out, found)
+        assert torch.equal(out, result)
     begin = 0
     for part in packing.layout.parts:
         place = slice(begin, begin + part.numel)

@@ -54,8 +54,8 @@ def test_feedback_of_blocks_gives_all_of_it_in_the_end(bits: int) -> None:
     before = feedback.codes(asked).clone()
     broken = drawn("t", 2048, 30).view(8, 256)
     broken[3, 7] = torch.inf
-    found = code.decode(feedback.encode(1.0, broken[None]), torch.float32)[0]
-    assert not found[3].isfinite().all()
+    result = code.decode(feedback.encode(1.0, broken[None]), torch.float32)[0]
+    assert not result[3].isfinite().all()
     assert torch.equal(feedback.codes(asked)[3], before[3])
     assert not torch.equal(feedback.codes(asked)[2], before[2])
 
@@ -112,6 +112,6 @@ def _third_sum(kind: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["int4", "powersgd", "top_k"])
 def test_residuals_are_restored(pool: Pool, kind: str) -> None:
-    for expected, found, without in pool.run(_third_sum, 2, kind):
-        assert torch.equal(expected, found)
+    for expected, result, without in pool.run(_third_sum, 2, kind):
+        assert torch.equal(expected, result)
         assert not torch.equal(expected, without)

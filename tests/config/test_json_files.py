@@ -74,8 +74,8 @@ def test_what_is_right_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, old: bytes, new: bytes, line: str) -> None:
-    found = refused(tmp_path / "a.json", GOOD.replace(old, new))
-    assert found == line or (line.endswith("JSON: ") and found.startswith(line))
+    result = refused(tmp_path / "a.json", GOOD.replace(old, new))
+    assert result == line or (line.endswith("JSON: ") and result.startswith(line))
 
 
 def test_any_object_may_be_asked_for(tmp_path: Path) -> None:

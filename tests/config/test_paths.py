@@ -72,10 +72,10 @@ def test_what_no_path_may_be(home: Path, text: str, why: str) -> None:
 def test_a_key_that_names_a_path(home: Path, key: str) -> None:
     """In a file and on a command line, alone and in a list."""
     table, _, name = key.rpartition(".")
-    found = load("train.toml", [(key, "~/x")])
+    result = load("train.toml", [(key, "~/x")])
     for part in key.split("."):
-        found = getattr(found, part)
-    assert found == f"{home}/x"
+        result = getattr(result, part)
+    assert result == f"{home}/x"
     for text, why in (("s3://bucket/x", REMOTE), ("$HOME/x", HOME)):
         assert problems([(key, text)]) == [f'command line: {key}: "{text}" {why}']
         Path("odd.toml").write_text(f'[{table}]\n{name} = "{text}"')

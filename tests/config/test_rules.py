@@ -61,9 +61,9 @@ def test_covering_part_of_the_product(pool: Pool, degrees: dict[str, int]) -> No
 
 
 def test_whole_product_is_legal_or_refused() -> None:
-    found = list(rules.survey(config(), RANKS))
-    refused = [(degrees["pp"], problems) for degrees, problems in found if problems]
-    assert len(found) == 35
+    result = list(rules.survey(config(), RANKS))
+    refused = [(degrees["pp"], problems) for degrees, problems in result if problems]
+    assert len(result) == 35
     problem = "parallel.pp: 8 ranks of 1 stage need 6 layers between the ends; the model has 5;"
     assert refused == [(8, [f"{problem} use at most 7"])]
 

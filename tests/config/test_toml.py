@@ -148,8 +148,8 @@ def test_a_number_of_any_length_is_one_short_line(write: Write) -> None:
 def test_loops_and_chains_of_files(write: Write) -> None:
     Path("one.toml").symlink_to("two.toml")
     Path("two.toml").symlink_to("one.toml")
-    for found in (problems("one.toml"), problems(write('extends = "one.toml"'))):
-        assert [line.partition(": [Errno")[0] for line in found] == ["one.toml: cannot read it"]
+    for result in (problems("one.toml"), problems(write('extends = "one.toml"'))):
+        assert [line.partition(": [Errno")[0] for line in result] == ["one.toml: cannot read it"]
     Path("self.toml").symlink_to("train.toml")
     assert problems(write('extends = "self.toml"')) == ["self.toml: extends itself"]
     for i in range(1100):
@@ -263,16 +263,16 @@ def test_default_file_states_every_default() -> None:
 
 def comments_of(text: str) -> dict[str, str]:
     """The comment of each key of a TOML file, whose lines are joined."""
-    table, name, found = "", "", dict[str, str]()
+    table, name, result = "", "", dict[str, str]()
     for line in text.splitlines():
         if head := re.match(r"\[(.+?)\]", line):
             table, name = head[1], ""
         elif key := re.match(r"(\w+) = [^#]*# (.*)", line):
             name = f"{table}.{key[1]}"
-            found[name] = key[2]
+            result[name] = key[2]
         elif name and (more := re.match(r" +# (.*)", line)):
-            found[name] += f" {more[1]}"
-    return found
+            result[name] += f" {more[1]}"
+    return result
 
 
 # Fields that no file can set.
@@ -341,9 +341,9 @@ def test_what_cannot_work_together(line: str) -> None:
 
 
 def test_several_rules_at_once() -> None:
-    found = together("6 parallel.tp=3 train.global_batch=3")
+    result = together("6 parallel.tp=3 train.global_batch=3")
     keys = ["parallel.tp", "train.global_batch", "train.seq_len"]
-    assert [problem.split(":")[0] for problem in found] == keys
+    assert [problem.split(":")[0] for problem in result] == keys
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6, 8, 12, 64])

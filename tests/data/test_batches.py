@@ -63,7 +63,7 @@ def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> Non
     """Sample n is the same in every batch and share; and an older checkpoint goes on where it was."""
     source, count = row(7 * 30 + 1), 2 if global_batch > 1 else 1
     wanted = [source.read(shuffled(n, 30, 3 * 1_000_003))["tokens"].tolist() for n in range(24)]
-    found = [
+    results = [
         sample.tolist()
         for first in range(0, 24, global_batch)
         for index in range(count)
@@ -71,7 +71,7 @@ def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> Non
             "tokens"
         ]
     ]
-    assert found == wanted
+    assert results == wanted
 
 
 def test_for_a_gpu_the_next_batch_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,18 +120,18 @@ def expected(
     ours, theirs = both
     given = {"tools": row.get("tools"), "chat_template": source, "return_dict": True}
     try:
-        found = theirs.apply_chat_template(messages, **given, return_assistant_tokens_mask=True)
+        result = theirs.apply_chat_template(messages, **given, return_assistant_tokens_mask=True)
     except TypeError:  # the template takes JSON text alone
         messages = [with_texts(message) for message in messages]
-        found = theirs.apply_chat_template(messages, **given, return_assistant_tokens_mask=True)
+        result = theirs.apply_chat_template(messages, **given, return_assistant_tokens_mask=True)
     spans = [
         span for each in written(ours, source, {**row, "messages": messages}) for span in each.replies
     ]
     text = theirs.apply_chat_template(messages, **{**given, "return_dict": False}, tokenize=False)
     places = theirs(text, add_special_tokens=False)
     if any(places.char_to_token(i) is None for start, stop in spans for i in (start, stop - 1)):
-        return found["input_ids"], None
-    return found["input_ids"], [bool(each) for each in found["assistant_masks"]]
+        return result["input_ids"], None
+    return result["input_ids"], [bool(each) for each in result["assistant_masks"]]
 
 
 def check_row(both: tuple[JsonTokenizer, Any], name: str, row: dict[str, Any]) -> int:
@@ -386,12 +386,12 @@ def test_templates_by_name(folder: Path, tmp_path: Path) -> None:
 def learnt_text(folder: Path, messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(text, what is learnt of it, as tokens) of each text that a chat makes."""
     tokenizer = open_tokenizer(folder)
-    found = []
+    results = []
     for rendered in Replies(tokenizer).render(read_chat({"messages": messages}, "messages")):
         ids, learnt = encode(tokenizer, rendered)
         kept = tokenizer.decode([i for i, yes in zip(ids, learnt, strict=True) if yes])
-        found.append((tokenizer.decode(ids), kept))
-    return found
+        results.append((tokenizer.decode(ids), kept))
+    return results
 
 
 def test_replies_alone_are_learnt(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def words(folder: Path, template: object) -> str:
     ],
 )
 def test_a_template_that_cannot_be_used(folder: Path, template: str, line: str) -> None:
-    found = words(folder, template)
-    assert found.startswith(line), found
+    result = words(folder, template)
+    assert result.startswith(line), result
 
 
 @pytest.mark.parametrize("template", [5, {"default": "a"}, [{"name": "default", "template": 5}]])

@@ -88,11 +88,11 @@ def test_text_files(tmp_path: Path) -> None:
 def test_token_files(tmp_path: Path, dtype: str) -> None:
     tokens = np.array([1, 2, 65_000, 4, 3], dtype=dtype)
     tokens.tofile(tmp_path / "t.bin")
-    found = opened(Data(path=str(tmp_path / "t.bin"), token_dtype=dtype, separator=4))  # type: ignore[arg-type]
-    assert isinstance(found, Windows)
-    assert isinstance(found.row.parts[0], ArrayFile)
-    assert tokens_of(found).tolist() == tokens.tolist()
-    assert found.separator == 4
+    result = opened(Data(path=str(tmp_path / "t.bin"), token_dtype=dtype, separator=4))  # type: ignore[arg-type]
+    assert isinstance(result, Windows)
+    assert isinstance(result.row.parts[0], ArrayFile)
+    assert tokens_of(result).tolist() == tokens.tolist()
+    assert result.separator == 4
     np.save(tmp_path / "t.npy", tokens)
     assert tokens_of(opened(Data(path=str(tmp_path / "t.npy")))).tolist() == tokens.tolist()
 
@@ -103,8 +103,8 @@ def test_a_token_file_with_the_index_of_megatron(tmp_path: Path, code: int, dtyp
     tokens = np.array([1, 2, 250, 4, 3], dtype=dtype)
     tokens.tofile(tmp_path / "t.bin")
     (tmp_path / "t.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, 1, 2))
-    found = opened(Data(path=str(tmp_path / "t.bin"), token_dtype="uint32"))
-    assert tokens_of(found).tolist() == tokens.tolist()
+    result = opened(Data(path=str(tmp_path / "t.bin"), token_dtype="uint32"))
+    assert tokens_of(result).tolist() == tokens.tolist()
 
 
 def test_a_bad_index_of_megatron(tmp_path: Path) -> None:

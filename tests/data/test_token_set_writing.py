@@ -375,10 +375,10 @@ def test_documents_are_what_transformers_makes_of_them(
     assert tokenizer.special.get("eos_token") == reference.eos_token
     job = describe_job(tokenizer, "text", "text", tokenizer.end, files, 700)
     make_token_set(job, out, 1, lambda done, counts: None)
-    made, found = open_token_set(out), []
+    made, result = open_token_set(out), []
     for start, stop in zip([0, *made.ends[:-1]], made.ends, strict=True):
-        found.append(made.tokens.read(int(start), int(stop)).tolist())
-    for ids, each in zip(found, [*rows, text], strict=True):
+        result.append(made.tokens.read(int(start), int(stop)).tolist())
+    for ids, each in zip(result, [*rows, text], strict=True):
         expected = reference(each, split_special_tokens=True)["input_ids"]
         assert ids == expected + ([] if expected[-1:] == [tokenizer.end] else [tokenizer.end])
     assert len(units_of(job)) > 6

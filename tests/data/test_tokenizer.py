@@ -68,9 +68,9 @@ def test_what_a_config_may_hold(tokenizer: Path) -> None:
         "pad_token": None,
     }
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
-    found = open_tokenizer(tokenizer)
-    assert found.special == {"eos_token": "<|im_end|>", "bos_token": "<s>"}
-    assert found.end == found.tokenizer.token_to_id("<|im_end|>")
+    result = open_tokenizer(tokenizer)
+    assert result.special == {"eos_token": "<|im_end|>", "bos_token": "<s>"}
+    assert result.end == result.tokenizer.token_to_id("<|im_end|>")
 
 
 TOKEN = {"content": "<|end|>", "lstrip": False, "rstrip": False, "normalized": False}
@@ -149,9 +149,9 @@ def test_every_key_of_transformers_is_looked_at() -> None:
     words = re.findall(r"kwargs(?:\.get|\.pop|\.setdefault)?[\[(]\s*\"(\w+)\"", source)
     words += re.findall(r"\"(\w+)\" (?:not )?in (?:init_)?kwargs", source)
     own = {"_json_truncation", "_json_padding", "_spm_precompiled_charsmap", "tokenizer"}
-    found = {*words, *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES} - own
-    assert len(found) > 40
-    assert not found - {*KEYS.read, *KEYS.only, *KEYS.besides}
+    result = {*words, *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES} - own
+    assert len(result) > 40
+    assert not result - {*KEYS.read, *KEYS.only, *KEYS.besides}
     assert not set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES) - MAP_KEYS.read
 
 

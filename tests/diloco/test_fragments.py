@@ -20,8 +20,8 @@ FEW = 4
 
 def rows(part: Part, begin: int, end: int) -> list[int]:
     """The rows of a part among those from ``begin`` to ``end`` of a parameter."""
-    found, size = rows_of(part, ((begin, end), (0, 3)))
-    here = torch.arange(begin, end)[found].tolist()
+    result, size = rows_of(part, ((begin, end), (0, 3)))
+    here = torch.arange(begin, end)[result].tolist()
     assert size == 3 * len(here)
     return here
 
@@ -32,17 +32,17 @@ def test_are_of_like_size(layers: int, each: int, rest: int) -> None:
     names = [f"layers.{i}" for i in range(layers)]
     shapes = {f"{name}.w": (10_007,) for name in names}
     others = {"norm": (13,), "output": (rest, 4), "tok": (rest, 4), "scale": ()}
-    found = shares(shapes | others, names, each)
+    result = shares(shapes | others, names, each)
     sizes = {name: math.prod(shape) for name, shape in (shapes | others).items()}
     filled = [
         sum(
             rows_of(part, tuple((0, size) for size in (shapes | others)[name]))[1]
             for name, part in one.items()
         )
-        for one in found
+        for one in result
     ]
     assert sum(filled) == sum(sizes.values())
-    of_layers = [10_007 * sum(name.startswith("layers") for name in one) for one in found]
+    of_layers = [10_007 * sum(name.startswith("layers") for name in one) for one in result]
     # What is outside of layers goes where there is least; a layer is not cut.
     off = FEW * (1 + 4 + 4 + 1)
     assert max(filled) <= max(*of_layers, sum(filled) // len(filled) + len(filled)) + off
@@ -53,11 +53,11 @@ def test_are_of_like_size(layers: int, each: int, rest: int) -> None:
 def test_each_rank_has_its_share_of_each_fragment(count: int, ranks: int) -> None:
     """Each row is in one fragment, and the rows of a fragment are spread over the parameter."""
     names = [f"layers.{i}" for i in range(5)]
-    found = [
+    results = [
         one["tok"] for one in shares({f"{n}.w": (8,) for n in names} | {"tok": (count, 3)}, names, 1)
     ]
-    assert sorted(row for part in found for row in rows(part, 0, count)) == list(range(count))
-    for part in found:
+    assert sorted(row for part in results for row in rows(part, 0, count)) == list(range(count))
+    for part in results:
         share = len(rows(part, 0, count)) / ranks
         for rank in range(ranks):
             here = rows(part, rank * count // ranks, (rank + 1) * count // ranks)
@@ -66,8 +66,8 @@ def test_each_rank_has_its_share_of_each_fragment(count: int, ranks: int) -> Non
 
 def test_a_parameter_of_no_dims_is_in_one_fragment() -> None:
     names = ["layers.0", "layers.1"]
-    found = shares({"layers.0.w": (9,), "layers.1.w": (1,), "a": (), "b": ()}, names, 1)
-    assert [[rows_of(one[name], ()) for name in "ab" if name in one] for one in found] == [
+    result = shares({"layers.0.w": (9,), "layers.1.w": (1,), "a": (), "b": ()}, names, 1)
+    assert [[rows_of(one[name], ()) for name in "ab" if name in one] for one in result] == [
         [],
         [(..., 1), (..., 1)],
     ]
@@ -75,8 +75,8 @@ def test_a_parameter_of_no_dims_is_in_one_fragment() -> None:
 
 def test_have_every_nth_layer() -> None:
     names = [f"layers.{i}" for i in range(10)]
-    found = shares({f"{name}.w": (4,) for name in names}, names, 3)
-    assert [[int(name.split(".")[1]) for name in part] for part in found] == [
+    result = shares({f"{name}.w": (4,) for name in names}, names, 3)
+    assert [[int(name.split(".")[1]) for name in part] for part in result] == [
         [0, 4, 8],
         [1, 5, 9],
         [2, 6],
@@ -90,8 +90,8 @@ def _messages(keys: Keys) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], d
     layers = list(job.resolved.checkpoint)
     timeout = job.config.comm.first_step_timeout
     loop = OuterLoop(options, composition, layers, Worker(), timeout, 1)
-    found = [[list(message) for message in fragment] for fragment in messages_of(loop)]
-    return found, {name: p.numel() for name, p in job.model.named_parameters()}
+    results = [[list(message) for message in fragment] for fragment in messages_of(loop)]
+    return results, {name: p.numel() for name, p in job.model.named_parameters()}
 
 
 @pytest.mark.parametrize("inside", tiered(INSIDE, INSIDE.keys() - {"tp x zero 3"}))

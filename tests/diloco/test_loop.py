@@ -71,9 +71,9 @@ DENSE = INSIDE.keys() - {"experts"}
 def test_each_step_with_sgd_is_data_parallel(pool: Pool, inside: str) -> None:
     keys = BATCH | INSIDE[inside]
     ranks = ranks_in(keys)
-    found = pool.run(trained, 2 * ranks, keys, {"every": 1, **AVERAGE}, islands=2)
+    result = pool.run(trained, 2 * ranks, keys, {"every": 1, **AVERAGE}, islands=2)
     right = pool.run(trained, ranks, keys, None)
-    for rank, weights in enumerate(found):
+    for rank, weights in enumerate(result):
         del weights["losses"]  # of this island's samples
         for name, value in weights.items():
             torch.testing.assert_close(value, right[rank % ranks][name], rtol=1e-5, atol=1e-6)
@@ -83,18 +83,18 @@ def test_each_step_with_sgd_is_data_parallel(pool: Pool, inside: str) -> None:
 def test_one_island_that_takes_the_mean_is_bitwise_no_islands(pool: Pool, fragments: int) -> None:
     keys = BATCH | parallel(dp_shard=2)
     outer = {"every": 2, "fragments": fragments, **AVERAGE}
-    found, right = pool.run(trained, 2, keys, outer)[0], pool.run(trained, 2, keys, None)[0]
+    result, right = pool.run(trained, 2, keys, outer)[0], pool.run(trained, 2, keys, None)[0]
     for name, value in right.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(result[name], value), name
 
 
 @pytest.mark.parametrize("islands", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_islands_with_the_same_samples_are_bitwise_one(pool: Pool, islands: int) -> None:
     keys = BATCH | parallel(dp_shard=2)
     outer = {"every": 2, "lr": 0.7, "momentum": 0.9}
-    found = pool.run(trained, 2 * islands, keys, outer, True, islands=islands)
+    result = pool.run(trained, 2 * islands, keys, outer, True, islands=islands)
     right = pool.run(trained, 2, keys, outer)[0]
-    for weights in found:
+    for weights in result:
         for name, value in right.items():
             assert torch.equal(weights[name], value), name
 
@@ -107,8 +107,8 @@ def test_the_mesh_inside_islands_changes_nothing(pool: Pool, inside: str, fragme
     right = pool.run(trained, 2, BATCH, outer, islands=2)
     keys = BATCH | (INSIDE | {"tp": parallel(tp=2, dp_shard=1)})[inside]
     ranks = 2 * ranks_in(keys)
-    found = pool.run(trained, ranks, keys, outer, islands=2)
-    for rank, values in enumerate(found):
+    result = pool.run(trained, ranks, keys, outer, islands=2)
+    for rank, values in enumerate(result):
         for name, value in values.items():
             torch.testing.assert_close(value, right[rank * 2 // ranks][name], rtol=1e-6, atol=1e-6)
 
@@ -145,7 +145,7 @@ def a_run(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str, 
         mine = tokens[place * share // of : (place + 1) * share // of]
         return {"tokens": mine[:, :-1].contiguous(), "targets": mine[:, 1:].contiguous()}
 
-    real, found = trainer_module.clip_grad_norm_, list[StepMetrics]()
+    real, result = trainer_module.clip_grad_norm_, list[StepMetrics]()
 
     def norm(*arguments: Any) -> Tensor:
         value = real(*arguments)
@@ -158,13 +158,13 @@ def a_run(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str, 
         real_step = trainer.step
 
         def step() -> StepMetrics:
-            found.append(real_step())
-            return found[-1]
+            result.append(real_step())
+            return result[-1]
 
         with mock.patch.object(trainer, "step", step):
             trainer.run()
     weights = {name: whole(p) for name, p in trainer.composition.named_parameters()}
-    return weights, [{"loss": m.loss, "scale": m.loss_scale} for m in found], trainer.skipped
+    return weights, [{"loss": m.loss, "scale": m.loss_scale} for m in result], trainer.skipped
 
 
 @pytest.mark.parametrize("name", tiered(OPTIONS, slow=OPTIONS, full=("compile",)))

@@ -38,10 +38,10 @@ def sent(code: Code, x: Tensor) -> Tensor:
     codes = code.encode(x)
     assert codes.dtype == torch.uint8
     assert len(codes) == code.size(len(x))
-    found = code.decode(codes, x)
-    assert found.dtype == x.dtype
-    assert found.shape == x.shape
-    return found
+    result = code.decode(codes, x)
+    assert result.dtype == x.dtype
+    assert result.shape == x.shape
+    return result
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -58,23 +58,23 @@ def test_is_what_the_proof_expects(name: str, length: int) -> None:
     x = drawn(length).double()
     x[300:700] = 0
     right, expected = received(options, x)
-    found = sent(code_of(options, torch.float64), x)
-    assert torch.equal(found, right)
+    result = sent(code_of(options, torch.float64), x)
+    assert torch.equal(result, right)
     if length > 4000:
-        lost, whole = float((x - found).norm()), float(expected.sum()) ** 0.5
+        lost, whole = float((x - result).norm()), float(expected.sum()) ** 0.5
         assert whole / 1.25 <= lost <= allowed(whole, length)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_e3m0_takes_the_nearest_of_its_values(length: int) -> None:
     x = drawn(length)
-    found = sent(E3M0(), x)
+    result = sent(E3M0(), x)
     for begin in range(0, length, BLOCK):
         block = x[begin : begin + BLOCK]
         top = block.abs().max().to(torch.bfloat16).float()
         grid = torch.tensor([0.0, *(2.0**-e for e in range(7))]) * top
         right = (block.abs()[:, None] - grid).abs().amin(1)
-        got = (block - found[begin : begin + BLOCK]).abs()
+        got = (block - result[begin : begin + BLOCK]).abs()
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
@@ -92,9 +92,9 @@ def test_int8_is_within_half_a_step(length: int) -> None:
 @pytest.mark.parametrize("kept", [4, 64, 128])
 def test_top_k_sends_the_largest(length: int, kept: int) -> None:
     x = drawn(length)
-    found = sent(TopK(kept), x)
+    result = sent(TopK(kept), x)
     for begin in range(0, length, ROW):
-        row, got = x[begin : begin + ROW], found[begin : begin + ROW]
+        row, got = x[begin : begin + ROW], result[begin : begin + ROW]
         largest = row.abs().topk(min(kept, len(row))).indices.sort().values
         assert got.nonzero().flatten().tolist() == largest.tolist()
         assert torch.equal(got.sign()[largest], row.sign()[largest])
@@ -132,13 +132,13 @@ def _sent(keys: Keys) -> list[int]:
     timeout = job.config.comm.first_step_timeout
     loop = OuterLoop(options, composition, layers, islands, timeout, 1000)
     loop.start(0)
-    found = []
+    results = []
     for step in range(1, options.every + 1):
         loop.after_update(step)
         if size := loop.metrics()["outer"]["bytes"]:
-            found.append(int(size))
+            results.append(int(size))
     loop.close(failed=False)
-    return found
+    return results
 
 
 def _said(keys: Keys, capsys: pytest.CaptureFixture[str]) -> list[int]:

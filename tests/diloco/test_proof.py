@@ -81,8 +81,8 @@ def inside(ranks: int) -> list[dict[str, int]]:
     overrides = SMALL | {name.replace("__", "."): value for name, value in KEYS.items()}
     config = load(str(ROOT / "train.toml"), [(k, str(v).lower()) for k, v in overrides.items()])
     config = replace(config, train=replace(config.train, global_batch=8 // (RANKS // ranks)))
-    found = rules.survey(config, ranks)
-    return [d for d, problems in found if not problems and d["dp_replicate"] == 1]
+    result = rules.survey(config, ranks)
+    return [d for d, problems in result if not problems and d["dp_replicate"] == 1]
 
 
 @pytest.mark.full

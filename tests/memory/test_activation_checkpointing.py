@@ -162,18 +162,18 @@ def costs(which: str, length: int) -> dict[str, UnitCost]:
 @pytest.mark.parametrize("which", SMALL)
 @pytest.mark.parametrize("budget", [0.0, 0.2, 0.45, 0.8, 1.0])
 def test_budget_is_kept_and_used(which: str, budget: float) -> None:
-    found = costs(which, 64)
-    kept = within(found, budget)
+    result = costs(which, 64)
+    kept = within(result, budget)
     sizes = {
-        name: found[name].everything
+        name: result[name].everything
         if groups is None
-        else found[name].input + sum(found[name].bytes[g] for g in groups)
+        else result[name].input + sum(result[name].bytes[g] for g in groups)
         for name, groups in kept.items()
     }
-    everything = sum(unit.everything for unit in found.values())
-    assert sum(sizes.values()) <= max(budget * everything, sum(u.input for u in found.values()))
+    everything = sum(unit.everything for unit in result.values())
+    assert sum(sizes.values()) <= max(budget * everything, sum(u.input for u in result.values()))
     # What is left would not hold one more group of any unit.
-    smallest = max(unit.everything for unit in found.values())
+    smallest = max(unit.everything for unit in result.values())
     assert sum(sizes.values()) > budget * everything - smallest
     assert all(groups == () for groups in kept.values()) is (budget == 0)
     assert all(groups is None for groups in kept.values()) is (budget == 1)
@@ -183,11 +183,11 @@ def test_experts_in_one_product_cost_as_much() -> None:
     """In bfloat16 one kernel multiplies the rows of all experts."""
     with torch.device("meta"):
         model = models.qwen3.Model(models.qwen3.PRESETS["debug_moe"])
-    found = [
+    results = [
         [unit.flops["matmul"] for unit in unit_costs(model.to(dtype), ["layers.0"], 64).values()]
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_greedy_takes_the_most_flops_for_a_byte() -> None:
@@ -197,14 +197,14 @@ def test_greedy_takes_the_most_flops_for_a_byte() -> None:
     both = ("matmul", "attention")
     expected = {0.1: ((), ()), 0.2: (("attention",), ()), 0.35: (("attention",), ("matmul",))}
     expected |= {0.45: (("attention",), both), 0.6: (both, both), 1.0: (None, None)}
-    found = {budget: tuple(within({"a": unit, "b": cheap}, budget).values()) for budget in expected}
-    assert found == expected
+    results = {budget: tuple(within({"a": unit, "b": cheap}, budget).values()) for budget in expected}
+    assert results == expected
 
 
 def test_every_k_and_what_is_no_operator() -> None:
     model, units = nn.Sequential(), [str(i) for i in range(7)]
-    found = recomputed_units(model, units, ActivationCheckpoint("every_k", every=3), seq_len=37)
-    assert found == {"2": frozenset(), "5": frozenset()}
+    result = recomputed_units(model, units, ActivationCheckpoint("every_k", every=3), seq_len=37)
+    assert result == {"2": frozenset(), "5": frozenset()}
     assert operators(["mm"]) == operators(["aten.mm"]) < operators(["matmul"])
     assert refused(operators, ["attention", "matmull"]) == [
         "activation_checkpoint.keep: 'matmull' is neither matmul nor attention nor messages nor an"
@@ -229,7 +229,7 @@ def chosen(**keys: object) -> Keys:
 
 def _differing(keys: dict[str, Any], modes: list[dict[str, Any]]) -> list[str]:
     """On every rank: the parameters whose gradients differ between ``modes`` and mode none."""
-    found: list[str] = []
+    results: list[str] = []
     expected: list[Any] = []
     world = dist.get_world_size()
     mesh = make_mesh(make_job(world, **keys).degrees)
@@ -244,12 +244,12 @@ def _differing(keys: dict[str, Any], modes: list[dict[str, Any]]) -> list[str]:
         gradients: list[Any] = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
         expected = expected or gradients
         names = [name for name, _ in model.named_parameters()]
-        found += [
+        results += [
             f"{mode} {name}"
             for name, one, other in zip(names, gradients, expected, strict=True)
             if not torch.equal(one, other)
         ]
-    return found
+    return results
 
 
 MOE: Keys = {"model__name": "qwen3", "model__preset": "debug_moe"}
@@ -281,7 +281,7 @@ def test_bitwise_on_every_axis(pool: Pool, name: str) -> None:
 def _messages(keys: dict[str, Any], modes: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
     """On every rank: how often ranks exchange parts in one step, by operator, in each of ``modes``."""
     mesh = make_mesh(make_job(2, **keys).degrees)
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     for mode in modes.values():
         job = make_job(2, train__seq_len=16, **keys, **chosen(**mode))
         composition = build(job, mesh, torch.device("cpu"))
@@ -290,8 +290,8 @@ def _messages(keys: dict[str, Any], modes: dict[str, dict[str, Any]]) -> dict[st
             forward_backward(composition, batch)
         for name in ("scatter_stream", "all_to_all_single", "exchange_counts"):
             if live.calls[name]:
-                found.setdefault(name, []).append(live.calls[name])
-    return found
+                results.setdefault(name, []).append(live.calls[name])
+    return results
 
 
 @pytest.mark.parametrize(
@@ -313,8 +313,8 @@ def test_kept_messages_are_not_sent_again(
 ) -> None:
     kept = ["matmul", "attention"]
     modes = {"none": {}, "some": {"mode": "selective", "keep": kept}, "all": {"mode": "selective"}}
-    for found in pool.run(_messages, 2, keys, modes):
-        assert found == expected
+    for result in pool.run(_messages, 2, keys, modes):
+        assert result == expected
 
 
 @pytest.mark.parametrize(

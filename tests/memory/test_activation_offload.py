@@ -54,9 +54,9 @@ def test_gradients_are_the_same_and_each_tensor_moves_once() -> None:
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
     # Of each unit its input (12 wide) and the two factors, their product and what out takes (20 wide).
     each = 3 * 7 * (12 + 2 * 20 + 20) * 4
-    found = moved.metrics()
-    assert found["activation_bytes"] == each * (2 + 3)
-    assert found["activation_waited"] > 0
+    result = moved.metrics()
+    assert result["activation_bytes"] == each * (2 + 3)
+    assert result["activation_waited"] > 0
     assert moved.metrics() == {"activation_bytes": 0, "activation_waited": 0.0}
 
 
@@ -221,6 +221,6 @@ def _prove(keys: Keys) -> tuple[Report, bool]:
 @pytest.mark.parametrize("mesh", tiered(MESHES, MESHES.keys() - {"data and tensor"}))
 def test_as_one_process(pool: Pool, mesh: str) -> None:
     keys = MESHES[mesh] | {"activation_checkpoint__offload": True}
-    found = pool.run(_prove, 4, keys)
-    proved([report for report, _ in found])
-    assert all(used for _, used in found)
+    result = pool.run(_prove, 4, keys)
+    proved([report for report, _ in result])
+    assert all(used for _, used in result)

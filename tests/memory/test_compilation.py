@@ -39,7 +39,7 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     index, count = batch_share(mesh)
     batch = random_batch(8, 24, config.model.config.vocab_size, seed=2)
     share = {name: value.chunk(count)[index] for name, value in batch.items()}
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
         composition = parallelize(job, mesh, cpu, replace(config.options, compile=options))
         fill_weights(composition, job, cpu)
@@ -49,10 +49,10 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
             model.zero_grad()
             forward_backward(composition, share, micro_batch=2)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        found.append([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
+        results.append([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
     errors = [
         ((one - other).norm() / other.norm().clamp(min=1e-30)).item()
-        for one, other in zip(found[1], found[0], strict=True)
+        for one, other in zip(results[1], results[0], strict=True)
     ]
     return graphs_compiled(), sum(counters["graph_break"].values()), max(errors)
 
@@ -98,8 +98,8 @@ MORE: dict[str, tuple[Keys, int]] = {
 @pytest.mark.parametrize("name", tiered(CASES | MORE, (CASES | MORE).keys() - {"experts"}, MORE))
 def test_one_graph_for_layers_that_are_alike(pool: Pool, name: str) -> None:
     keys, graphs = (CASES | MORE)[name]
-    for found, breaks, error in pool.run(_compiled, ranks_in(keys), keys, "block"):
-        assert (found if name != "pp" else graphs, breaks) == (graphs, 0)
+    for result, breaks, error in pool.run(_compiled, ranks_in(keys), keys, "block"):
+        assert (result if name != "pp" else graphs, breaks) == (graphs, 0)
         assert error < 1e-12
 
 

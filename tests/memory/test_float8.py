@@ -69,8 +69,8 @@ def test_a_layer_computes_what_the_formula_says(recipe: Any) -> None:
     layer.weight.data[0] *= 50  # an outlier, which a scale of its own row alone sees
     weight, x = layer.weight.detach(), torch.randn(2, 9, 48).requires_grad_()
     out_gradient = torch.randn(2, 9, 32)
-    found = layer(x)
-    found.backward(out_gradient)
+    result = layer(x)
+    result.backward(out_gradient)
 
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     rows, gradient = x.detach().flatten(0, 1), out_gradient.flatten(0, 1)
@@ -78,7 +78,7 @@ def test_a_layer_computes_what_the_formula_says(recipe: Any) -> None:
     by_row, by_column = (None, None) if whole else (1, 0)
     of_gradient = e5m2 if whole else e4m3
     y = rounded(rows, by_row, e4m3, not whole) @ rounded(weight, by_row, e4m3, not whole).T
-    torch.testing.assert_close(found.flatten(0, 1), y)
+    torch.testing.assert_close(result.flatten(0, 1), y)
     of_weight = by_column if recipe == "rowwise" else None
     grad_input = rounded(gradient, by_row, of_gradient, not whole) @ rounded(
         weight, of_weight, e4m3, not whole
@@ -93,7 +93,7 @@ def test_a_layer_computes_what_the_formula_says(recipe: Any) -> None:
         )
     torch.testing.assert_close(layer.weight.grad, grad_weight)
     exact = rows @ weight.T
-    assert 5e-3 < float((found.detach().flatten(0, 1) - exact).norm() / exact.norm()) < 5e-2, (
+    assert 5e-3 < float((result.detach().flatten(0, 1) - exact).norm() / exact.norm()) < 5e-2, (
         "8 bits, not 32"
     )
 
@@ -127,11 +127,11 @@ def test_products_of_any_number_of_tokens(
         assert x.grad is not None
         return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    expected, found = run(emulate=True), run(emulate=False)
+    expected, result = run(emulate=True), run(emulate=False)
     assert len(sizes) == (6 if recipe == "rowwise_gw_hp" else 9)
     assert not any(size % 16 for size in sizes)
     assert len(copies) == (2 if tokens % 16 and recipe != "rowwise_gw_hp" else 0)
-    for value, want in zip(found, expected, strict=True):
+    for value, want in zip(result, expected, strict=True):
         torch.testing.assert_close(value, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
 
@@ -229,8 +229,8 @@ def test_styles_of_tensor_parallel_send_8_bits() -> None:
     ]
     modules = ["a", "a.up", "a.down", "b", "b.up"]
     choice = Choice("tensorwise", False, {"a.up": 16, "a.down": 16}, {"b.up": "small"})
-    found = dict(float8_styles(styles, modules, choice))
-    types = [type(found[name]) for name in modules]
+    result = dict(float8_styles(styles, modules, choice))
+    types = [type(result[name]) for name in modules]
     assert types == [
         PrepareFloat8ModuleInput,
         Float8ColwiseParallel,
@@ -238,7 +238,7 @@ def test_styles_of_tensor_parallel_send_8_bits() -> None:
         PrepareModuleInput,  # b.up would be given 8 bits
         ColwiseParallel,
     ]
-    assert not found["a.up"].use_local_output  # type: ignore[attr-defined]
+    assert not result["a.up"].use_local_output  # type: ignore[attr-defined]
     rows = Choice("rowwise", False, choice.converted, choice.left)
     assert float8_styles(styles, modules, rows) == styles
 
@@ -333,7 +333,7 @@ def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
     before."""
     keys = FLOAT8_SHAPE | {"parallel__dp_shard": 2, "train__micro_batch": 1, "train__global_batch": 2}
     plain = pool.run(_bytes_gathered, 2, keys | {"precision__float8": "off"})[0]
-    found = pool.run(_bytes_gathered, 2, keys)[0]
+    result = pool.run(_bytes_gathered, 2, keys)[0]
     job = make_job(2, **keys)
     model = job.model
     weights = sum(
@@ -342,7 +342,7 @@ def test_weights_are_gathered_in_8_bits(pool: Pool) -> None:
         if isinstance(model.get_submodule(name), nn.Linear)
     )
     gathers = 2  # in forward and backward
-    assert plain - found == gathers * 3 * weights // 2
+    assert plain - result == gathers * 3 * weights // 2
 
 
 @pytest.mark.full

@@ -120,10 +120,10 @@ def test_memory_is_that_of_adapters(pool: Pool) -> None:
     job = make_job(2, **keys)
     adapters = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in job.model.parameters() if not p.requires_grad)
-    found = pool.run(_held, 2, keys)
-    assert sum(weights for weights, _, _ in found) == 4 * adapters + 2 * frozen
-    assert sum(state for _, state, _ in found) == 8 * adapters
-    saved = {name: count for name, count in found[0][2].items() if not name.endswith(".step")}
+    result = pool.run(_held, 2, keys)
+    assert sum(weights for weights, _, _ in result) == 4 * adapters + 2 * frozen
+    assert sum(state for _, state, _ in result) == 8 * adapters
+    saved = {name: count for name, count in result[0][2].items() if not name.endswith(".step")}
     assert all(".lora." in name for name in saved)
     assert sum(saved.values()) == 3 * adapters
 
@@ -230,13 +230,13 @@ def test_one_table_written_three_ways(tmp_path: Path) -> None:
     from compose.config.toml import dump, load
 
     file, table = tmp_path / "run.toml", "rank = 4, alpha = 32, targets = ['a']"
-    found = []
+    results = []
     for text in (f"[model]\nlora = {{{table}}}\n", "[model.lora]\n" + table.replace(", ", "\n")):
         file.write_text(text)
-        found.append(load(str(file), [("model.lora.rank", "8")]).model.lora)
-    found.append(load(str(file), [("model.lora", "{rank = 8}")]).model.lora)
-    assert found[0] == found[1] == found[2]
-    assert (found[0].rank, found[0].scale) == (8, 4.0)
+        results.append(load(str(file), [("model.lora.rank", "8")]).model.lora)
+    results.append(load(str(file), [("model.lora", "{rank = 8}")]).model.lora)
+    assert results[0] == results[1] == results[2]
+    assert (results[0].rank, results[0].scale) == (8, 4.0)
     config = load(str(file))
     again = tmp_path / "again.toml"
     again.write_text(dump(config))

@@ -275,16 +275,16 @@ def sizes() -> dict[str, Any]:
 @pytest.mark.parametrize("form", [OLDER, NEWER, {}], ids=["older", "newer", "neither"])
 def test_both_forms_of_config_json_are_read(form: dict[str, Any]) -> None:
     """As transformers reads them: both give the same, and what is left out has its defaults."""
-    found = GEMMA3.config_from_hf(sizes() | form)
+    result = GEMMA3.config_from_hf(sizes() | form)
     expected = (
         gemma3.PRESETS["4b"] if form else dataclasses.replace(gemma3.PRESETS["4b"], rope_scaling=1.0)
     )
-    assert found == expected
+    assert result == expected
     from transformers import AutoConfig
 
     read: Any = AutoConfig.for_model(**sizes(), **form)
     assert read.layer_types == NEWER["layer_types"]
-    assert GEMMA3.config_from_hf(read.to_dict()) == GEMMA3.config_from_hf(read.to_diff_dict()) == found
+    assert GEMMA3.config_from_hf(read.to_dict()) == GEMMA3.config_from_hf(read.to_diff_dict()) == result
 
 
 def test_a_model_without_global_layers_is_read() -> None:

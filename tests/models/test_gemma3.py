@@ -44,8 +44,8 @@ def test_capped_scores_equal_transformers(tmp_path: Path) -> None:
     tokens = torch.randint(ODD.vocab_size, (2, 61))
     with torch.no_grad():
         expected, without = (other(tokens, softcap=cap).logits for cap in (1.5, None))
-        found = model(tokens)
-    assert float((found - expected).norm() / expected.norm()) < 1e-5
+        result = model(tokens)
+    assert float((result - expected).norm() / expected.norm()) < 1e-5
     assert float((without - expected).norm() / expected.norm()) > 1e-2
 
 
@@ -63,9 +63,9 @@ def test_bfloat16_is_as_near_to_float64_as_transformers(tmp_path: Path) -> None:
         norm = model.get_submodule("layers.0.attention_norm")
         its = other.model.layers[0].input_layernorm
         assert torch.equal(norm(stream), its(stream))
-        found, expected = model(tokens).double(), other(tokens).logits.double()
+        result, expected = model(tokens).double(), other(tokens).logits.double()
         exact = model.double()(tokens)
-    mine, yours = (float((x - exact).norm() / exact.norm()) for x in (found, expected))
+    mine, yours = (float((x - exact).norm() / exact.norm()) for x in (result, expected))
     assert mine < 1.5 * yours
 
 

@@ -22,14 +22,14 @@ from tests.support.transformers_models import published
 
 def test_muon_has_the_matrices_of_layers() -> None:
     job = make_job(1, **GPT2, train__seq_len=16)
-    found = parameter_rules(job.model, job.plan, Optimizer(name="muon", weight_decay=0.5))
-    assert {name for name, rule in found.items() if rule.optimizer == "muon"} == {
+    result = parameter_rules(job.model, job.plan, Optimizer(name="muon", weight_decay=0.5))
+    assert {name for name, rule in result.items() if rule.optimizer == "muon"} == {
         f"layers.{layer}.{part}.weight"
         for layer in (0, 1)
         for part in (*(f"attention.w{x}" for x in "qkvo"), "feed_forward.w1", "feed_forward.w2")
     }
     vectors = {name for name, p in job.model.named_parameters() if p.ndim == 1}
-    assert {name for name, rule in found.items() if not rule.weight_decay} == vectors
+    assert {name for name, rule in result.items() if not rule.weight_decay} == vectors
 
 
 def test_a_sample_fits_into_the_table_of_positions() -> None:

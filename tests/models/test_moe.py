@@ -60,9 +60,9 @@ def by_hand(moe: MoE, x_BLD: Tensor) -> Tensor:
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
-    found = [parameter.grad for parameter in module.parameters()]
-    assert all(gradient is not None for gradient in found)
-    return found  # type: ignore[return-value]
+    results = [parameter.grad for parameter in module.parameters()]
+    assert all(gradient is not None for gradient in results)
+    return results  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
@@ -81,10 +81,10 @@ def test_equals_a_loop_over_tokens(config: MoEConfig, shared: bool) -> None:
     moe, x = make(config, shared), inputs().requires_grad_()
     parameters = [x, *moe.parameters()]
     weight = inputs(seed=2)
-    found = moe(x)
+    result = moe(x)
     expected = by_hand(moe, x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    gradients = torch.autograd.grad((found * weight).sum(), parameters, allow_unused=True)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad((result * weight).sum(), parameters, allow_unused=True)
     wanted = torch.autograd.grad((expected * weight).sum(), parameters, allow_unused=True)
     for gradient, want in zip(gradients, wanted, strict=True):
         assert gradient is not None
@@ -96,11 +96,11 @@ def test_equals_a_loop_over_tokens(config: MoEConfig, shared: bool) -> None:
 def test_many_rows_of_an_expert(config: MoEConfig) -> None:
     """Each row of an expert counts, however many it has."""
     moe, x = make(config), inputs(2, 150).requires_grad_()
-    found, expected = moe(x), by_hand(moe, x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    result, expected = moe(x), by_hand(moe, x)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     weight = inputs(2, 150, seed=2)
     given = [x, *moe.experts.parameters()]
-    gradients, wanted = (torch.autograd.grad((y * weight).sum(), given) for y in (found, expected))
+    gradients, wanted = (torch.autograd.grad((y * weight).sum(), given) for y in (result, expected))
     torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -109,9 +109,9 @@ def test_experts_without_tokens_and_a_lone_token() -> None:
     moe.router.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0, 0.0]))
     for x in (inputs(), inputs(1, 1)):
         moe.zero_grad()
-        found = moe(x)
-        torch.testing.assert_close(found, by_hand(moe, x), rtol=1e-5, atol=1e-6)
-        found.sum().backward()
+        result = moe(x)
+        torch.testing.assert_close(result, by_hand(moe, x), rtol=1e-5, atol=1e-6)
+        result.sum().backward()
         for weight in moe.experts.parameters():
             assert weight.grad is not None
             assert [e for e, part in enumerate(weight.grad) if part.any()] == [2]
@@ -138,12 +138,12 @@ def test_kernel_equals_the_loop(counts: list[int]) -> None:
     for experts, dim in ((aligned, 16), (odd, 15)):
         x = torch.randn(sum(counts), dim, dtype=torch.bfloat16, requires_grad=True)
         given = torch.tensor(counts)
-        found = experts(x, given)
+        result = experts(x, given)
         exact = copy.deepcopy(experts).float()
         x32 = x.detach().float().requires_grad_()
         expected = exact(x32, given)
-        assert relative(found, expected) < 2e-2
-        (found.float() ** 2).sum().backward()
+        assert relative(result, expected) < 2e-2
+        (result.float() ** 2).sum().backward()
         (expected**2).sum().backward()
         for value, want in ((x.grad, x32.grad), (experts.w2.grad, exact.w2.grad)):
             assert relative(value, want) < 5e-2  # type: ignore[arg-type]
@@ -156,21 +156,21 @@ def test_biases_are_those_of_each_expert(dim: int, inner: int, counts: list[int]
     torch.manual_seed(0)
     experts = ClampedExperts(4, dim, inner, 1.7, 0.8)
     x, given = torch.randn(9, dim, requires_grad=True), torch.tensor(counts)
-    found = experts(x, given)
+    result = experts(x, given)
     rows = []
     for row, e in zip(x, torch.arange(4).repeat_interleave(given).tolist(), strict=True):
         both = experts.gate_up[e] @ row + experts.gate_up_bias[e]
         gate, up = both[::2].clamp(max=0.8), both[1::2].clamp(-0.8, 0.8)
         hidden = (up + 1) * gate * (1.7 * gate).sigmoid()
         rows.append(experts.down[e] @ hidden + experts.down_bias[e])
-    torch.testing.assert_close(found, torch.stack(rows))
+    torch.testing.assert_close(result, torch.stack(rows))
     parameters = [x, *experts.parameters()]
     expected = torch.autograd.grad((torch.stack(rows) ** 2).sum(), parameters)
-    gradients = torch.autograd.grad((found**2).sum(), parameters)
+    gradients = torch.autograd.grad((result**2).sum(), parameters)
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
     half, x16 = copy.deepcopy(experts).bfloat16(), x.detach().bfloat16().requires_grad_()
     found16 = half(x16, given)
-    assert relative(found16, found) < 2e-2
+    assert relative(found16, result) < 2e-2
     (found16.float() ** 2).sum().backward()
     for value, want in zip((x16, *half.parameters()), expected, strict=True):
         assert value.grad is not None
@@ -230,13 +230,13 @@ def test_gradient_of_auxiliary_losses(config: MoEConfig, kind: str) -> None:
     moe.router.load.copy_(load / load.sum())
     parameters = [x, moe.router.gate.weight]
     routing = moe.router(x)
-    found = torch.autograd.grad(0 * routing.weights.sum(), parameters)
+    result = torch.autograd.grad(0 * routing.weights.sum(), parameters)
     share = moe.router.load.clone().expand(3, -1)
     if kind == "sequence":
         counts = F.one_hot(routing.experts, config.n_experts).sum((1, 2)).float()
         share = counts / counts.sum(1, keepdim=True)
     expected = torch.autograd.grad(losses(moe, x, share), parameters)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
     moe.router.finish_step(moe.router.tally)
     last = {name: float(value) for name, value in moe.router.last.items()}
     with torch.no_grad():
@@ -326,11 +326,11 @@ def test_capacity_drops_the_lowest_scores_of_each_sequence() -> None:
             assert kept == here[:capacity]
             dropped += len(here) - len(kept)
     assert dropped > 0, "the case must drop some"
-    found = moe(x)
+    result = moe(x)
     # What is dropped counts for nothing; the rest is as it was.
     uncapped = MoE(DIM, SOFTMAX)
     uncapped.load_state_dict(moe.state_dict())
-    expected = torch.zeros_like(found)
+    expected = torch.zeros_like(result)
     for b in range(2):
         for t in range(10):
             for j in range(2):
@@ -338,8 +338,8 @@ def test_capacity_drops_the_lowest_scores_of_each_sequence() -> None:
                     e, w = routing.experts[b, t, j], routing.weights[b, t, j]
                     one = torch.zeros(5, dtype=torch.int64).scatter(0, e, 1)
                     expected[b, t] += w * uncapped.experts(x[b, t][None], one)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    found.sum().backward()
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    result.sum().backward()
     moe.router.finish_step(moe.router.tally)
     assert float(moe.router.last["dropped"]) == dropped
 

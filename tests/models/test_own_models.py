@@ -93,9 +93,9 @@ def _transformers_cut(name: str) -> Report:
         dropout: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=2, **dropout)
         page = (ROOT / "docs" / "plan.md").read_text()
-        found: dict[str, Any] = {}
-        exec(next(b for b in page.split("```python") if "class Cut" in b).split("```")[0], found)
-        model, plan = found["Cut"](GPT2LMHeadModel(config)), found["cut"]
+        results: dict[str, Any] = {}
+        exec(next(b for b in page.split("```python") if "class Cut" in b).split("```")[0], results)
+        model, plan = results["Cut"](GPT2LMHeadModel(config)), results["cut"]
     name = next(iter(signature(model.forward).parameters))
     batch = {name: tokens[:, :-1], "targets": tokens[:, 1:]}
     # Layers are shared out by weights, since neither model runs on meta.
@@ -272,7 +272,7 @@ def test_local_input_by_keyword(pool: Pool) -> None:
     report = agreed([report for report, _ in results])
     assert report.ok, str(report)
     line = "LocalInput: Block was called without its input hidden"
-    assert [found for _, found in results] == [line] * 2
+    assert [result for _, result in results] == [line] * 2
 
 
 def test_a_convolution_is_no_columns() -> None:

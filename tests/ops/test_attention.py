@@ -126,20 +126,20 @@ def test_pieces_equal_the_definition(kernel: str) -> None:
         places = torch.cat([torch.arange(c * size, (c + 1) * size) for c in chosen])
         starts = tuple(c * size for c in chosen)
         all_starts = (0,) if seed % 2 else tuple(c * size for c in range(count))
-        found = attention_forward(
+        result = attention_forward(
             q[:, places], k, v, *tensors_of(documents), None, starts, all_starts, *options.given(q)
         )
-        close(found, (right[:, places], lse[:, places]), [q, k, v])
+        close(result, (right[:, places], lse[:, places]), [q, k, v])
 
 
 def test_the_proofs_reference_equals_the_definition() -> None:
     for seed in range(40):
         case = Case(seed)
         with PlainAttention():
-            found = case.run(*case.inputs)
-        assert found[0].grad_fn is not None
-        assert "compose" not in str(found[0].grad_fn)
-        close(found, case.exactly(), case.inputs)
+            result = case.run(*case.inputs)
+        assert result[0].grad_fn is not None
+        assert "compose" not in str(result[0].grad_fn)
+        close(result, case.exactly(), case.inputs)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=tier(slow=s > 2)) for s in range(8)])
@@ -168,8 +168,8 @@ def test_equals_transformers(window: int | None, groups: int) -> None:
     mask = torch.zeros(37, 37).masked_fill(hidden, -torch.inf)
     right, _ = eager_attention_forward(module, q, k, v, mask, 0.25)  # type: ignore[arg-type]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    found, _ = attention(q, k, v, None, sinks, AttentionOptions(window=window))
-    assert (found - right).abs().max() < 1e-6
+    result, _ = attention(q, k, v, None, sinks, AttentionOptions(window=window))
+    assert (result - right).abs().max() < 1e-6
 
 
 def test_half_precision_rounds_once() -> None:
@@ -178,8 +178,8 @@ def test_half_precision_rounds_once() -> None:
     q, k, v = (torch.randn(1, 700, 2, 16).bfloat16() for _ in range(3))
     options = AttentionOptions(window=130)
     right = plain(q.double(), k.double(), v.double(), None, None, options)[0]
-    found = attention(q, k, v, options=options)[0]
-    assert (found - right).norm() < 2 * (right.bfloat16() - right).norm()
+    result = attention(q, k, v, options=options)[0]
+    assert (result - right).norm() < 2 * (right.bfloat16() - right).norm()
 
 
 def test_memory_is_linear_in_the_length() -> None:

@@ -63,8 +63,8 @@ def test_a_windows_blocks_are_linear_in_the_length(window: int) -> None:
     """Twice the length has twice the work; each tile computes at most three windows' keys."""
 
     def area(length: int) -> int:
-        found = blocks(Pieces((0,), (0,), True, window), (length, length), ((0,),))
-        return sum((b.q.stop - b.q.start) * (b.k.stop - b.k.start) for b in found)
+        result = blocks(Pieces((0,), (0,), True, window), (length, length), ((0,),))
+        return sum((b.q.stop - b.q.start) * (b.k.stop - b.k.start) for b in result)
 
     assert area(4096) / area(2048) < 2.05
     assert area(4096) <= 4096 * (window + max(window, 64))
@@ -75,8 +75,8 @@ def test_excluded_blocks_are_not_computed() -> None:
     layout = Pieces((0, 4, 8, 12), (0, 4, 8, 12))
 
     def sizes(*starts: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-        found = blocks(layout, (16, 16), starts)
-        return sorted((b.q.stop - b.q.start, b.k.stop - b.k.start, b.causal) for b in found)
+        result = blocks(layout, (16, 16), starts)
+        return sorted((b.q.stop - b.q.start, b.k.stop - b.k.start, b.causal) for b in result)
 
     assert sizes(*[(0, 4, 8, 12)] * 2) == [(4, 4, True)] * 4
     assert sizes(*[(0,)] * 2) == sorted([(4, 4, True)] * 4 + [(4, 4, False)] * 6)

@@ -150,8 +150,8 @@ def _by_passes(case: list[Tensor], chunk: int, of: passes.Passes) -> list[Tensor
 def test_the_passes_of_a_gpu(dtype: torch.dtype) -> None:
     """Uncompiled; the logits stay narrow, so a gradient is rounded as often as in place."""
     case = _case((2, 13), 70, 0.3, dtype)
-    found = _by_passes(case, 5, passes.Passes(passes.fused_sums, passes.fused_gradient))
-    torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
+    result = _by_passes(case, 5, passes.Passes(passes.fused_sums, passes.fused_gradient))
+    torch.testing.assert_close(result, _by_passes(case, 5, passes.IN_PLACE))
 
 
 @pytest.mark.slow
@@ -161,9 +161,9 @@ def test_the_compiled_passes_are_two_graphs(dtype: torch.dtype) -> None:
     case = _case((2, 13), 70, 0.3, dtype)
     torch._dynamo.reset()
     counters.clear()
-    found = _by_passes(case, 8, passes.COMPILED)
+    result = _by_passes(case, 8, passes.COMPILED)
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
-    torch.testing.assert_close(found, _by_passes(case, 8, passes.IN_PLACE))
+    torch.testing.assert_close(result, _by_passes(case, 8, passes.IN_PLACE))
 
 
 def test_a_mode_sees_operators() -> None:
@@ -185,9 +185,9 @@ def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
 
     failed = mock.patch.object(compiled._Compiler, "missing", False)
     with mock.patch.object(compiled, "_compiled", fails), failed:
-        found = _by_passes(case, 5, passes.COMPILED)
+        result = _by_passes(case, 5, passes.COMPILED)
         assert passes.passes_for(mock.Mock(is_cuda=True)) is passes.IN_PLACE
-    torch.testing.assert_close(found, _by_passes(case, 5, passes.IN_PLACE))
+    torch.testing.assert_close(result, _by_passes(case, 5, passes.IN_PLACE))
     assert capsys.readouterr().out == (
         "the loss and rounding to bfloat16 run uncompiled, and slower: Failed to find C compiler.\n"
     )
@@ -215,11 +215,11 @@ def _sharded(rows: int, z_loss: float) -> None:
         assert w.grad.placements == (placement,)
         torch.testing.assert_close([loss, squares, x.grad, w.grad.full_tensor()], expected)
     logits = distribute_tensor(hidden @ weight.T, mesh, [Shard(2)]).requires_grad_()
-    found = log_z(logits)
-    found.square().sum().backward()
+    result = log_z(logits)
+    result.square().sum().backward()
     whole = (hidden @ weight.T).requires_grad_()
     whole.logsumexp(-1).square().sum().backward()
-    torch.testing.assert_close(found, whole.logsumexp(-1))
+    torch.testing.assert_close(result, whole.logsumexp(-1))
     assert isinstance(logits.grad, DTensor)
     torch.testing.assert_close(logits.grad.full_tensor(), whole.grad)
     assert refused(
@@ -336,11 +336,11 @@ class _Largest(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
-        return found
+        return result
 
 
 def _largest(keys: Keys) -> int:
@@ -443,14 +443,14 @@ def test_whole_logits_are_two_graphs(dtype: torch.dtype) -> None:
     for tokens in (26, 10):
         logits = torch.randn(tokens, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
         targets = torch.arange(tokens).masked_fill(torch.arange(tokens) % 3 == 0, IGNORE)
-        found = []
+        results = []
         for compiles in (False, True):
             given = logits.clone().requires_grad_()
             with mock.patch.object(passes, "compiles", return_value=compiles):
                 loss = token_losses(given, targets)
                 (loss * 0.37).backward()
-            found.append((loss.detach(), given.grad))
-        torch.testing.assert_close(found[1], found[0])
+            results.append((loss.detach(), given.grad))
+        torch.testing.assert_close(results[1], results[0])
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
 
 

@@ -305,7 +305,7 @@ def _by_hand(x: int, last: bool = True) -> int:
 def test_the_mask_by_hand() -> None:
     """The same mask from whole numbers, for elements of tensors of one to four dims."""
     for shape in ((50,), (9, 8), (4, 5, 6), (2, 3, 4, 5)):
-        found = _masks(shape, 0.3, DropoutKey(7, 3, 11), "second")
+        result = _masks(shape, 0.3, DropoutKey(7, 3, 11), "second")
         digest = hashlib.sha256(b"3/7/second").digest()
         for place in itertools.product(*map(range, shape)):
             hashed = place[0] + 11 ^ int.from_bytes(digest[:4], "big")
@@ -313,14 +313,14 @@ def test_the_mask_by_hand() -> None:
                 hashed = _by_hand(hashed) ^ _by_hand(index)
             signed = (_by_hand(hashed, last=False) + 2**31) % 2**32 - 2**31
             kept = signed >= round(0.3 * 2**32) - 2**31
-            assert float(found[place]) == (1 / 0.7 if kept else 0.0)
+            assert float(result[place]) == (1 / 0.7 if kept else 0.0)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_the_rate(p: float) -> None:
-    found = _masks((8, 64, 512), p)
-    kept = found != 0
-    assert float((found[kept] - 1 / (1 - p)).abs().max()) < 1e-12
+    result = _masks((8, 64, 512), p)
+    kept = result != 0
+    assert float((result[kept] - 1 / (1 - p)).abs().max()) < 1e-12
     deviation = (p * (1 - p)) ** 0.5
 
     def worst(means: Tensor, of: int) -> float:
@@ -369,14 +369,14 @@ def _refused() -> list[str]:
     mesh = make_mesh(Parallel(dp_shard=1))
     batch = {"x": torch.randn(2, 3, 5), "targets": torch.randint(3, (2, 3))}
     composition, flat = apply(Small(), Plan(), mesh), apply(Flat(), Plan(), mesh)
-    found = [
+    results = [
         *refused(forward_backward, composition, batch),
         *refused(composition.model, batch["x"]),
         *refused(forward_backward, flat, batch, dropout=DropoutKey(0)),
     ]
     composition.model.eval()
     forward_backward(composition, batch)
-    return found
+    return results
 
 
 def test_what_is_refused(pool: Pool) -> None:
@@ -415,8 +415,8 @@ def _evaluated() -> tuple[float, float, bool]:
 
 
 def test_evaluation_drops_nothing(pool: Pool) -> None:
-    for found, expected, drops in pool.run(_evaluated, 2):
-        assert found == pytest.approx(expected, rel=1e-6)
+    for result, expected, drops in pool.run(_evaluated, 2):
+        assert result == pytest.approx(expected, rel=1e-6)
         assert drops
 
 
@@ -479,16 +479,16 @@ def _compiled(backend: str, recompute: str) -> tuple[bool, int, int]:
     """Whether four steps have the gradients of those without a compiler; graphs; breaks of graphs."""
     torch._dynamo.reset()
     counters.clear()
-    mesh, found = make_mesh(Parallel(dp_shard=1)), []
+    mesh, result = make_mesh(Parallel(dp_shard=1)), []
     for options in (Compile(), Compile("block", backend=backend)):
         torch.manual_seed(0)
         how = Options(compile=options, activation_checkpoint=ActivationCheckpoint(recompute))  # type: ignore[arg-type]
         composition = apply(Model(3), PLAN, mesh, replace(how, parallel=Parallel(dp_shard=1)))
         for step in range(4):
             forward_backward(composition, _batch(), micro_batch=2, dropout=DropoutKey(step))
-        found.append([p.grad for p in composition.model.parameters()])
+        result.append([p.grad for p in composition.model.parameters()])
     # Another mask changes a gradient by some tenths; Inductor adds in another order.
-    same = all(float((x - y).norm()) <= 1e-5 * float(x.norm()) for x, y in zip(*found, strict=True))
+    same = all(float((x - y).norm()) <= 1e-5 * float(x.norm()) for x, y in zip(*result, strict=True))
     return same, graphs_compiled(), sum(counters["graph_break"].values())
 
 

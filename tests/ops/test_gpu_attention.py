@@ -123,7 +123,7 @@ def test_traced_on_fake_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             )
         )
         out, lse = merged(task, q, k, v)
-        found = gradients(task, (grad, None), (q, k, v), (out.to(kind), lse))
+        result = gradients(task, (grad, None), (q, k, v), (out.to(kind), lse))
     assert [called for called, _ in seen.calls] == (
         [f"{operator}{'_forward' if operator == FLASH else ''}"] * times
         + [f"{operator}_backward"] * times
@@ -132,8 +132,8 @@ def test_traced_on_fake_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert (made if operator == FLASH else made.transpose(1, 2)).is_contiguous()
     assert out.shape == grad.shape
     assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
-    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
-    assert all(x.is_contiguous() and x.device.type == "cuda" for x in found)
+    assert [x.shape for x in result] == [q.shape, k.shape, v.shape]
+    assert all(x.is_contiguous() and x.device.type == "cuda" for x in result)
 
 
 LAYOUTS = {
@@ -176,10 +176,10 @@ def test_values_narrower_than_keys(
     play(monkeypatch, device, kind)
     with on_cpu(calls):
         given = (None, None, sinks, q_starts, k_starts, *options.given(q))
-        found, _ = attention_forward(q[:, places], k, v, *given)
-        one = torch.autograd.grad((found * weights).sum(), inputs)
+        result, _ = attention_forward(q[:, places], k, v, *given)
+        one = torch.autograd.grad((result * weights).sum(), inputs)
     other = torch.autograd.grad((right * weights).sum(), inputs)
-    for here, there in zip((found, *one), (right, *other), strict=True):
+    for here, there in zip((result, *one), (right, *other), strict=True):
         torch.testing.assert_close(here, there, atol=1e-11, rtol=1e-9)
     # cuDNN has no call with more keys than queries that ends with the same token.
     used = FLASH if operator == CUDNN and layout == "pieces, all keys" else operator
@@ -192,12 +192,12 @@ def test_a_mask_has_a_bounded_size(length: int, window: int) -> None:
     """Linear in the length at most: a tile has 64 queries, or a mask as large as masks may be."""
     q, k = (torch.empty(2, n, length, 64, device="meta") for n in (6, 2))
     bounds = torch.empty(2 * length + 1, dtype=torch.int32, device="meta")
-    found = gpu_attention.EfficientParts(
+    result = gpu_attention.EfficientParts(
         task_of((bounds, None), ((0,), (0,)), (True, window, 0.1, 0.0)), q, k, square=True
     )
-    sizes = [(q1 - q0) * (k1 - k0) for q0, q1, k0, k1, *_ in found.tiles]
+    sizes = [(q1 - q0) * (k1 - k0) for q0, q1, k0, k1, *_ in result.tiles]
     assert 2 * max(sizes) <= max(gpu_attention._MASK, 2 * 64 * length)
-    assert sum(q1 - q0 for q0, q1, *_ in found.tiles) == length
+    assert sum(q1 - q0 for q0, q1, *_ in result.tiles) == length
     assert len(sizes) <= length // 64
 
 
@@ -208,11 +208,11 @@ def test_rows_of_one_document_need_no_lengths(monkeypatch: pytest.MonkeyPatch) -
     for ids, operator in ((torch.zeros(2, 16), CUDNN), (torch.arange(32).view(2, 16) // 10, FLASH)):
         calls: list[str] = []
         with on_cpu(calls):
-            found = attention_forward(
+            result = attention_forward(
                 q, k, v, *tensors_of(Documents(ids)), None, (0,), (0,), *AttentionOptions().given(q)
             )
         assert [name.removesuffix("_forward") for name in calls] == [operator]
-        torch.testing.assert_close(found[0], plain(q, k, v, ids, None, AttentionOptions())[0])
+        torch.testing.assert_close(result[0], plain(q, k, v, ids, None, AttentionOptions())[0])
 
 
 @pytest.mark.parametrize("backward", [False, True])

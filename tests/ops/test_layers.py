@@ -39,10 +39,10 @@ def results(tokens: int, dtype: torch.dtype, gpu: bool) -> tuple[list[Tensor], i
 def test_is_as_exact_as_in_float32(tokens: int) -> None:
     exact, _ = results(tokens, torch.float64, gpu=False)
     plain, kept = results(tokens, torch.bfloat16, gpu=False)
-    found, fewer = results(tokens, torch.bfloat16, gpu=True)
-    assert found[0].dtype == torch.float32
-    torch.testing.assert_close(found[0], exact[0].float(), rtol=1e-5, atol=1e-5)
-    for value, other, want in zip(found[1:], plain[1:], exact[1:], strict=True):
+    result, fewer = results(tokens, torch.bfloat16, gpu=True)
+    assert result[0].dtype == torch.float32
+    torch.testing.assert_close(result[0], exact[0].float(), rtol=1e-5, atol=1e-5)
+    for value, other, want in zip(result[1:], plain[1:], exact[1:], strict=True):
         assert value.dtype == torch.bfloat16
         error, least = ((x.double() - want).norm() for x in (value, other))
         assert error <= 1.01 * least, "rounding to bfloat16 is all that is lost"
@@ -52,8 +52,8 @@ def test_is_as_exact_as_in_float32(tokens: int) -> None:
 def test_float32_weights_keep_their_bits() -> None:
     rows, weight = torch.randn(3, 8).bfloat16(), torch.randn(5, 8)
     with mock.patch.object(operators, "device_of", return_value="cuda"):
-        found = wide_linear(rows, weight)
-    assert torch.equal(found, rows.float() @ weight.t())
+        result = wide_linear(rows, weight)
+    assert torch.equal(result, rows.float() @ weight.t())
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])
@@ -62,11 +62,11 @@ def test_grouped_mm_equals_the_loop_bitwise(counts: list[int]) -> None:
     given = torch.tensor(counts)
     rows = torch.randn(sum(counts), 7, requires_grad=True)
     weight = torch.randn(4, 5, 7, requires_grad=True)
-    found, expected = grouped_mm(rows, weight, given), moe.grouped_mm(rows, weight, given)
-    assert torch.equal(found, expected)
-    grads = torch.randn_like(found)
+    result, expected = grouped_mm(rows, weight, given), moe.grouped_mm(rows, weight, given)
+    assert torch.equal(result, expected)
+    grads = torch.randn_like(result)
     for one, other in zip(
-        torch.autograd.grad(found, (rows, weight), grads),
+        torch.autograd.grad(result, (rows, weight), grads),
         torch.autograd.grad(expected, (rows, weight), grads),
         strict=True,
     ):

@@ -167,16 +167,16 @@ VERSIONS = {
 def _find(name: str) -> None:
     """Raise AttributeError where there is no ``torch.a.b``."""
     parts = name.split(".")
-    found: Any = torch
+    result: Any = torch
     for i, part in enumerate(parts[1:], 2):
-        if part in getattr(found, "__annotations__", ()):  # each object has one
+        if part in getattr(result, "__annotations__", ()):  # each object has one
             return
-        if not hasattr(found, part):
+        if not hasattr(result, part):
             try:
                 importlib.import_module(".".join(parts[:i]))
             except ImportError:
                 raise AttributeError(name) from None
-        found = getattr(found, part)
+        result = getattr(result, part)
 
 
 @pytest.mark.parametrize("name", sorted(PRIVATE))

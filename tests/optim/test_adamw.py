@@ -126,14 +126,14 @@ def _train(parallel: Parallel) -> dict[str, torch.Tensor]:
             parameter.grad = torch.zeros_like(parameter)
             local(parameter.grad).copy_(local_shard(gradient, parameter))
         optimizer.step()
-    found = {}
+    results = {}
     for name, parameter in named.items():
         for key, tensor in {"weight": parameter, **optimizer.state[parameter]}.items():
             if tensor.ndim:
                 full = torch.full(parameter.shape, math.nan)
                 local_shard(full, parameter).copy_(local(tensor.detach()).float())
-                found[f"{name} {key}"] = full
-    return found
+                results[f"{name} {key}"] = full
+    return results
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def test_every_part_is_rounded_as_the_whole_is(pool: Pool) -> None:
     for parallel in (Parallel(dp_shard=4, tp=2), Parallel(dp_replicate=2, dp_shard=2)):
         everyone = pool.run(_train, parallel.dp_replicate * parallel.dp_shard * parallel.tp, parallel)
         for key, value in expected.items():
-            for rank, found in enumerate(everyone):
-                held = ~found[key].isnan()
-                assert torch.equal(found[key][held], value[held]), (rank, key)
-            parts = torch.stack([~found[key].isnan() for found in everyone])
+            for rank, result in enumerate(everyone):
+                held = ~result[key].isnan()
+                assert torch.equal(result[key][held], value[held]), (rank, key)
+            parts = torch.stack([~result[key].isnan() for result in everyone])
             assert bool(parts.any(0).all()), key

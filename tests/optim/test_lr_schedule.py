@@ -44,9 +44,9 @@ RATES: list[tuple[dict[str, object], dict[int, float]]] = [
 
 @pytest.mark.parametrize(("keys", "expected"), RATES)
 def test_rates(keys: dict[str, object], expected: dict[int, float]) -> None:
-    found = rates(20, **keys)
+    result = rates(20, **keys)
     for step, rate in expected.items():
-        assert found[step] == (rate if rate == 2.0 else pytest.approx(rate)), step
+        assert result[step] == (rate if rate == 2.0 else pytest.approx(rate)), step
 
 
 def test_every_group_has_its_share() -> None:

@@ -47,16 +47,16 @@ from tests.support.small_models import QWEN
 def test_singular_values_go_to_one(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape)
-    found = orthogonalized(x)
-    values = torch.linalg.svdvals(found)
+    result = orthogonalized(x)
+    values = torch.linalg.svdvals(result)
     assert 0.65 < float(values.min()) <= float(values.max()) < 1.25
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     # The same directions: in their basis the result is diagonal.
-    inside = u.mT @ found @ vh.mT
+    inside = u.mT @ result @ vh.mT
     off = inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))
     assert float(off.abs().max()) < 1e-4
     if len(shape) == 3:
-        assert torch.equal(found[1], orthogonalized(x[1:2])[0])
+        assert torch.equal(result[1], orthogonalized(x[1:2])[0])
 
 
 def test_nothing_stays_nothing() -> None:
@@ -161,10 +161,10 @@ def _cut_and_whole(dims: tuple[int, int]) -> list[Any]:
 
 @pytest.mark.slow
 def test_cut_in_any_way(pool: Pool) -> None:
-    found = pool.run(_cut_and_whole, 8, (2, 2))
-    for errors, full, owners in found:
+    result = pool.run(_cut_and_whole, 8, (2, 2))
+    for errors, full, owners in result:
         assert max(errors.values()) < 2e-6, errors
-        assert all(torch.equal(full[name], found[0][1][name]) for name in full)
+        assert all(torch.equal(full[name], result[0][1][name]) for name in full)
         assert len(owners) > 3
 
 
@@ -224,11 +224,11 @@ def layout(
 
 
 def loads(rounds: list[list[Slab]], layouts: dict[int, MatrixLayout]) -> Counter[int]:
-    found: Counter[int] = Counter()
+    results: Counter[int] = Counter()
     for slab in (slab for some in rounds for slab in some):
         rows, columns = layouts[slab.parameter].shape[1:]
-        found[slab.owner] += int(lengths(slab.region)[0] * flops(rows, columns))
-    return found
+        results[slab.owner] += int(lengths(slab.region)[0] * flops(rows, columns))
+    return results
 
 
 SHARES: dict[str, tuple[int, dict[int, MatrixLayout]]] = {
@@ -275,10 +275,10 @@ def test_each_matrix_once_and_evenly(case: str) -> None:
         for expert in range(slab.region[0].start, slab.region[0].stop)
     )
     assert times == Counter((i, e) for i, one in layouts.items() for e in range(one.shape[0]))
-    found = loads(rounds, layouts)
-    assert len(found) == holders
+    result = loads(rounds, layouts)
+    assert len(result) == holders
     if holders:
-        assert max(found.values()) <= 1.25 * sum(found.values()) / holders or case == "uneven experts"
+        assert max(result.values()) <= 1.25 * sum(result.values()) / holders or case == "uneven experts"
 
 
 def test_memory_of_shares_is_bounded() -> None:

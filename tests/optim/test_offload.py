@@ -119,9 +119,9 @@ def test_state_that_memory_has_no_room_for(pool: Pool, tmp_path: Path) -> None:
     size = 4 * sum(value.numel() for value in expected.values())
     assert room < 2 * size
     assert "allocate memory" in str(pool.run(_limited, 1, plain, room)[0])
-    found = pool.run(_limited, 1, in_files, room)[0]
-    assert isinstance(found, dict), found
-    assert_bitwise(found, expected)
+    result = pool.run(_limited, 1, in_files, room)[0]
+    assert isinstance(result, dict), result
+    assert_bitwise(result, expected)
     for line in lines(tmp_path / "files"):
         assert line["offload"]["optimizer_bytes"] == 4 * size
         assert line["offload"]["optimizer_waited"] > 0
@@ -142,12 +142,12 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     expected = train_on(pool, tmp_path / "plain", {}, MESH, 4)
     for steps in (2, 4):
         keys = keys_for(tmp_path / "a", **(in_files | {"train__stop_after": steps}))
-        found = pool.run(_train_in_pieces, 4, keys)[0]
+        result = pool.run(_train_in_pieces, 4, keys)[0]
         assert store.problems(tmp_path / "a" / "checkpoints" / store.name_of(steps)) == []
         if steps == 2:
             shutil.copytree(tmp_path / "a", tmp_path / "b")
     into_memory = train_on(pool, tmp_path / "b", {}, MESH, 4)
-    assert_bitwise(found, expected)
+    assert_bitwise(result, expected)
     assert_bitwise(into_memory, expected)
     assert not (tmp_path / "a" / "offload" / "rank-0").exists()
 

@@ -165,11 +165,11 @@ def _left(keys: Keys, how: str) -> tuple[str, list[str]]:
     real, raised = Trainer.step, ""
 
     def step(self: Trainer) -> Any:
-        found = real(self)
-        if how == "a fault" and found.step == 2:
+        result = real(self)
+        if how == "a fault" and result.step == 2:
             raise TrainingError
         assert any(Path(config.optimizer.offload_dir).rglob("*.exp_avg"))
-        return found
+        return result
 
     sent = signal.SIGINT if how == "Ctrl-C" else None
     asked = mock.patch.object(Signals, "asked", return_value=sent)
@@ -186,8 +186,8 @@ def _left(keys: Keys, how: str) -> tuple[str, list[str]]:
 def test_removed_when_the_run_ends(pool: Pool, tmp_path: Path, how: str) -> None:
     keys: Keys = {"optimizer__offload": "nvme", "parallel__dp_shard": 2, "train__steps": 3}
     keys |= {"optimizer__offload_dir": tmp_path / "scratch", "checkpoint__interval": 0}
-    found = pool.run(_left, 2, keys_for(tmp_path / "run", **keys), how)
-    assert found == [(ENDS[how], [])] * 2
+    result = pool.run(_left, 2, keys_for(tmp_path / "run", **keys), how)
+    assert result == [(ENDS[how], [])] * 2
 
 
 @pytest.mark.full

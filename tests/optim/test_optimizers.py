@@ -152,15 +152,15 @@ def _step_of_sgd() -> list[bool]:
 
 
 def test_an_optimizer_from_outside(pool: Pool) -> None:
-    assert all(all(found) and found for found in pool.run(_step_of_sgd, 2))
+    assert all(all(result) and result for result in pool.run(_step_of_sgd, 2))
 
 
 @pytest.mark.slow
 def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
     """With weights and state that are rounded at random."""
     keys = HALF | {"optimizer__name": "muon"}
-    found = goes_on_bitwise(pool, tmp_path, keys, MESH)
-    kinds = {key.rpartition(".")[2] for key in found if key.startswith("optimizer.")}
+    result = goes_on_bitwise(pool, tmp_path, keys, MESH)
+    kinds = {key.rpartition(".")[2] for key in result if key.startswith("optimizer.")}
     assert kinds == {"step", "momentum_buffer", "exp_avg", "exp_avg_sq"}
 
 
@@ -168,10 +168,10 @@ def test_goes_on_in_fewer_bits(pool: Pool, tmp_path: Path) -> None:
     """What was float32 is rounded once, when it is read."""
     train_on(pool, tmp_path, {}, MESHES["one"], 2)
     keys: Keys = {"precision__optimizer_state": "bfloat16", "optimizer__implementation": "foreach"}
-    found = train_on(pool, tmp_path, keys, MESHES["data"], 4)
-    kinds = {value.dtype for key, value in found.items() if key.endswith("exp_avg")}
+    result = train_on(pool, tmp_path, keys, MESHES["data"], 4)
+    kinds = {value.dtype for key, value in result.items() if key.endswith("exp_avg")}
     assert kinds == {torch.bfloat16}
-    assert {float(value) for key, value in found.items() if key.endswith(".step")} == {4.0}
+    assert {float(value) for key, value in result.items() if key.endswith(".step")} == {4.0}
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -191,8 +191,8 @@ def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     keys: Keys = {"optimizer__name": "muon", "model__n_layers": 3}
     expected = train_on(pool, tmp_path / "whole", keys, MESHES["one"], 4)
     train_on(pool, tmp_path / "parts", keys, MESHES["v-schedule"], 2)
-    found = train_on(pool, tmp_path / "parts", keys, MESHES["one"], 4)
+    result = train_on(pool, tmp_path / "parts", keys, MESHES["one"], 4)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(result[key], value, rtol=1e-3, atol=1e-4)
     for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "parts"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)

@@ -29,27 +29,27 @@ def rules(name: str, options: Optimizer, **fields: object) -> dict[str, Paramete
 def test_muon_has_the_matrices_of_layers(name: str, tied: bool) -> None:
     if tied and name == "deepseek_v3":
         return  # it never ties them
-    found = rules(name, MUON, **({"tie_embeddings": tied} if name != "deepseek_v3" else {}))
-    assert {key for key, rule in found.items() if rule.optimizer == "muon"} == {
+    result = rules(name, MUON, **({"tie_embeddings": tied} if name != "deepseek_v3" else {}))
+    assert {key for key, rule in result.items() if rule.optimizer == "muon"} == {
         key
-        for key in found
+        for key in result
         if key.startswith("layers.") and "norm" not in key and ".router." not in key
     }
-    assert any(".router." in key for key in found) == (name in ("mixtral", "qwen3", "deepseek_v3"))
-    decay = {key: rule.weight_decay for key, rule in found.items()}
+    assert any(".router." in key for key in result) == (name in ("mixtral", "qwen3", "deepseek_v3"))
+    decay = {key: rule.weight_decay for key, rule in result.items()}
     assert all(value == (0.0 if "norm" in key else 0.5) for key, value in decay.items())
-    assert all(rule.lr_scale == 1.0 for rule in found.values())
+    assert all(rule.lr_scale == 1.0 for rule in result.values())
     assert not any(rule.optimizer == "muon" for rule in rules(name, Optimizer()).values())
 
 
 def test_biases_of_stacked_experts_are_no_matrices() -> None:
-    found = rules("gpt_oss", MUON, n_layers=2)
+    result = rules("gpt_oss", MUON, n_layers=2)
     vectors = ("norm.weight", "bias", "sinks.weight")
-    for key, rule in found.items():
+    for key, rule in result.items():
         matrix = key.startswith("layers.") and not key.endswith(vectors)
         assert (rule.optimizer == "muon") == (matrix and ".router." not in key), key
         assert rule.weight_decay == (0.0 if key.endswith(vectors) else 0.5), key
-    assert {f"layers.1.moe.experts.{name}" for name in ("gate_up_bias", "down_bias")} < found.keys()
+    assert {f"layers.1.moe.experts.{name}" for name in ("gate_up_bias", "down_bias")} < result.keys()
 
 
 class Odd(nn.Module):
@@ -71,10 +71,10 @@ ODD = Plan(pipeline=Pipeline(first=[], layers="layers", last=["head"]))
 
 
 def test_muon_has_nothing_else() -> None:
-    found = parameter_rules(Odd(), ODD, MUON)
-    assert [name for name, rule in found.items() if rule.optimizer == "muon"] == ["layers.0.weight"]
-    assert set(found) >= {"layers.3.weight", "head.weight", "scale"}
-    assert found["scale"].weight_decay == 0.0
+    result = parameter_rules(Odd(), ODD, MUON)
+    assert [name for name, rule in result.items() if rule.optimizer == "muon"] == ["layers.0.weight"]
+    assert set(result) >= {"layers.3.weight", "head.weight", "scale"}
+    assert result["scale"].weight_decay == 0.0
 
 
 def test_patterns() -> None:
@@ -84,20 +84,22 @@ def test_patterns() -> None:
         weight_decay_scale=("layers.1=2", "layers.*.*_norm=0.25", "norm.weight=1"),
         muon_except=("layers.*.feed_forward.w2", "layers.0.attention.wq.weight"),
     )
-    found = rules("llama", options, n_layers=2)
-    assert found["layers.0.attention.wq.weight"] == ParameterRule("adamw", 2.0, 0.5)
-    assert found["layers.1.attention.wk.weight"] == ParameterRule("muon", 2.0, 1.0)
-    assert found["layers.0.attention.wo.weight"] == ParameterRule("muon", 0.5, 0.5)
-    assert found["layers.1.feed_forward.w2.weight"] == ParameterRule("adamw", 1.0, 1.0)
-    assert found["layers.1.ffn_norm.weight"] == ParameterRule("adamw", 1.0, 0.125)
-    assert found["norm.weight"] == ParameterRule("adamw", 1.0, 0.5)
-    assert found["output.weight"] == ParameterRule("adamw", 0.0, 0.5)
+    result = rules("llama", options, n_layers=2)
+    assert result["layers.0.attention.wq.weight"] == ParameterRule("adamw", 2.0, 0.5)
+    assert result["layers.1.attention.wk.weight"] == ParameterRule("muon", 2.0, 1.0)
+    assert result["layers.0.attention.wo.weight"] == ParameterRule("muon", 0.5, 0.5)
+    assert result["layers.1.feed_forward.w2.weight"] == ParameterRule("adamw", 1.0, 1.0)
+    assert result["layers.1.ffn_norm.weight"] == ParameterRule("adamw", 1.0, 0.125)
+    assert result["norm.weight"] == ParameterRule("adamw", 1.0, 0.5)
+    assert result["output.weight"] == ParameterRule("adamw", 0.0, 0.5)
 
 
 def test_a_tied_weight_has_one_rule_by_any_name() -> None:
     options = Optimizer(lr_scale=("output=0.5",))
-    found = rules("llama", options, tie_embeddings=True)
-    assert found["output.weight"] == found["tok_embeddings.weight"] == ParameterRule("adamw", 0.5, 0.1)
+    result = rules("llama", options, tie_embeddings=True)
+    assert (
+        result["output.weight"] == result["tok_embeddings.weight"] == ParameterRule("adamw", 0.5, 0.1)
+    )
 
 
 REFUSED: list[tuple[Keys, str]] = [

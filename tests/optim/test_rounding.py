@@ -100,14 +100,14 @@ def test_compiled_for_any_shape_bitwise() -> None:
     for shape in ((40, 30), (7, 30, 50), (130,)):
         region = [slice(0, size) for size in shape]
         value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        found = []
+        results = []
         for compiles in (False, True):
             target = torch.empty(shape, dtype=torch.bfloat16)
             with mock.patch.object(rounding, "compiles", return_value=compiles):
                 drawn = random_bits(0, "a", region, shape, target)
                 store(target, value, drawn)
-            found.append((target, drawn))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            results.append((target, drawn))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (3, {})
 
 

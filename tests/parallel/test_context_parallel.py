@@ -53,11 +53,11 @@ def _core(
         None if ids is None else Documents(ids) if seed % 2 else SimpleNamespace(ids=mine["ids"])
     )
     output = core(*inputs[:3], documents, sinks)
-    found = torch.autograd.grad((output * mine["weight"]).sum(), inputs)
-    compared = [(output, mine["expected"]), *((found[i], mine[f"d{i}"]) for i in range(3))]
+    result = torch.autograd.grad((output * mine["weight"]).sum(), inputs)
+    compared = [(output, mine["expected"]), *((result[i], mine[f"d{i}"]) for i in range(3))]
     if sinks is not None:
-        dist.all_reduce(found[3])
-        compared.append((found[3], wanted[3]))
+        dist.all_reduce(result[3])
+        compared.append((result[3], wanted[3]))
     return max(float((a - b).norm() / b.norm().clamp(min=1.0)) for a, b in compared)
 
 

@@ -30,9 +30,9 @@ def _prove(keys: Keys) -> tuple[Report, bool]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_as_one_process(pool: Pool, mesh: str) -> None:
-    found = pool.run(_prove, ranks_in(MESHES[mesh]), MESHES[mesh] | parallel(offload="cpu"))
-    proved([report for report, _ in found])
-    assert all(used for _, used in found)
+    result = pool.run(_prove, ranks_in(MESHES[mesh]), MESHES[mesh] | parallel(offload="cpu"))
+    proved([report for report, _ in result])
+    assert all(used for _, used in result)
 
 
 def test_parameters_are_made_in_host_memory_and_buffers_are_not() -> None:

@@ -115,7 +115,7 @@ def test_every_mesh_of_eight_ranks(pool: Pool, model: str) -> None:
 
 
 def _groups() -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, parallel, ep in (
         ("tp first", Parallel(dp_shard=2, tp=2), 2),
         ("then data", Parallel(dp_shard=2, tp=2), 4),
@@ -125,8 +125,8 @@ def _groups() -> dict[str, Any]:
         ("alone", Parallel(dp_shard=2, tp=2), 1),
     ):
         mesh = expert_mesh(make_mesh(parallel), ep)
-        found[name] = (mesh.shape[1:], mesh.mesh[0].tolist())
-    return found
+        results[name] = (mesh.shape[1:], mesh.mesh[0].tolist())
+    return results
 
 
 def test_which_ranks_hold_the_same_experts(pool: Pool) -> None:
@@ -161,9 +161,9 @@ def _style_alone(counts_of: list[list[int]]) -> float:
     parallelize_module(experts, mesh, ExpertParallel())
     rows = [torch.randn(sum(counts), 6, dtype=torch.float64) for counts in counts_of]
     mine = rows[rank].clone().requires_grad_()
-    found = experts(mine, torch.tensor(counts_of[rank]))
+    result = experts(mine, torch.tensor(counts_of[rank]))
     weight = [torch.randn_like(part) for part in rows]
-    (found * weight[rank]).sum().backward()
+    (result * weight[rank]).sum().backward()
     everyone = [part.requires_grad_() for part in rows]
     expected = [whole(x, torch.tensor(c)) for x, c in zip(everyone, counts_of, strict=True)]
     sum((y * w).sum() for y, w in zip(expected, weight, strict=True)).backward()  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ def _style_alone(counts_of: list[list[int]]) -> float:
         gradient, wanted = mine.grad, rows[rank].grad
         assert gradient is not None
         assert wanted is not None
-        errors += [(found - expected[rank]).abs().max(), (gradient - wanted).abs().max()]
+        errors += [(result - expected[rank]).abs().max(), (gradient - wanted).abs().max()]
     for name, parameter in experts.named_parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.to_local().shape[0] == n_experts // mesh.size()
@@ -205,23 +205,23 @@ def test_rows_by_rank_become_rows_by_expert_and_back() -> None:
     order, places = _transposed(counts, 9)
     assert torch.equal(order, experts.argsort(stable=True))
     assert torch.equal(order[places], torch.arange(9))
-    assert [len(found) for found in _transposed(torch.zeros(2, 2, dtype=torch.long), 0)] == [0, 0]
+    assert [len(result) for result in _transposed(torch.zeros(2, 2, dtype=torch.long), 0)] == [0, 0]
 
 
 def _gathers() -> list[str]:
     """Of a step with three layers: when units are gathered, and when experts compute."""
     _, keys = keys_of(QWEN, "ds 2 ep 2 model__n_layers 3")
-    (job, composition), found = built(keys), list[str]()
+    (job, composition), result = built(keys), list[str]()
     real = FSDPParamGroup.unshard
 
     def unshard(group: Any, *args: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
-            found.append(f"gather {group._module_fqn.removeprefix('layers.')}")
+            result.append(f"gather {group._module_fqn.removeprefix('layers.')}")
         real(group, *args)
 
     def ran(module: nn.Module, inputs: Any, output: Tensor, layer: str) -> None:
-        found.append(f"run {layer}")
-        output.register_hook(lambda _: found.append(f"back {layer}"))
+        result.append(f"run {layer}")
+        output.register_hook(lambda _: result.append(f"back {layer}"))
 
     for layer in "012":
         experts = composition.model.get_submodule(f"layers.{layer}.moe.experts")
@@ -229,14 +229,14 @@ def _gathers() -> list[str]:
     batch = random_batch(1, 16, job.config.model.config.vocab_size, seed=dist.get_rank())
     with mock.patch.object(FSDPParamGroup, "unshard", unshard):
         forward_backward(composition, batch)
-    return [event for event in found if event[-1].isdigit() or event.endswith("experts")]
+    return [event for event in result if event[-1].isdigit() or event.endswith("experts")]
 
 
 def test_experts_are_gathered_before_the_layer_ahead_of_them_runs(pool: Pool) -> None:
     """g is a gather of a layer, e of its experts; r, their forward; b, their backward."""
     short = {"gather ": "g", "run ": "r", "back ": "b", ".moe.experts": "e"}
-    for found in pool.run(_gathers, 2):
-        text = " ".join(found)
+    for result in pool.run(_gathers, 2):
+        text = " ".join(result)
         for word, letter in short.items():
             text = text.replace(word, letter)
         assert text == "g0 g0e g1 g1e r0 g2 g2e r1 r2 g2 g2e g1 g1e b2 g0 g0e b1 b0"

@@ -90,8 +90,8 @@ def _without_backward() -> None:
     data.gather()
     part = batch.chunk(size)[rank]
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(model(part).square().sum(), trained, allow_unused=True)
-    for parameter, gradient in zip(trained, found, strict=True):
+    result = torch.autograd.grad(model(part).square().sum(), trained, allow_unused=True)
+    for parameter, gradient in zip(trained, result, strict=True):
         parameter.grad = gradient
     data.finish_backward(last=True)
     _assert_equal(model, _wanted([batch]))

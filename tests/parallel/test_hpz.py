@@ -87,22 +87,22 @@ def _step(parallel: Parallel, micro_batches: int, note: Any, prefetch: int = 0) 
 
 
 def _ranks_of_gathers(parallel: Parallel, micro_batches: int, near: int) -> tuple[Any, bool]:
-    found: list[tuple[str, int, list[int]]] = []
+    results: list[tuple[str, int, list[int]]] = []
     parallel = replace(parallel, zero3_reshard=near)
-    composition = _step(parallel, micro_batches, lambda *what: found.append(what))
-    return found, any(gather.kept is not None for data in composition.data for gather in data.gathers)
+    composition = _step(parallel, micro_batches, lambda *what: results.append(what))
+    return results, any(gather.kept is not None for data in composition.data for gather in data.gathers)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_only_the_first_gather_of_a_step_leaves_the_neighbours(pool: Pool, replicas: int) -> None:
     parallel = Parallel(dp_replicate=replicas, dp_shard=4)
     results = pool.run(_ranks_of_gathers, 4 * replicas, parallel, 2, 2)
-    for rank, (found, kept) in enumerate(results):
+    for rank, (result, kept) in enumerate(results):
         first = rank // 4 * 4
         everyone, near = list(range(first, first + 4)), [rank // 2 * 2, rank // 2 * 2 + 1]
         # The last unit stays from forward to backward; it is gathered from all, as without.
         freed = range(4)
-        assert found == [
+        assert result == [
             *(("forward", layer, everyone) for layer in range(5)),
             *(("backward", layer, near) for layer in reversed(freed)),
             *(("forward", layer, near) for layer in freed),
@@ -114,16 +114,16 @@ def test_only_the_first_gather_of_a_step_leaves_the_neighbours(pool: Pool, repli
 
 @pytest.mark.parametrize("near", [0, 4])
 def test_all_ranks_are_the_default(pool: Pool, near: int) -> None:
-    for found, _ in pool.run(_ranks_of_gathers, 4, Parallel(dp_shard=4), 1, near):
-        assert {tuple(ranks) for _, _, ranks in found} == {(0, 1, 2, 3)}
+    for result, _ in pool.run(_ranks_of_gathers, 4, Parallel(dp_shard=4), 1, near):
+        assert {tuple(ranks) for _, _, ranks in result} == {(0, 1, 2, 3)}
 
 
 def _order(prefetch: int) -> list[tuple[str, int]]:
     """Of gathers and of what layers compute, in forward and then in backward."""
-    found: list[tuple[str, int]] = []
+    results: list[tuple[str, int]] = []
 
     def ran(layer: int, *_: Any) -> None:
-        found.append(("run", layer))
+        results.append(("run", layer))
 
     real = nn.Linear.forward
 
@@ -137,11 +137,11 @@ def _order(prefetch: int) -> list[tuple[str, int]]:
         return output
 
     def note(where: str, layer: int, ranks: list[int]) -> None:
-        found.append(("gather", layer))
+        results.append(("gather", layer))
 
     with mock.patch.object(nn.Linear, "forward", forward):
         _step(Parallel(dp_shard=2), 1, note, prefetch=prefetch)
-    return found[found.index(("gather", 0)) :]
+    return results[results.index(("gather", 0)) :]
 
 
 def test_prefetch_begins_gathers_earlier(pool: Pool) -> None:
@@ -155,8 +155,8 @@ def test_prefetch_begins_gathers_earlier(pool: Pool) -> None:
         9: "g0 g1 g2 g3 g4 r0 r1 r2 r3 r4  g3 g2 g1 g0 r4 r3 r2 r1 r0",
     }
     for prefetch, text in expected.items():
-        for found in pool.run(_order, 2, prefetch):
-            assert found == events(text), prefetch
+        for result in pool.run(_order, 2, prefetch):
+            assert result == events(text), prefetch
 
 
 def test_experts_of_the_same_span() -> None:

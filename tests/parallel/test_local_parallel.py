@@ -84,14 +84,14 @@ def _equals_the_whole(heads: int, hidden: int, bias: bool, sequence: bool, batch
     parallelize_module(layer, mesh, styles)
     mine = slice(3 * rank, 3 * rank + 3) if sequence else slice(None)
     here = x.detach()[:, mine].clone().requires_grad_()
-    found, own = layer(here, places)
+    result, own = layer(here, places)
     kept, sharing = max(1, heads // size), max(1, size // heads)
     first = rank * heads // size
-    assert type(found) is type(own) is Tensor
-    torch.testing.assert_close(found, out[:, mine])
+    assert type(result) is type(own) is Tensor
+    torch.testing.assert_close(result, out[:, mine])
     torch.testing.assert_close(own, normed[:, :, first : first + kept])
     # Ranks that share a head, or have the whole stream, each find its part or all of the gradient.
-    stream_loss = (found * weights[0][:, mine]).sum()
+    stream_loss = (result * weights[0][:, mine]).sum()
     (stream_loss + (own * weights[1][:, :, first : first + kept]).sum() / sharing).backward()
     assert here.grad is not None
     torch.testing.assert_close(here.grad, x.grad[:, mine])

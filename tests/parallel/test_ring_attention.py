@@ -27,15 +27,15 @@ def _sent(window: int | None, balance: Balance) -> list[tuple[int, int]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     style = ContextParallel("ring", balance)
     core = parallelize_module(AttentionCore(AttentionOptions(window=window)), mesh, style)
-    found, real = [], dist.batch_isend_irecv
+    result, real = [], dist.batch_isend_irecv
 
     def spy(operations: list[dist.P2POp]) -> list[dist.Work]:
-        found.extend((x.group_peer, x.tensor.numel()) for x in operations if x.op is dist.isend)
+        result.extend((x.group_peer, x.tensor.numel()) for x in operations if x.op is dist.isend)
         return real(operations)
 
     with mock.patch.object(dist, "batch_isend_irecv", spy), torch.no_grad():
         core(*(torch.randn(1, 16, 2, 4) for _ in range(3)))
-    return found
+    return result
 
 
 def test_a_ring_passes_only_what_a_window_reaches(pool: Pool) -> None:
@@ -95,7 +95,7 @@ def test_a_ring_sums_the_gradient_of_queries_in_float32() -> None:
     ):
         out, lse = ring_attention._output(task, ring, None, (q, mine[0], mine[1]))
         given = (grad, q, *mine, out.to(q.dtype), lse)
-        found = ring_attention._gradients(task, ring, None, given)[0]
+        result = ring_attention._gradients(task, ring, None, given)[0]
 
     whole = q.double().requires_grad_()
     heads_first = [x.double().transpose(1, 2) for x in (whole, keys, values)]
@@ -103,4 +103,4 @@ def test_a_ring_sums_the_gradient_of_queries_in_float32() -> None:
     F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2).backward(grad.double())
     assert whole.grad is not None
     rounding = (whole.grad.bfloat16() - whole.grad).norm()
-    assert (found - whole.grad).norm() < 3 * rounding
+    assert (result - whole.grad).norm() < 3 * rounding

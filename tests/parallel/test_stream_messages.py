@@ -106,12 +106,12 @@ def _messages(rows: int) -> None:
     joined, summed = torch.cat(list(parts), 1), wholes.sum(0).chunk(TP, 1)[rank]
     expected = {"gather": (parts, joined, wholes, summed), "scatter": (wholes, summed, parts, joined)}
     for there, back in (("gather", "scatter"), ("scatter", "gather")):
-        given, found, of_found, of_given = expected[there]
+        given, result, of_found, of_given = expected[there]
         for run in (send_stream, torch.compile(send_stream, backend="aot_eager", fullgraph=True)):
             sent = given[rank].clone().requires_grad_()
             got = run(there, back, group.group_name, sent)  # type: ignore[arg-type]
             (made,) = torch.autograd.grad(got, sent, of_found[rank])
-            torch.testing.assert_close(got, found)
+            torch.testing.assert_close(got, result)
             torch.testing.assert_close(made, of_given)
 
 

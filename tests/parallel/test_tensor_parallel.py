@@ -155,8 +155,8 @@ def _replicated() -> bool:
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"norm": Replicated()})
     (model["norm"](x) ** 3).sum().backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-    found = gradients_of(model)
-    return all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+    result = gradients_of(model)
+    return all(torch.equal(result[name], gradient) for name, gradient in wanted.items())
 
 
 def test_replicated(pool: Pool) -> None:

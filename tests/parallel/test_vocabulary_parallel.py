@@ -55,11 +55,11 @@ def _differences(vocabulary: int, sequence: bool, sharded: bool) -> list[str]:
         "output": LocalOutput(stream, sharded=sharded),
     }
     parallelize_module(model, mesh, styles)
-    found = model(tokens)
-    assert isinstance(found, DTensor) == sharded
-    assert found.shape == logits.shape
-    here = token_losses(found.flatten(0, 1), targets.flatten())
-    (here + log_z(found).square().sum()).backward()
+    result = model(tokens)
+    assert isinstance(result, DTensor) == sharded
+    assert result.shape == logits.shape
+    here = token_losses(result.flatten(0, 1), targets.flatten())
+    (here + log_z(result).square().sum()).backward()
     wrong = [] if torch.allclose(here, loss) else ["loss"]
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
     for name, gradient in gradients_of(model).items():
@@ -117,8 +117,8 @@ def _with_fault(place: str, old: str, new: str) -> list[str]:
     ],
 )
 def test_faults_are_seen(pool: Pool, place: str, old: str, new: str, wrong: set[str]) -> None:
-    for found in pool.run(_with_fault, 2, place, old, new):
-        assert set(found) == wrong
+    for result in pool.run(_with_fault, 2, place, old, new):
+        assert set(result) == wrong
 
 
 def _messages() -> None:

@@ -328,16 +328,16 @@ def test_cut_by_flops() -> None:
     per_layer += 2 * length * (length + 1) * dim
     head = 2 * length * dim * 2000
     for stages in (2, 3, 4, 5):
-        found = balanced(model, plan.pipeline, stages, length)
+        result = balanced(model, plan.pipeline, stages, length)
         cuts = [
             cut
             for cut in itertools.product(range(8), repeat=stages)
             if sum(cut) == 7 and all(cut[1:-1])
         ]
         slowest = {cut: max(*(n * per_layer for n in cut), cut[-1] * per_layer + head) for cut in cuts}
-        assert slowest[found] == min(slowest.values()), (stages, found)
+        assert slowest[result] == min(slowest.values()), (stages, result)
         # The head is worth some layers here, so an even cut is not the best.
-        assert found[-1] < found[0]
+        assert result[-1] < result[0]
 
 
 def test_cut_by_weights() -> None:

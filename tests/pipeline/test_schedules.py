@@ -57,8 +57,8 @@ def test_named_schedules_are_whole(name: str, pp: int, micro_batches: int) -> No
     assert len(table) == pp
     assert len(stage_ranks(table)) == stages
     for kinds in ("F", "BI", "BW"):  # a backward is whole or in halves
-        found = [(a.stage, a.micro_batch) for a in actions if a.kind in kinds]
-        assert sorted(found) == [(stage, n) for stage in range(stages) for n in range(micro_batches)]
+        results = [(a.stage, a.micro_batch) for a in actions if a.kind in kinds]
+        assert sorted(results) == [(stage, n) for stage in range(stages) for n in range(micro_batches)]
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])

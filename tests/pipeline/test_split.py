@@ -158,5 +158,5 @@ def _refused(kind: type[Model], tp: int) -> str:
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_refused_on_every_rank(pool: Pool, kind: type[Model], tp: int, line: str) -> None:
-    found = pool.run(_refused, 2 * tp, kind, tp)
-    assert found == [f"plan.pipeline: {line}"] * 2 * tp
+    result = pool.run(_refused, 2 * tp, kind, tp)
+    assert result == [f"plan.pipeline: {line}"] * 2 * tp

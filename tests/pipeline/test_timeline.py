@@ -73,9 +73,9 @@ def test_simulation_by_hand() -> None:
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 5, 8])
 def test_textbook_of_one_stage_a_rank(name: str, pp: int) -> None:
     for micro_batches in (*range(1, 14), 32):
-        found, expected = idle(name, pp, 0, micro_batches)
+        result, expected = idle(name, pp, 0, micro_batches)
         assert expected == pytest.approx((pp - 1) / (micro_batches + pp - 1), abs=1e-12)
-        assert found == pytest.approx(expected, abs=1e-12)
+        assert result == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
@@ -84,40 +84,40 @@ def test_textbook_of_one_stage_a_rank(name: str, pp: int) -> None:
 def test_textbook_of_several_stages_a_rank(name: str, virtual_stages: int, pp: int) -> None:
     work = 3 if name == "InterleavedZeroBubble" else 1
     for micro_batches in (n for n in range(1, 4 * pp + 1) if rounds(name, pp, n)):
-        found, expected = idle(name, pp, virtual_stages, micro_batches)
+        result, expected = idle(name, pp, virtual_stages, micro_batches)
         ramp = pp - 1
         assert expected == pytest.approx(
             ramp / (work * virtual_stages * micro_batches + ramp), abs=1e-12
         )
         if micro_batches >= pp:
-            assert found == pytest.approx(expected, abs=1e-12)
+            assert result == pytest.approx(expected, abs=1e-12)
         elif virtual_stages > 1:
-            assert found > expected + 1e-3
+            assert result > expected + 1e-3
         else:
-            assert found >= expected - 1e-12
+            assert result >= expected - 1e-12
 
 
 @pytest.mark.parametrize("pp", range(2, 9))
 def test_textbook_of_zbv(pp: int) -> None:
     for micro_batches in range(1, 3 * pp):
-        found, expected = idle("ZBVZeroBubble", pp, 0, micro_batches)
+        result, expected = idle("ZBVZeroBubble", pp, 0, micro_batches)
         assert expected == pytest.approx((pp - 1) / (6 * micro_batches + pp - 1), abs=1e-12)
         slots = simulate(build_table("ZBVZeroBubble", pp, 0, micro_batches))
         spans = [[s for s in slots if s.rank == rank] for rank in range(pp)]
         own_idle = [own[-1].end - own[0].start - sum(s.end - s.start for s in own) for own in spans]
         if micro_batches >= 3 * pp // 2:
-            assert found == pytest.approx(expected, abs=1e-12)
+            assert result == pytest.approx(expected, abs=1e-12)
         else:
-            assert found > expected + 1e-3
+            assert result > expected + 1e-3
         assert any(own_idle) == (micro_batches < 2 * pp - 1)  # none is the paper's zero bubble
 
 
 @pytest.mark.parametrize("pp", range(2, 7))
 def test_textbook_of_dualpipev_is_an_upper_bound(pp: int) -> None:
     for micro_batches in range(2 * pp, 6 * pp):
-        found, expected = idle("DualPipeV", pp, 0, micro_batches)
+        result, expected = idle("DualPipeV", pp, 0, micro_batches)
         assert expected == pytest.approx(2 * (pp - 1) / (6 * micro_batches + 2 * (pp - 1)), abs=1e-12)
-        assert found == pytest.approx((pp - 1) / (6 * micro_batches + pp - 1), abs=1e-12)
+        assert result == pytest.approx((pp - 1) / (6 * micro_batches + pp - 1), abs=1e-12)
 
 
 def test_textbook_knows_names_only() -> None:
@@ -296,13 +296,13 @@ def test_colours_of_text(name: str, pp: int, micro_batches: int) -> None:
 def boxes(svg: str) -> dict[tuple[str, int], tuple[int, int, int, int, str]]:
     """Of each action and rank x, y, width, height and colour."""
     rects = [r for r in ET.fromstring(svg).iter(f"{SVG}rect") if "data-action" in r.attrib]
-    found = {}
+    results = {}
     for rect in rects:
         x, y, width, height = (int(rect.attrib[key]) for key in ("x", "y", "width", "height"))
         key = rect.attrib["data-action"], int(rect.attrib["data-rank"])
-        found[key] = x, y, width, height, rect.attrib["fill"]
-    assert len(found) == len(rects)
-    return found
+        results[key] = x, y, width, height, rect.attrib["fill"]
+    assert len(results) == len(rects)
+    return results
 
 
 @pytest.mark.parametrize(("name", "pp", "micro_batches"), [*DRAWN, ("InterleavedZeroBubble", 8, 64)])
@@ -310,15 +310,15 @@ def test_svg_holds_the_slots(name: str, pp: int, micro_batches: int) -> None:
     table = build_table(name, pp, 0, micro_batches)
     slots = simulate(table)
     svg = as_svg(drawing(slots, "a <title> & 'more'"))
-    found = boxes(svg)
-    assert found.keys() == {(str(a), rank) for rank, row in enumerate(table) for a in row}
-    left = min(x for x, *_ in found.values())
+    result = boxes(svg)
+    assert result.keys() == {(str(a), rank) for rank, row in enumerate(table) for a in row}
+    left = min(x for x, *_ in result.values())
     last_end = max(slot.end for slot in slots)
-    unit = (max(x + width for x, _, width, _, _ in found.values()) - left) / last_end
-    tops = [found[str(row[0]), rank][1] for rank, row in enumerate(table)]
+    unit = (max(x + width for x, _, width, _, _ in result.values()) - left) / last_end
+    tops = [result[str(row[0]), rank][1] for rank, row in enumerate(table)]
     assert tops == sorted(set(tops))
     for slot in slots:
-        x, y, width, _, colour = found[str(slot.action), slot.rank]
+        x, y, width, _, colour = result[str(slot.action), slot.rank]
         assert (x - left, width) == (unit * slot.start, unit * (slot.end - slot.start))
         assert y == tops[slot.rank]
         assert colour in SHADES[slot.action.kind]
@@ -329,12 +329,12 @@ def test_svg_holds_the_slots(name: str, pp: int, micro_batches: int) -> None:
     if len(slots) < 1000:  # else they would not fit
         numbers = texts[pp + 1 : pp + 1 + len(slots)]
         assert numbers == [str(a.micro_batch) for row in table for a in row]
-    assert max(x + width for x, _, width, _, _ in found.values()) <= int(root.attrib["width"]) <= 2000
+    assert max(x + width for x, _, width, _, _ in result.values()) <= int(root.attrib["width"]) <= 2000
 
 
 def test_stages_of_a_rank_differ_in_shade() -> None:
-    found = boxes(as_svg(drawing(simulate(build_table("Interleaved1F1B", 2, 3, 4)), "three")))
-    assert {found[f"{stage}F0", 0][-1] for stage in (0, 2, 4)} == set(SHADES["F"])
+    result = boxes(as_svg(drawing(simulate(build_table("Interleaved1F1B", 2, 3, 4)), "three")))
+    assert {result[f"{stage}F0", 0][-1] for stage in (0, 2, 4)} == set(SHADES["F"])
 
 
 @pytest.mark.parametrize(("name", "pp", "micro_batches"), [*DRAWN, ("InterleavedZeroBubble", 8, 64)])

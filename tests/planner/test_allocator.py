@@ -63,18 +63,18 @@ class Slow:
         if best and fallback and fallback[0][fallback[1]][0] < best[0][best[1]][0]:
             return best
         if best and fallback:
-            return min(best, fallback, key=lambda found: found[0][found[1]][0])
+            return min(best, fallback, key=lambda result: result[0][result[1]][0])
         return best or fallback
 
     def allocate(self, name: int, requested: int) -> None:
         size = max(512, (requested + 511) // 512 * 512)
         small = size <= MB
-        found = self.find(small, size)
-        if found is None:
+        result = self.find(small, size)
+        if result is None:
             self.make_room(small, size)
-            found = self.find(small, size)
-        assert found is not None
-        segment, i = found
+            result = self.find(small, size)
+        assert result is not None
+        segment, i = result
         rest = segment[i][0] - size
         if rest >= 512 and (small or self.expandable or rest > MB):
             segment[i : i + 1] = [[size, name], [rest, None]]
@@ -218,9 +218,9 @@ BY_HAND: dict[str, list[tuple[str, float | None, float]]] = {
 @pytest.mark.parametrize("rule", BY_HAND)
 def test_by_hand(rule: str) -> None:
     for words, allocated, reserved in BY_HAND[rule]:
-        found = given(words, rule.startswith("expandable"))
-        assert found.reserved == reserved * MB, words
-        assert allocated in (None, found.allocated / MB), words
+        result = given(words, rule.startswith("expandable"))
+        assert result.reserved == reserved * MB, words
+        assert allocated in (None, result.allocated / MB), words
 
 
 def test_no_bytes() -> None:
@@ -249,19 +249,19 @@ def test_constants_are_pytorch_s() -> None:
     """The sizes are those in the headers of the installed PyTorch."""
     header = Path(str(torch.__file__)).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
     text = header.read_text()
-    found = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
-    found.update(re.findall(r"(large_segment_size_)\{(\d+)\}", text))
+    result = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", text))
+    result.update(re.findall(r"(large_segment_size_)\{(\d+)\}", text))
     ours = {
         "kMinBlockSize": memory.BLOCK,
         "kSmallSize": memory.SMALL,
         "kSmallBuffer": memory.SMALL_SEGMENT,
         "kMinLargeAlloc": memory.LARGE,
         "kRoundLarge": memory.LARGE_STEP,
-        "large_segment_size_" if "large_segment_size_" in found else "kLargeBuffer": (
+        "large_segment_size_" if "large_segment_size_" in result else "kLargeBuffer": (
             memory.LARGE_SEGMENT
         ),
     }
-    assert {name: int(found[name]) for name in ours} == ours
+    assert {name: int(result[name]) for name in ours} == ours
 
 
 ON_GPU = """

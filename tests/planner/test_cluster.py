@@ -160,8 +160,8 @@ def test_messages(change: tuple[str, str], tmp_path: Path) -> None:
     assert change[0] in H100
     file = tmp_path / "mine.toml"
     file.write_text(H100.replace(*change, 1))
-    found = refusal(load_cluster, str(file)).splitlines()
-    assert found == [f"{file}: {problem}" for problem in WRONG[change]]
+    result = refusal(load_cluster, str(file)).splitlines()
+    assert result == [f"{file}: {problem}" for problem in WRONG[change]]
 
 
 def test_all_problems_at_once_and_syntax(tmp_path: Path) -> None:
@@ -321,8 +321,8 @@ def test_measured_points_cost_what_was_measured() -> None:
             row.seconds, rel=1e-12
         )
     for row in attention:
-        found = attention_seconds(cluster, row.flops, row.bytes, "float32", row.head_dim, row.backward)
-        assert found == pytest.approx(row.seconds, rel=1e-12)
+        result = attention_seconds(cluster, row.flops, row.bytes, "float32", row.head_dim, row.backward)
+        assert result == pytest.approx(row.seconds, rel=1e-12)
     # Between points that are all twice the model's time, everything is.
     plain = load_cluster("cpu")
     twice = [

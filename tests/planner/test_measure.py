@@ -32,19 +32,19 @@ def _check_measured(cluster: Cluster) -> None:
     rows = cluster.measured
     assert min(len(rows.products), len(rows.attention), len(rows.copies)) >= 2
     for row in rows.products:
-        found = product_seconds(cluster, row.m, row.n, row.k, row.batch, row.dtype)
-        assert found == pytest.approx(row.seconds)
+        result = product_seconds(cluster, row.m, row.n, row.k, row.batch, row.dtype)
+        assert result == pytest.approx(row.seconds)
     for each in rows.attention:
-        found = attention_seconds(
+        result = attention_seconds(
             cluster, each.flops, each.bytes, each.dtype, each.head_dim, each.backward
         )
-        assert found == pytest.approx(each.seconds)
+        assert result == pytest.approx(each.seconds)
     for copy in rows.copies:
         assert memory_seconds(cluster, copy.bytes) == pytest.approx(copy.seconds)
     for line in rows.collectives:
         for size, seconds in zip(line.bytes, line.seconds, strict=True):
-            found = collective_seconds(cluster, line.kind, size, line.ranks, line.stride)
-            assert found == pytest.approx(seconds)
+            result = collective_seconds(cluster, line.kind, size, line.ranks, line.stride)
+            assert result == pytest.approx(seconds)
 
 
 @pytest.mark.slow

@@ -181,9 +181,9 @@ def test_categories_of_allocations() -> None:
     record = Record([forward, output, backward, step])
 
     def add(segment: int, within: str, freed: int | None, by: str = "") -> Allocation:
-        found = Allocation(8, 0, segment, within, freed=freed, freed_within=by)
-        record.allocations.append(found)
-        return found
+        result = Allocation(8, 0, segment, within, freed=freed, freed_within=by)
+        record.allocations.append(result)
+        return result
 
     expected = {
         "gathered": add(0, "gather", 0),

@@ -210,12 +210,12 @@ def test_strings_are_escaped() -> None:
             pairs = list(value.items())
         else:
             return value, 0
-        found, count = [], 0
+        results, count = [], 0
         for name, each in pairs:
             new, more = changed(each, at - count)
             count += more
-            found.append((name, new))
-        return (dict(found) if isinstance(value, dict) else [each for _, each in found]), count
+            results.append((name, new))
+        return (dict(results) if isinstance(value, dict) else [each for _, each in results]), count
 
     result = result_of(3, stages=2)
     result["candidates"][0]["timeline"] = timeline_of(1, 1)

@@ -33,10 +33,10 @@ def test_as_computed() -> None:
     shapes = ElementwiseResults()
     for turn in range(2):
         for name, (func, args) in CASES.items():
-            found, right = shapes.run(func, args, {}), func(*args)
+            result, right = shapes.run(func, args, {}), func(*args)
             for what in ("shape", "dtype", "device"):
-                assert getattr(found, what) == getattr(right, what), (name, turn)
-            assert found.stride() == right.stride(), (name, turn)
+                assert getattr(result, what) == getattr(right, what), (name, turn)
+            assert result.stride() == right.stride(), (name, turn)
     assert len(shapes._known) == len(CASES)
 
 
@@ -61,8 +61,8 @@ def test_what_writes_or_is_a_view_is_run_each_time() -> None:
 def test_values_are_not_remembered() -> None:
     shapes = ElementwiseResults()
     for value in (1.0, 2.0):
-        found = shapes.run(aten.mul.Tensor, (torch.ones(2), value), {})
-        assert found.tolist() == [value, value]
+        result = shapes.run(aten.mul.Tensor, (torch.ones(2), value), {})
+        assert result.tolist() == [value, value]
 
 
 def test_a_cpu_casts_before_it_adds() -> None:

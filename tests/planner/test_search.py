@@ -51,8 +51,8 @@ def space(file: str, cluster: str, ranks: int, **keys: object) -> Space:
 def picks(where: Space, count: int = 1, offload: bool = False) -> list[Candidate]:
     """The candidates with the best quick estimates of those that fit by it."""
     facts, room = shape_for(where), capacity(where.cluster)
-    found = [c for c in candidates(where, facts, offload) if c.rough.memory <= room]
-    return sorted(found, key=lambda c: c.rough.step)[:count]
+    results = [c for c in candidates(where, facts, offload) if c.rough.memory <= room]
+    return sorted(results, key=lambda c: c.rough.step)[:count]
 
 
 LLAMA_8B = keys_in("model.preset=8b precision.param=bfloat16 train.global_batch=64 train.seq_len=4096")
@@ -69,16 +69,16 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
 
     def recorded(candidate: Candidate, size: float) -> Candidate:
         peak = RankPeak(int(size * 2**30), int(size * 2**30), {})
-        found = Estimate([peak], candidate.rough.step, 1.0, 0.5, 0.0, {}, {}, [])
-        return replace(candidate, estimate=found)
+        result = Estimate([peak], candidate.rough.step, 1.0, 0.5, 0.0, {}, {}, [])
+        return replace(candidate, estimate=result)
 
     every = [made("ZBVZeroBubble", tp, tp / 10, 40) for tp in (1, 2, 4)]
     every += [made("1F1B", tp, tp, 39) for tp in (1, 2, 4)]
-    turns, found, order = RecordQueue(where, every), [], []
-    while candidate := turns.next(found):
+    turns, result, order = RecordQueue(where, every), [], []
+    while candidate := turns.next(result):
         parallel = candidate.config.parallel
         order.append((parallel.pp_schedule, parallel.tp))
-        found.append(recorded(candidate, 200 if parallel.pp_schedule == "ZBVZeroBubble" else 39))
+        result.append(recorded(candidate, 200 if parallel.pp_schedule == "ZBVZeroBubble" else 39))
     assert order[:4] == [("ZBVZeroBubble", 1), ("1F1B", 1), ("1F1B", 2), ("1F1B", 4)]
     assert set(order) == {(c.config.parallel.pp_schedule, c.config.parallel.tp) for c in every}
 
@@ -120,20 +120,20 @@ def test_two_small_devices_take_offload_and_recomputation() -> None:
 
 def test_only_what_is_free_changes() -> None:
     where = space(TRAIN, "h100_sxm", 8, parallel__tp=2, parallel__zero=3, train__global_batch=64)
-    found = list(candidates(where, shape_for(where)))
-    assert {c.config.parallel.tp for c in found} == {2}
-    assert {c.config.parallel.zero for c in found} == {3}
-    assert len({c.config.parallel.dp_shard for c in found}) > 1
-    assert {c.config.train.global_batch for c in found} == {64}
-    assert {c.config.model for c in found} == {where.config.model}
+    result = list(candidates(where, shape_for(where)))
+    assert {c.config.parallel.tp for c in result} == {2}
+    assert {c.config.parallel.zero for c in result} == {3}
+    assert len({c.config.parallel.dp_shard for c in result}) > 1
+    assert {c.config.train.global_batch for c in result} == {64}
+    assert {c.config.model for c in result} == {where.config.model}
 
 
 def test_quick_estimates_are_near_the_recorded_ones() -> None:
     where = space(TRAIN, "h100_sxm", 8, **LLAMA_8B, model__n_layers=8)
     candidate = picks(where)[0]
-    found = estimate(check(candidate.config, 8), where.cluster)
-    assert candidate.rough.step == pytest.approx(found.step_seconds, rel=0.35)
-    most = max(peak.allocated for peak in found.peaks)
+    result = estimate(check(candidate.config, 8), where.cluster)
+    assert candidate.rough.step == pytest.approx(result.step_seconds, rel=0.35)
+    most = max(peak.allocated for peak in result.peaks)
     assert candidate.rough.memory == pytest.approx(most, rel=0.35)
 
 
@@ -326,13 +326,13 @@ def test_the_fewest_devices_are_found() -> None:
     one = search(replace(where, world_size=1), most=2)[0].estimate
     assert one is not None
     rate = one.tokens_per_second_per_device
-    few, found = fewest(where, tokens=rate * 0.9 * 86400, days=1)
-    assert (few.world_size, bool(found)) == (1, True)
-    more, found = fewest(where, tokens=rate * 1.2 * 86400, days=1)
+    few, result = fewest(where, tokens=rate * 0.9 * 86400, days=1)
+    assert (few.world_size, bool(result)) == (1, True)
+    more, result = fewest(where, tokens=rate * 1.2 * 86400, days=1)
     assert more.world_size > 1
-    assert found
-    assert found[0].estimate
-    assert found[0].estimate.tokens_per_second_per_device * more.world_size >= rate * 1.2
+    assert result
+    assert result[0].estimate
+    assert result[0].estimate.tokens_per_second_per_device * more.world_size >= rate * 1.2
     assert fewest(where, tokens=1e30, days=1)[1] == []
 
 

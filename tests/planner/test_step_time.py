@@ -22,8 +22,8 @@ NODE = range(8)
 def test_what_is_exposed_does_not_fall_below_nothing() -> None:
     base = {"all": 5.0, "product": 3.0, "exposed dp_shard": 2.0, "sent dp_shard": 4.0}
     longer = {"all": 5.5, "product": 4.0, "exposed dp_shard": 1.5, "sent dp_shard": 5.0}
-    found = grown(base, [(10, longer)])
-    assert found == {"all": 13.0, "product": 13.0, "exposed dp_shard": 0.0, "sent dp_shard": 14.0}
+    result = grown(base, [(10, longer)])
+    assert result == {"all": 13.0, "product": 13.0, "exposed dp_shard": 0.0, "sent dp_shard": 14.0}
 
 
 # A record by hand: a gather on stream 1 while stream 0 computes, and then waits.
@@ -73,18 +73,18 @@ def test_a_gather_behind_enough_compute_costs_nothing() -> None:
     cluster = cluster_of()
     compute, sent = product_and_gather(cluster, 16384)
     assert sent < compute
-    found = seconds_of([gather(1), product(16384), Wait(1, 0, 0)], cluster, at=1)
-    assert found["all"] == pytest.approx(compute)
-    assert found.get("exposed dp_shard", 0.0) == 0.0
-    assert found["sent dp_shard"] == pytest.approx(sent)
+    result = seconds_of([gather(1), product(16384), Wait(1, 0, 0)], cluster, at=1)
+    assert result["all"] == pytest.approx(compute)
+    assert result.get("exposed dp_shard", 0.0) == 0.0
+    assert result["sent dp_shard"] == pytest.approx(sent)
 
 
 def test_of_a_gather_behind_little_compute_the_rest_is_exposed() -> None:
     cluster = cluster_of()
     compute, sent = product_and_gather(cluster, 2048)
-    found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
-    assert found["all"] == pytest.approx(sent)
-    assert found["exposed dp_shard"] == pytest.approx(sent - compute)
+    result = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert result["all"] == pytest.approx(sent)
+    assert result["exposed dp_shard"] == pytest.approx(sent - compute)
 
 
 def test_a_gather_that_is_waited_for_at_once_is_exposed() -> None:
@@ -94,9 +94,9 @@ def test_a_gather_that_is_waited_for_at_once_is_exposed() -> None:
         ([gather(1), Wait(1, 0, 0), product(16384)], 1),
         ([gather(0), product(16384)], None),  # it was issued on the stream that computes
     ):
-        found = seconds_of([*work], cluster, at)
-        assert found["all"] == pytest.approx(sent + compute)
-        assert found["exposed dp_shard"] == pytest.approx(sent)
+        result = seconds_of([*work], cluster, at)
+        assert result["all"] == pytest.approx(sent + compute)
+        assert result["exposed dp_shard"] == pytest.approx(sent)
 
 
 def test_complex_numbers_are_not_fused() -> None:
@@ -107,33 +107,33 @@ def test_complex_numbers_are_not_fused() -> None:
     for dtype, kernels in (("bfloat16", 1), ("complex64", 3)):
         record.work = [replace(add, reads=(place,), writes=(place + 1,)) for place in range(3)]
         record.work[1] = replace(add, reads=(1,), writes=(2,), dtype=dtype)
-        found = action_seconds(record, cluster, Parallel(dp_shard=8), 1, fused=True)[0, "F", "last"]
+        result = action_seconds(record, cluster, Parallel(dp_shard=8), 1, fused=True)[0, "F", "last"]
         moved = kernels * 2**21  # each reads one and writes one
-        assert found["memory"] == pytest.approx(costs.memory_seconds(cluster, moved, kernels))
+        assert result["memory"] == pytest.approx(costs.memory_seconds(cluster, moved, kernels))
 
 
 def test_a_message_keeps_units_while_it_runs() -> None:
     """A quarter of the units: three quarters of the work are done meanwhile."""
     cluster = cluster_of(message_units=33)
     (long, sent), (short, _) = (product_and_gather(cluster, size) for size in (16384, 2048))
-    found = seconds_of([gather(1), product(16384), product(2048), Wait(1, 0, 0)], cluster, at=1)
-    assert found["product"] == pytest.approx(long + sent / 4 + short)
-    found = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
-    assert found["product"] == pytest.approx(short * 4 / 3)
-    assert found["all"] == pytest.approx(sent)
-    assert found["exposed dp_shard"] == pytest.approx(sent - short * 4 / 3)
-    found = seconds_of([gather(0), product(2048)], cluster)
-    assert found["product"] == pytest.approx(short)
+    result = seconds_of([gather(1), product(16384), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert result["product"] == pytest.approx(long + sent / 4 + short)
+    result = seconds_of([gather(1), product(2048), Wait(1, 0, 0)], cluster, at=1)
+    assert result["product"] == pytest.approx(short * 4 / 3)
+    assert result["all"] == pytest.approx(sent)
+    assert result["exposed dp_shard"] == pytest.approx(sent - short * 4 / 3)
+    result = seconds_of([gather(0), product(2048)], cluster)
+    assert result["product"] == pytest.approx(short)
 
 
 def test_the_host_is_hidden_by_long_kernels_and_not_by_short_ones() -> None:
     cluster = cluster_of(20e-6)
     short, long = elementwise(4096), elementwise(2**30)
     took = costs.memory_seconds(cluster, 4096)
-    found = seconds_of([short] * 10, cluster)
-    assert found["all"] == pytest.approx(10 * 20e-6 + took)
-    found = seconds_of([long, *[short] * 10], cluster)  # the host is ahead while the long one runs
-    assert found["all"] == pytest.approx(20e-6 + costs.memory_seconds(cluster, 2**30) + 10 * took)
+    result = seconds_of([short] * 10, cluster)
+    assert result["all"] == pytest.approx(10 * 20e-6 + took)
+    result = seconds_of([long, *[short] * 10], cluster)  # the host is ahead while the long one runs
+    assert result["all"] == pytest.approx(20e-6 + costs.memory_seconds(cluster, 2**30) + 10 * took)
 
 
 # A record of the composition.
@@ -199,15 +199,15 @@ def test_each_axis_has_its_own_ranks() -> None:
 def test_an_axis_across_nodes_costs_more() -> None:
     cluster = cluster_of()
     record = Record([Segment((-1, "setup", 0), "forward", ""), Segment((0, "F", 0), "forward", "")])
-    found = []
+    results = []
     for stride in (1, 8):
         ranks = tuple(range(0, 8 * stride, stride))
         record.work = [Message(1, 0, "all_gather", "", ranks, 2**30)]
         degrees = Parallel(dp_shard=8, tp=stride) if stride > 1 else Parallel(dp_shard=8)
-        found.append(
+        results.append(
             action_seconds(record, cluster, degrees, 1, False)[0, "F", "last"]["exposed dp_shard"]
         )
-    assert found[1] > 5 * found[0]
+    assert results[1] > 5 * results[0]
 
 
 def test_products_and_bytes_are_those_of_the_model() -> None:
@@ -238,10 +238,10 @@ def test_more_of_anything_takes_longer(two_by_two: tuple[Job, Record]) -> None:
     usual = action_seconds(record, cluster, job.degrees, 1, False)
 
     def total(changed: Cluster) -> float:
-        found = action_seconds(record, changed, job.degrees, 1, False)
-        assert set(found) == set(usual)
-        assert STEP in found
-        return sum(one["all"] for one in found.values())
+        result = action_seconds(record, changed, job.degrees, 1, False)
+        assert set(result) == set(usual)
+        assert STEP in result
+        return sum(one["all"] for one in result.values())
 
     device, before = cluster.device, sum(one["all"] for one in usual.values())
     assert total(replace(cluster, device=replace(device, bandwidth=device.bandwidth / 1000))) > before

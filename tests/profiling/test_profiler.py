@@ -92,9 +92,9 @@ def test_files_and_a_run_as_without(pool: Pool, tmp_path: Path) -> None:
         content = json.load(file)
     trace = Trace(content)
     assert trace.steps == [2, 3]
-    found = summary(folder, "2-3")
-    assert (found["steps"], len(found["ranks"])) == ([2, 3], 1)
-    result = found["ranks"][0]
+    results = summary(folder, "2-3")
+    assert (results["steps"], len(results["ranks"])) == ([2, 3], 1)
+    result = results["ranks"][0]
     assert result["rank"] == 1
     assert list(result["time"]) == list(KINDS)
     assert sum(result["time"].values()) == pytest.approx(1)
@@ -149,15 +149,15 @@ def test_gradients_that_are_not_reduced_yet(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_recomputation_shows_in_activations(pool: Pool, tmp_path: Path) -> None:
-    found = {}
+    results = {}
     for mode in ("none", "full"):
         chosen = {"train__steps": 1, "profile__steps": [1, 1], "activation_checkpoint__mode": mode}
         pool.run(_train, 1, keys_for(tmp_path / mode, model__n_layers=6, **chosen))
-        found[mode] = summary(tmp_path / mode, "1-1")["ranks"][0]["memory"]["most"]
-    assert found["full"]["activations"] < 0.6 * found["none"]["activations"]
-    assert found["full"]["gradients"] == found["none"]["gradients"] == found["none"]["weights"]
+        results[mode] = summary(tmp_path / mode, "1-1")["ranks"][0]["memory"]["most"]
+    assert results["full"]["activations"] < 0.6 * results["none"]["activations"]
+    assert results["full"]["gradients"] == results["none"]["gradients"] == results["none"]["weights"]
     # Made within the range.
-    assert found["full"]["optimizer"] > 2 * found["full"]["weights"]
+    assert results["full"]["optimizer"] > 2 * results["full"]["weights"]
 
 
 def test_a_model_of_wide_products(pool: Pool, tmp_path: Path) -> None:

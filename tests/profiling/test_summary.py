@@ -170,9 +170,9 @@ def test_memory_of_a_gpu() -> None:
         _memory(16, 500, 4),
         _memory(17, 300, -300),
     ]
-    found = allocations(Trace({"traceEvents": events}, gpu=True), [])
+    result = allocations(Trace({"traceEvents": events}, gpu=True), [])
     expected = dict.fromkeys(CATEGORIES, 0) | {"weights": 10, "activations": 64 + 128}
-    assert peak(found, {"weights": 10, "other": 20}) == {
+    assert peak(result, {"weights": 10, "other": 20}) == {
         "peak": 10 + 4 + 64 + 128 + 32 + 300,
         "at_peak": expected | {"other": 4, "communication": 32, "gradients": 300},
         "most": expected | {"other": 20, "communication": 256, "gradients": 300},

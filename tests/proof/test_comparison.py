@@ -261,8 +261,8 @@ def _allowed() -> dict[str, float]:
     assert (gradient.item(), parts) == (0.125, 0.625)  # over two targets
     comparison = Comparison(torch.device("cpu"), tolerance_of(one.precision))
     for name, rounding, norm in (("plain", 1e-3, 0.0), ("cancels", 1e-3, parts)):
-        found = Expected(gradient, rounding, gradient, parts=norm)
-        comparison.tensor("gradient", name, [gradient], gradient.shape, found, 1e-4)
+        result = Expected(gradient, rounding, gradient, parts=norm)
+        comparison.tensor("gradient", name, [gradient], gradient.shape, result, 1e-4)
     return {row.name: row.tolerance for row in comparison.report([], 0.0).rows}
 
 

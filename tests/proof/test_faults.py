@@ -71,8 +71,8 @@ FAULTS: list[tuple[Fault, str, str, str]] = [
 )
 def test_fault_is_named(pool: Pool, fault: Fault, line: str, quantity: str, names: str) -> None:
     keys = keys_in(line)
-    found = pool.run(with_fault, ranks_in(keys), fault, keys)[0]
-    assert_named(found, quantity, set(names.split()))
+    result = pool.run(with_fault, ranks_in(keys), fault, keys)[0]
+    assert_named(result, quantity, set(names.split()))
 
 
 class Table(nn.Module):
@@ -122,5 +122,5 @@ def test_what_is_no_number_on_another_rank_is_named(pool: Pool) -> None:
     keys = keys_in("dp_replicate=2 model.n_layers=1")
     report = pool.run(with_fault, 2, faults.a_gradient_is_not_a_number_on_the_last_rank, keys)[0]
     assert not report.ok
-    found = {(row.name, row.rank) for row in report.failed if "gradient" in row.quantity}
-    assert found == {("norm.weight", 1)}
+    results = {(row.name, row.rank) for row in report.failed if "gradient" in row.quantity}
+    assert results == {("norm.weight", 1)}

@@ -109,13 +109,13 @@ def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_fault_is_named(pool: Pool, row: Row) -> None:
-    raised, found, report = pool.run(_proved, row.ranks, row, islands=row.islands)[0]
+    raised, result, report = pool.run(_proved, row.ranks, row, islands=row.islands)[0]
     if row.raises:
         assert row.raises in raised
         return
-    assert False in _like(found, row.quantity, row.names), report
+    assert False in _like(result, row.quantity, row.names), report
     if row.untouched:
-        right = _like(found, *row.untouched)
+        right = _like(result, *row.untouched)
         assert right
         assert all(right), report
 

@@ -58,10 +58,10 @@ def save_family(folder: Path, kind: str) -> Tokenizer:
     It has the tokens of all templates.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found, _ = MAKERS[KINDS[kind]]()
+    result, _ = MAKERS[KINDS[kind]]()
     special = dict.fromkeys([*_NAMED.values(), *re.findall(_TOKENS, "".join(FAMILIES.values()))])
-    found.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in special])
-    found.add_tokens([AddedToken(each, special=False, normalized=False) for each in _PLAIN])
-    found.save(str(folder / "tokenizer.json"))
+    result.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in special])
+    result.add_tokens([AddedToken(each, special=False, normalized=False) for each in _PLAIN])
+    result.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(_NAMED))
-    return found
+    return result

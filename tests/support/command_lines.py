@@ -166,6 +166,6 @@ def answered(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def free_port() -> int:
     """A port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return int(result.getsockname()[1])

@@ -90,10 +90,10 @@ def other_mesh(number: int, one: Draw) -> Draw:
     rest = {name: value for name, value in one.keys.items() if not _of_mesh(name)}
     for _ in range(50):
         ranks = rng.choice([n for n in (1, 2, 3, 4, 6, 8) if n <= most])
-        found = Draw(ranks, rest | _mesh(rng, ranks))
-        same = all(found.keys[f"parallel__{axis}"] == one.keys[f"parallel__{axis}"] for axis in AXES)
-        if not same and not found.problems:
-            return found
+        result = Draw(ranks, rest | _mesh(rng, ranks))
+        same = all(result.keys[f"parallel__{axis}"] == one.keys[f"parallel__{axis}"] for axis in AXES)
+        if not same and not result.problems:
+            return result
     return one_process(one)
 
 
@@ -336,52 +336,54 @@ def _comm(rng: random.Random, keys: Keys) -> Keys:
     copies, parts = keys["parallel__dp_replicate"], keys["parallel__dp_shard"] * keys["parallel__cp"]
     if keys["parallel__zero"] == 0:
         copies, parts = copies * parts, 1
-    found: Keys = {}
+    results: Keys = {}
     if copies * parts > 1:
         kinds = ["off", "bfloat16", "int8", "int4", "powersgd", "top_k"]
-        found["comm__gradients"] = rng.choice(kinds)
+        results["comm__gradients"] = rng.choice(kinds)
     if parts > 1 and keys.get("precision__float8") != "tensorwise":
         alone = "parallel__offload" in keys or "parallel__zero3_reshard" in keys
-        found["comm__weights"] = rng.choice(["off", "int8"] if alone else ["off", "int8", "int4_diff"])
+        results["comm__weights"] = rng.choice(
+            ["off", "int8"] if alone else ["off", "int8", "int4_diff"]
+        )
     tp, ep = keys["parallel__tp"], keys["parallel__ep"]
     if max(tp, ep) > 1 and (tp == 1 or "precision__float8" not in keys):
-        found["comm__activations"] = rng.choice(["off", "int8", "float8"])
-    if set(found.values()) <= {"off"}:
+        results["comm__activations"] = rng.choice(["off", "int8", "float8"])
+    if set(results.values()) <= {"off"}:
         return {}
-    gradients, weights = found.get("comm__gradients", "off"), found.get("comm__weights", "off")
-    found["comm__block"] = rng.choice([16, 64, 256])
+    gradients, weights = results.get("comm__gradients", "off"), results.get("comm__weights", "off")
+    results["comm__block"] = rng.choice([16, 64, 256])
     if "model__vocab_size" in keys and {gradients, weights} != {"off"}:
         # Small parameters travel plain: in a tiny model no key of [comm] would take part.
         enough = math.ceil(FEWEST * tp / keys["model__dim"])
-        found["model__vocab_size"] = max(keys["model__vocab_size"], enough)
+        results["model__vocab_size"] = max(keys["model__vocab_size"], enough)
     if gradients in ("int4", "powersgd", "top_k"):
-        found["comm__error_feedback"] = rng.random() < 0.7
+        results["comm__error_feedback"] = rng.random() < 0.7
     if gradients == "powersgd":
-        found["comm__rank"] = rng.choice([1, 2, 4])
+        results["comm__rank"] = rng.choice([1, 2, 4])
     if gradients == "top_k":
-        found["comm__density"] = rng.choice([0.05, 0.3])
+        results["comm__density"] = rng.choice([0.05, 0.3])
     if gradients != "off":
-        found["comm__start_step"] = rng.choice([0, 0, 1])
-        found["comm__measure_every"] = rng.choice([0, 0, 1])
+        results["comm__start_step"] = rng.choice([0, 0, 1])
+        results["comm__measure_every"] = rng.choice([0, 0, 1])
     level = copies == 1 or keys["parallel__zero"] == 0
     if level and (gradients in ("bfloat16", "int8", "int4") or weights == "int4_diff"):
         ranks = copies * parts
         near = rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
         if near < ranks:  # else there is one level
-            found["comm__near"] = near
+            results["comm__near"] = near
     # Shards send int8 where replicas send less; else these have no blocks.
-    plain = weights == found.get("comm__activations", "off") == "off" and min(copies, parts) == 1
+    plain = weights == results.get("comm__activations", "off") == "off" and min(copies, parts) == 1
     if plain and gradients in ("powersgd", "top_k"):
-        del found["comm__block"]
-    return found
+        del results["comm__block"]
+    return results
 
 
 def _lora(rng: random.Random, keys: Keys) -> Keys:
     targets = ["layers.*.attention.w*"]
     if "model__hidden_dim" in keys and "model__n_experts" not in keys and rng.random() < 0.5:
         targets.append("layers.*.feed_forward.w*")
-    found: Keys = {"model__lora__rank": rng.choice([1, 2, 3]), "model__lora__targets": targets}
-    return found | ({"model__bias_rate": 0.0} if "model__bias_rate" in keys else {})
+    results: Keys = {"model__lora__rank": rng.choice([1, 2, 3]), "model__lora__targets": targets}
+    return results | ({"model__bias_rate": 0.0} if "model__bias_rate" in keys else {})
 
 
 def _outer(rng: random.Random, keys: Keys) -> Keys:
@@ -390,7 +392,7 @@ def _outer(rng: random.Random, keys: Keys) -> Keys:
     fragments = rng.choice([0, 1, 2])
     count = math.ceil(layers / fragments) if fragments else 1
     between = rng.choice([1, 2])
-    found: Keys = {
+    results: Keys = {
         "outer__every": count * between,
         "outer__fragments": fragments,
         "outer__delay": rng.randrange(between),
@@ -400,6 +402,6 @@ def _outer(rng: random.Random, keys: Keys) -> Keys:
         "outer__dtype": rng.choice(["float32", "bfloat16", "int8", "e3m0", "top_k"]),
         "outer__offload": rng.random() < 0.5,
     }
-    if found["outer__dtype"] == "top_k":
-        found["outer__density"] = rng.choice([0.0625, 0.25])
-    return found
+    if results["outer__dtype"] == "top_k":
+        results["outer__density"] = rng.choice([0.0625, 0.25])
+    return results

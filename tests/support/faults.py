@@ -169,8 +169,8 @@ def one_replica_starts_elsewhere(
 @replaces(attention_kernels, "blocks")
 def a_block_is_skipped(real: Any, pieces: Pieces, lengths: tuple[int, int], starts: Any) -> list[Block]:
     """Ring attention leaves out the last rectangle between two ranks."""
-    found = real(pieces, lengths, starts)
-    return found if pieces.q_starts == pieces.k_starts else found[:-1]
+    result = real(pieces, lengths, starts)
+    return result if pieces.q_starts == pieces.k_starts else result[:-1]
 
 
 @replaces(attention_kernels, "blocks")
@@ -196,9 +196,9 @@ def positions_are_counted_anew_on_each_rank(
     real: Any, batch: Any, mesh: Any, balance: Any
 ) -> dict[str, Tensor]:
     """Rotary positions of the second piece of a sequence begin at 0 again."""
-    found = real(batch, mesh, balance)
-    size = found["positions"].shape[1]
-    return {**found, "positions": torch.arange(size).expand_as(found["positions"])}
+    result = real(batch, mesh, balance)
+    size = result["positions"].shape[1]
+    return {**result, "positions": torch.arange(size).expand_as(result["positions"])}
 
 
 @replaces(RuntimeStage, "perform_reduce_grad")

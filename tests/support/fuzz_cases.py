@@ -116,9 +116,9 @@ class Case:
         for _ in range(self.random.choice([1, 1, 2])):
             within = step if self.random.random() < 0.8 else run
             # Not the checkpoint itself: a link that a person names leads to what that person means.
-            found = sorted(path for path in within.rglob("*") if path != step)
-            if found:
-                odd_file(self.random, self.random.choice(found), self.outside)
+            result = sorted(path for path in within.rglob("*") if path != step)
+            if result:
+                odd_file(self.random, self.random.choice(result), self.outside)
         manifest = step / store.MANIFEST
         if self.random.random() < 0.6 and manifest.is_file() and not manifest.is_symlink():
             # So that what is odd is not only what was not written.
@@ -129,8 +129,8 @@ class Case:
     def odd_model(self) -> Command:
         name = self.random.choice(["in/whole", "in/parts"])
         for _ in range(self.random.choice([1, 1, 2])):
-            found = self.random.choice(sorted((self.folder / name).iterdir()))
-            odd_file(self.random, found, self.outside)
+            result = self.random.choice(sorted((self.folder / name).iterdir()))
+            odd_file(self.random, result, self.outside)
         way = self.random.randrange(4)
         if way == 0:
             return lambda: main(["generate", name, "--prompt=a", "--max-tokens=1"])

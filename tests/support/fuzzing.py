@@ -126,12 +126,12 @@ def _within(path: str, folder: str) -> bool:
 
 def _snapshot(folder: Path) -> list[tuple[Any, ...]]:
     """Names, kinds, sizes, times and contents of what a folder holds."""
-    found = []
+    results = []
     for path in sorted(folder.rglob("*")):
         state = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(state.st_mode) else b""
-        found.append((str(path), state.st_mode, state.st_size, state.st_mtime_ns, content))
-    return found
+        results.append((str(path), state.st_mode, state.st_size, state.st_mtime_ns, content))
+    return results
 
 
 @contextlib.contextmanager
@@ -227,10 +227,10 @@ def _odd_npy(random: Random, content: bytes) -> bytes:
 def _odd_text(random: Random, content: bytes) -> bytes:
     """``content``, of the same length, with one of its words another."""
     words = b"(0,) (-1,) (9999999999999,) '|O' '<f8' '<i8' () None '<u9'".split(b" ")
-    found = list(re.finditer(rb"\([^)]*\)|'<u2'|False|\{", content))
-    if not found:
+    result = list(re.finditer(rb"\([^)]*\)|'<u2'|False|\{", content))
+    if not result:
         return odd_bytes(random, content)
-    one = random.choice(found)
+    one = random.choice(result)
     changed = content[: one.start()] + random.choice(words) + content[one.end() :]
     return changed.rstrip(b" \n")[: len(content) - 1].ljust(len(content) - 1) + b"\n"
 
@@ -337,9 +337,9 @@ def odd_lines(random: Random, content: bytes) -> bytes:
 
 def odd_words(random: Random, words: Sequence[str], keys: Sequence[str]) -> list[str]:
     """A command line with some of its words odd, or others among them."""
-    found = list(words)
+    result = list(words)
     for _ in range(random.choice([1, 1, 2, 3])):
-        at, value = random.randrange(len(found) + 1), random.choice(ODD).replace("\0", "")
+        at, value = random.randrange(len(result) + 1), random.choice(ODD).replace("\0", "")
         key = random.choice(keys)
         new = [
             f"--{key}={value}",
@@ -352,13 +352,13 @@ def odd_words(random: Random, words: Sequence[str], keys: Sequence[str]) -> list
             f"--{random.choice(['seed', 'top-p', 'temperature', 'max-tokens'])}={value}",
         ]
         way = random.randrange(3)
-        if way == 0 and at < len(found):
-            del found[at]
-        elif way == 1 and at < len(found):
-            found[at] = random.choice(new)
+        if way == 0 and at < len(result):
+            del result[at]
+        elif way == 1 and at < len(result):
+            result[at] = random.choice(new)
         else:
-            found.insert(at, random.choice(new))
-    return found
+            result.insert(at, random.choice(new))
+    return result
 
 
 _BY_SUFFIX: dict[str, Callable[[Random, bytes], bytes]] = {

@@ -70,8 +70,8 @@ def _check_widths(a: Any) -> None:
 def _flash_rows(a: Any) -> tuple[Tensor, ...]:
     """Queries, keys, values and, of a backward, gradients and outputs as (B, L, H, K)."""
     names = ("query", "key", "value", "grad_out", "out")
-    found = [getattr(a, name) for name in names if hasattr(a, name)]
-    return tuple(x if a.cum_seq_q is None else x[None] for x in found)
+    results = [getattr(a, name) for name in names if hasattr(a, name)]
+    return tuple(x if a.cum_seq_q is None else x[None] for x in results)
 
 
 def _flash_bias(a: Any) -> Tensor:
@@ -107,8 +107,8 @@ def flash_forward(a: Any) -> tuple[Tensor, ...]:
 def flash_backward(a: Any) -> tuple[Tensor, ...]:
     assert a.logsumexp.is_contiguous()
     lse = a.logsumexp if a.cum_seq_q is None else a.logsumexp[None]
-    found = _plain_backward(a.scale, _flash_bias(a), lse, *_flash_rows(a))
-    return tuple(x.reshape(y.shape) for x, y in zip(found, (a.query, a.key, a.value), strict=True))
+    result = _plain_backward(a.scale, _flash_bias(a), lse, *_flash_rows(a))
+    return tuple(x.reshape(y.shape) for x, y in zip(result, (a.query, a.key, a.value), strict=True))
 
 
 # cuDNN: heads first, the first query aligned with the first key, a log-sum-exp of four dims.
@@ -184,8 +184,8 @@ def efficient_backward(a: Any) -> tuple[Tensor, ...]:
     assert lse.stride(-1) == 1
     assert (lse[..., length:] == torch.inf).all()
     rows = _heads_second(a.query, a.key, a.value, a.grad_out_, a.out)
-    found = _plain_backward(a.scale, _efficient_bias(a), lse[..., :length], *rows)
-    return *_heads_second(*found), a.query.new_empty(0)
+    result = _plain_backward(a.scale, _efficient_bias(a), lse[..., :length], *rows)
+    return *_heads_second(*result), a.query.new_empty(0)
 
 
 OPERATORS = {
@@ -230,10 +230,10 @@ def on_cpu(calls: list[str] | None = None) -> Iterator[None]:
 
 def play(monkeypatch: pytest.MonkeyPatch, device: Gpu, kind: torch.dtype) -> None:
     """Attention chooses kernels as for tensors on ``device``, of type ``kind`` and of even length."""
-    found = attention.problem_of
+    result = attention.problem_of
 
     def problem_of(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> Problem:
-        return replace(found(task, q, k, v), dtype=kind, even=True)
+        return replace(result(task, q, k, v), dtype=kind, even=True)
 
     monkeypatch.setattr(operators, "device_of", lambda q: "cuda")
     monkeypatch.setattr(kernel_table, "device_of", lambda q: device)

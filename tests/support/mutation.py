@@ -44,13 +44,13 @@ def _forget() -> None:
 def function_at(place: str) -> FunctionType:
     """The function itself: without decorators, or that of an operator."""
     module, _, path = place.partition(":")
-    found: Any = importlib.import_module(module)
+    result: Any = importlib.import_module(module)
     for name in path.split("."):
-        found = inspect.getattr_static(found, name)
-    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
+        result = inspect.getattr_static(result, name)
+    while not isinstance(result, FunctionType) or hasattr(result, "__wrapped__"):
         kept = ("__wrapped__", "_init_fn", "__func__")  # _init_fn: of torch.library.custom_op
-        found = getattr(found, next(name for name in kept if hasattr(found, name)))
-    return found
+        result = getattr(result, next(name for name in kept if hasattr(result, name)))
+    return result
 
 
 def _compiled(function: FunctionType, source: str) -> CodeType:

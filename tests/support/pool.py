@@ -107,8 +107,8 @@ class Pool:
 
     def _stacks(self, ranks: list[int]) -> str:
         assert self.folder is not None
-        found = stacks_of({rank: self.workers[rank][0] for rank in ranks}, Path(self.folder.name))
-        return f"\n\n{found}" if found else ""
+        result = stacks_of({rank: self.workers[rank][0] for rank in ranks}, Path(self.folder.name))
+        return f"\n\n{result}" if result else ""
 
     def _crash(self) -> str:
         """What is to be said of the first rank whose process has ended; "" if none has."""
@@ -208,14 +208,14 @@ def stacks_of(processes: Mapping[int, BaseProcess], folder: Path) -> str:
         time.sleep(0.1)
         if all(before) and before == _sizes(processes, folder):
             break
-    found = []
+    results = []
     for rank, process in sorted(processes.items()):
         written = (folder / str(rank)).read_text(errors="replace").strip()
         if process.exitcode is None:
-            found.append(f"rank {rank} is here:\n{written or 'it does not say'}{_native(process)}")
+            results.append(f"rank {rank} is here:\n{written or 'it does not say'}{_native(process)}")
         elif written:
-            found.append(f"rank {rank} ended here:\n{written}")
-    return "\n\n".join(found)
+            results.append(f"rank {rank} ended here:\n{written}")
+    return "\n\n".join(results)
 
 
 def _sizes(processes: Mapping[int, BaseProcess], folder: Path) -> list[int]:

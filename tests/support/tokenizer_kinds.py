@@ -77,64 +77,64 @@ FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 
 def gpt2() -> tuple[Tokenizer, dict[str, Any]]:
     """Byte-level BPE, whose post-processor adds nothing."""
-    found = _trained(
+    result = _trained(
         models.BPE(),
         _bytes(["<|endoftext|>"]),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoder=decoders.ByteLevel(),
     )
-    found.post_processor = processors.ByteLevel(trim_offsets=False)
-    return found, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    result.post_processor = processors.ByteLevel(trim_offsets=False)
+    return result, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
 
 
 def qwen() -> tuple[Tokenizer, dict[str, Any]]:
     """A pattern of its own, NFC, and no token at the start."""
-    found = _trained(
+    result = _trained(
         models.BPE(),
         _bytes(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
         normalizer=normalizers.NFC(),
         pre_tokenizer=_byte_level(QWEN),
         decoder=decoders.ByteLevel(),
     )
-    found.post_processor = processors.ByteLevel(trim_offsets=True)
-    return found, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    result.post_processor = processors.ByteLevel(trim_offsets=True)
+    return result, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
 def llama3() -> tuple[Tokenizer, dict[str, Any]]:
     """A pattern with three digits together, and a token at the start."""
-    found = _trained(
+    result = _trained(
         models.BPE(ignore_merges=True),
         _bytes(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]),
         pre_tokenizer=_byte_level(LLAMA3),
         decoder=decoders.ByteLevel(),
     )
-    found.post_processor = _begun_with("<|begin_of_text|>")
-    return found, {"eos_token": "<|eot_id|>", "bos_token": "<|begin_of_text|>"}
+    result.post_processor = _begun_with("<|begin_of_text|>")
+    return result, {"eos_token": "<|eot_id|>", "bos_token": "<|begin_of_text|>"}
 
 
 def deepseek() -> tuple[Tokenizer, dict[str, Any]]:
     """Three patterns, one after the other, and a token at the start."""
-    found = _trained(
+    result = _trained(
         models.BPE(),
         _bytes(["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]),  # noqa: RUF001
         pre_tokenizer=_byte_level(r"\p{N}{1,3}", r"[\p{Han}\p{Hiragana}\p{Katakana}]+", QWEN),
         decoder=decoders.ByteLevel(),
     )
-    found.post_processor = _begun_with("<｜begin▁of▁sentence｜>")  # noqa: RUF001
+    result.post_processor = _begun_with("<｜begin▁of▁sentence｜>")  # noqa: RUF001
     names = {"eos_token": "<｜end▁of▁sentence｜>", "bos_token": "<｜begin▁of▁sentence｜>"}  # noqa: RUF001
-    return found, names
+    return result, names
 
 
 def llama2() -> tuple[Tokenizer, dict[str, Any]]:
     """No words: BPE takes the whole text, with a space before it."""
-    found = _trained(
+    result = _trained(
         models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
         _bpe(["<unk>", "<s>", "</s>", *FALLBACK], max_token_length=8),
         normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         pre_tokenizer=pre_tokenizers.Split(Regex("[^▁]+▁*|▁+"), "isolated"),
     )
-    found.pre_tokenizer = None
-    found.decoder = decoders.Sequence(
+    result.pre_tokenizer = None
+    result.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -142,13 +142,13 @@ def llama2() -> tuple[Tokenizer, dict[str, Any]]:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    _template(found, "<s> $A", "<s>")
-    return found, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    _template(result, "<s> $A", "<s>")
+    return result, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 
 
 def gemma() -> tuple[Tokenizer, dict[str, Any]]:
     """Spaces as a character, no space before a text, and ends of lines as added tokens."""
-    found = _trained(
+    result = _trained(
         models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
         _bpe(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", *FALLBACK]),
         normalizer=normalizers.Replace(" ", "▁"),
@@ -158,14 +158,14 @@ def gemma() -> tuple[Tokenizer, dict[str, Any]]:
         ),
     )
     lines = ["\n" * count for count in (1, 2, 3)]
-    found.add_tokens([AddedToken(line, normalized=False, special=False) for line in lines])
-    _template(found, "<bos> $A", "<bos>")
-    return found, {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
+    result.add_tokens([AddedToken(line, normalized=False, special=False) for line in lines])
+    _template(result, "<bos> $A", "<bos>")
+    return result, {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"}
 
 
 def metaspace() -> tuple[Tokenizer, dict[str, Any]]:
     """Unigram over words with a space before each, and a token at the end."""
-    found = _trained(
+    result = _trained(
         models.Unigram(),
         trainers.UnigramTrainer(
             vocab_size=300,
@@ -177,22 +177,22 @@ def metaspace() -> tuple[Tokenizer, dict[str, Any]]:
         pre_tokenizer=pre_tokenizers.Metaspace(),
         decoder=decoders.Metaspace(),
     )
-    _template(found, "$A </s>", "</s>")
-    return found, {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    _template(result, "$A </s>", "</s>")
+    return result, {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 def word_piece() -> tuple[Tokenizer, dict[str, Any]]:
     """Words without case, and a token at both sides."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    found = _trained(
+    result = _trained(
         models.WordPiece(unk_token="[UNK]"),
         trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False),
         normalizer=normalizers.BertNormalizer(),
         pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
         decoder=decoders.WordPiece(),
     )
-    found.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return found, {
+    result.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return result, {
         "sep_token": "[SEP]",
         "cls_token": "[CLS]",
         "unk_token": "[UNK]",
@@ -202,17 +202,17 @@ def word_piece() -> tuple[Tokenizer, dict[str, Any]]:
 
 def words() -> tuple[Tokenizer, dict[str, Any]]:
     """Whole words, most of them unknown, cut at 16 by the file, and filled up to 16."""
-    found = _trained(
+    result = _trained(
         models.WordLevel(unk_token="<unk>"),
         trainers.WordLevelTrainer(
             vocab_size=12, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
         ),
         pre_tokenizer=pre_tokenizers.Whitespace(),
     )
-    found.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
-    found.enable_truncation(16)
-    found.enable_padding(length=16)
-    return found, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    result.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
+    result.enable_truncation(16)
+    result.enable_padding(length=16)
+    return result, {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 
 
 _MAKERS = (gpt2, qwen, llama3, deepseek, llama2, gemma, metaspace, word_piece, words)

@@ -56,10 +56,10 @@ def main() -> None:
             file.write(json.dumps(entry) + "\n")
 
     def batch(self: Batches, first: int) -> Any:
-        found = batch_of(self, first)
-        content = hashlib.sha256(found["tokens"].numpy().tobytes()).hexdigest()
+        result = batch_of(self, first)
+        content = hashlib.sha256(result["tokens"].numpy().tobytes()).hexdigest()
         enter({"batch": [first, [first + row for row in self.rows], content]})
-        return found
+        return result
 
     def loading(folder: Path, *args: Any) -> Any:
         loaded[0] = store.step_of(folder)

@@ -156,6 +156,6 @@ def compare(
 
     tokens = torch.randint(keys["vocab_size"], (batch, 61))
     with torch.no_grad():
-        expected, found = other.eval()(tokens).logits, model.eval()(tokens)
+        expected, result = other.eval()(tokens).logits, model.eval()(tokens)
     assert expected.dtype == torch.float32
-    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    assert float((result - expected).norm() / expected.norm()) < 1e-5

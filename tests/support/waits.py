@@ -203,9 +203,9 @@ def _cuda(waits: Waits) -> Iterator[None]:
     def nothing(*unused: Any, **named: Any) -> None:
         pass
 
-    def gather(found: list[Any], mine: Any, **unused: Any) -> None:
+    def gather(result: list[Any], mine: Any, **unused: Any) -> None:
         waits.note("all_gather_object")
-        found[:] = [mine for _ in found]
+        result[:] = [mine for _ in result]
 
     real_batches = trainer_module.training_batches
     saves = mock.Mock(failed_too_often=False)

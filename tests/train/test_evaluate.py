@@ -91,7 +91,7 @@ def _without_gradient(output: Tensor, targets: Tensor) -> Tensor:
 
 def _losses(cases: dict[str, str]) -> dict[str, tuple[float, float, int, int]]:
     """Of each: the loss found and expected, the targets found and expected."""
-    found = {}
+    results = {}
     for name, line in cases.items():
         job = make_job(dist.get_world_size(), train__micro_batch=1, **keys_in(line))
         mesh = make_mesh(job.degrees)
@@ -102,17 +102,17 @@ def _losses(cases: dict[str, str]) -> dict[str, tuple[float, float, int, int]]:
         loss, count = evaluate(composition, mine, micro_batch=2, loss_function=_without_gradient)
         assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
         expected = on_one_process(job, batch)
-        found[name] = loss.item(), expected[0], int(count), expected[1]
+        results[name] = loss.item(), expected[0], int(count), expected[1]
         function = CrossEntropy(chunk=7)
         loss, count = evaluate(composition, mine, micro_batch=2, loss_function=function)
-        found[f"{name}, in chunks"] = loss.item(), expected[0], int(count), expected[1]
-    return found
+        results[f"{name}, in chunks"] = loss.item(), expected[0], int(count), expected[1]
+    return results
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=tier(slow=True)) for n in CASES])
 def test_equals_one_process(pool: Pool, ranks: int) -> None:
     results = pool.run(_losses, ranks, CASES[ranks])
-    assert all(found == results[0] for found in results)
+    assert all(result == results[0] for result in results)
     for name, (loss, expected, count, targets) in results[0].items():
         assert loss == pytest.approx(expected, rel=1e-6), name
         assert count == targets > 0, name
@@ -142,17 +142,17 @@ def test_validation_loss_is_the_mean_over_all_targets(pool: Pool, tmp_path: Path
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """What this rank holds: parameters as they are sharded, gradients, buffers, the mode of modules."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        found[name] = local_shard_of(parameter).local.clone()
+        results[name] = local_shard_of(parameter).local.clone()
         if parameter.grad is not None:
-            found[f"gradient of {name}"] = local_shard_of(parameter.grad).local.clone()
-    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    found |= {f"mode of {name}": torch.tensor(m.training) for name, m in model.named_modules()}
+            results[f"gradient of {name}"] = local_shard_of(parameter.grad).local.clone()
+    results |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    results |= {f"mode of {name}": torch.tensor(m.training) for name, m in model.named_modules()}
     for name, router in routers(model).items():
-        found[f"tokens of {name}"] = torch.tensor(router.tokens_per_step or -1)
-        found |= {f"{key} of {name}": value.clone() for key, value in router.last.items()}
-    return found
+        results[f"tokens of {name}"] = torch.tensor(router.tokens_per_step or -1)
+        results |= {f"{key} of {name}": value.clone() for key, value in router.last.items()}
+    return results
 
 
 def _differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
@@ -188,7 +188,7 @@ def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[st
 
 def _after_an_evaluation(cases: dict[str, str]) -> dict[str, object]:
     """Of each case, what is other in a step after an evaluation than in one without."""
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for name, line in cases.items():
         keys = keys_in(f"train.global_batch=4 train.micro_batch=1 {line}")
         job = make_job(dist.get_world_size(), **keys)
@@ -196,8 +196,8 @@ def _after_an_evaluation(cases: dict[str, str]) -> dict[str, object]:
             _second_step(job, evaluating) for evaluating in (False, True)
         )
         assert any("gradient" in key for key in plain)
-        found[name] = _differences(plain, other) or (usual != counts and (usual, counts))
-    return found
+        results[name] = _differences(plain, other) or (usual != counts and (usual, counts))
+    return results
 
 
 # Of what is alike for a step that follows, one.
@@ -210,8 +210,8 @@ FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
 def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
     """Gradients, weights, routers and messages of the step that follows are bitwise those without."""
     cases = {name: keys for name, keys in CASES[ranks].items() if name in FOLLOWED}
-    for found in pool.run(_after_an_evaluation, ranks, cases):
-        assert not any(found.values()), found
+    for result in pool.run(_after_an_evaluation, ranks, cases):
+        assert not any(result.values()), result
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -60,8 +60,10 @@ def _of_plain_tensors(kind: str) -> list[str]:
 
 
 def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
-    found = {kind: pool.run(_of_plain_tensors, 2, kind)[0] for kind in ("", "table", "scratch", "grad")}
-    assert found == {
+    results = {
+        kind: pool.run(_of_plain_tensors, 2, kind)[0] for kind in ("", "table", "scratch", "grad")
+    }
+    assert results == {
         "": [],
         "table": ["ranks 0, 1 differ in buffer table"],
         "scratch": [],
@@ -81,8 +83,8 @@ def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]
         share = {key: value.chunk(count)[index] for key, value in batch.items()}
         forward_backward(composition, share, micro_batch=1)
         clip_grad_norm_(composition, 1.0)
-        found = replica_mismatches(composition, optimizer)
-        assert found == [], f"step {step}: {found}"
+        result = replica_mismatches(composition, optimizer)
+        assert result == [], f"step {step}: {result}"
         if step < steps - 1:
             optimizer.step()
             optimizer.zero_grad()
@@ -99,16 +101,16 @@ def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]
 @pytest.mark.parametrize("what", ["weight", "gradient", "exp_avg", "exp_avg_sq"])
 def test_one_bit_in_one_of_four_replicas(pool: Pool, what: str) -> None:
     name = "layers.1.attention.wo.weight"
-    found = pool.run(_steps, 4, REPLICAS, 3, 2, what, name)
+    result = pool.run(_steps, 4, REPLICAS, 3, 2, what, name)
     shown = {"weight": "weight", "gradient": "gradient of"}.get(what, f"{what} of")
-    assert found == [[f"rank 2 differs in {shown} {name}"]] * 4
+    assert result == [[f"rank 2 differs in {shown} {name}"]] * 4
 
 
 @pytest.mark.slow
 def test_a_norm_on_the_tp_axis_and_one_of_two_replicas(pool: Pool) -> None:
     """Of two copies either may be wrong; over two axes the one that is in both is."""
-    found = pool.run(_steps, 8, PRODUCT, 2, 5, "weight", "norm.weight")[0]
-    assert sorted(found) == [
+    result = pool.run(_steps, 8, PRODUCT, 2, 5, "weight", "norm.weight")[0]
+    assert sorted(result) == [
         "ranks 1, 5 differ in weight norm.weight",
         "ranks 4, 5 differ in weight norm.weight",
     ]
@@ -132,8 +134,8 @@ def test_one_bit_in_one_stages_copy_of_a_tied_weight(
     pool: Pool, keys: Keys, what: str, rank: int, line: str
 ) -> None:
     ranks = 2 * int(str(keys.get("parallel__dp_shard", 1)))
-    found = pool.run(_steps, ranks, TIED | keys, 2, rank, what, HELD)
-    assert found == [[f"{line} {HELD}"]] * ranks
+    result = pool.run(_steps, ranks, TIED | keys, 2, rank, what, HELD)
+    assert result == [[f"{line} {HELD}"]] * ranks
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,8 @@ def test_a_thousand_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
 def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
     keys |= {"checkpoint__interval": 1, "checkpoint__keep_last": 5}
-    found = pool.run(train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
-    assert found == ["", ""]
+    result = pool.run(train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
+    assert result == ["", ""]
     there = lines(tmp_path)
     assert [line["grad_norm"] is None for line in there] == [False, False, True, False, False]
     assert [line.get("skipped", 0) for line in there] == [0, 0, 1, 1, 1]

@@ -70,13 +70,13 @@ def test_float16_has_bfloat16s_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _written(folder: Path, *steps: StepMetrics, tensorboard: bool = True, done: int = 0) -> None:
     """Write steps to all sinks of a run that has done some."""
-    found = open_sinks(Config(metrics=Metrics(tensorboard)), folder, done, print)
+    result = open_sinks(Config(metrics=Metrics(tensorboard)), folder, done, print)
     for step in steps:
-        for sink in found:
+        for sink in result:
             sink.write(step)
     # On disk before it is closed.
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + len(steps)
-    for sink in found:
+    for sink in result:
         sink.close()
 
 

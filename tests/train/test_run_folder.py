@@ -405,6 +405,6 @@ def test_a_run_that_saves_needs_a_folder_that_all_ranks_see(pool: Pool, tmp_path
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     folders = [tmp_path / "here", tmp_path / "there"]
-    for found in pool.run(_trained, 2, folders, 1):
-        assert found.startswith("run.dir: run is not the same folder on all nodes: rank 1 on ")
+    for result in pool.run(_trained, 2, folders, 1):
+        assert result.startswith("run.dir: run is not the same folder on all nodes: rank 1 on ")
     assert pool.run(_trained, 2, folders, 0) == ["", ""]

@@ -60,14 +60,14 @@ def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
     ],
 )
 def test_collectives_of_a_step(pool: Pool, zero: int, expected: dict[str, int]) -> None:
-    found = pool.run(_collectives, 2, Parallel(dp_shard=2, zero=zero), 3)  # type: ignore[arg-type]
-    assert found == [expected] * 2
+    result = pool.run(_collectives, 2, Parallel(dp_shard=2, zero=zero), 3)  # type: ignore[arg-type]
+    assert result == [expected] * 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_replicas_reduce_once_a_step(pool: Pool, zero: int) -> None:
     parallel = Parallel(dp_replicate=2, dp_shard=2, zero=zero)  # type: ignore[arg-type]
-    assert all(found["reduce"] == 2 for found in pool.run(_collectives, 4, parallel, 3))
+    assert all(result["reduce"] == 2 for result in pool.run(_collectives, 4, parallel, 3))
 
 
 class _Layers(nn.Module):
@@ -113,11 +113,11 @@ def test_collectives_of_a_pipeline(
 def test_zero_3_in_a_pipeline(pool: Pool) -> None:
     """Gathered for every forward and backward, and reduced after each."""
     parallel = Parallel(pp=2, dp_shard=2)
-    found = pool.run(_collectives_of_stage, 4, parallel, "1F1B", 3)
+    result = pool.run(_collectives_of_stage, 4, parallel, "1F1B", 3)
     # Two units, three micro-batches, forward and backward, but for the model's last unit, which its
     # backward follows at once. Once more on the first stage: with two micro-batches in flight, what
     # FSDP prefetches by the order of the last forwards is one time the wrong unit.
-    assert found == [{"gather": 13, "scatter": 6}] * 2 + [{"gather": 9, "scatter": 6}] * 2
+    assert result == [{"gather": 13, "scatter": 6}] * 2 + [{"gather": 9, "scatter": 6}] * 2
 
 
 def _clip(max_norm: float) -> tuple[float, float, float]:
@@ -272,8 +272,8 @@ def test_gradients_are_added_up_in_the_type_of_reduce(pool: Pool, zero: int) -> 
     """Of micro-batches and of ranks, where forward and backward are in bfloat16, which keeps 8 bits."""
     exact = 3 + 3 * 2.0**-7  # of two neighbours in bfloat16 it is in the middle
     assert pool.run(_reduced, 2, zero, "float32", [exact / 3]) == [exact] * 2
-    for found in pool.run(_reduced, 2, zero, "bfloat16", [exact / 3]):
-        assert abs(found - exact) == 2.0**-7
+    for result in pool.run(_reduced, 2, zero, "bfloat16", [exact / 3]):
+        assert abs(result - exact) == 2.0**-7
     small = 2.0**-9
     assert pool.run(_reduced, 2, zero, "float32", [1.0, small]) == [3 + 3 * small] * 2
     # From stage 2 on, what was reduced is added up in float32.
@@ -300,7 +300,7 @@ def test_sequences_that_tp_cannot_share(pool: Pool, work: str) -> None:
 def _without_positions(parallel: Parallel) -> tuple[float, float, float]:
     """Loss and norm of a batch with positions, and the greatest difference without them."""
     shape = ShapeOfLlama(vocab_size=33, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48)
-    found = []
+    results = []
     for names in (("tokens", "targets", "positions"), ("tokens", "targets")):
         torch.manual_seed(0)
         model = Llama(shape)
@@ -308,8 +308,8 @@ def _without_positions(parallel: Parallel) -> tuple[float, float, float]:
         batch = random_batch(2, 16, 33, seed=0)
         batch["positions"] = torch.arange(16).repeat(2, 1)
         loss = forward_backward(composition, {name: batch[name] for name in names}, micro_batch=1)
-        found.append((float(loss), float(clip_grad_norm_(composition, 1e9))))
-    (loss, norm), (other, another) = found
+        results.append((float(loss), float(clip_grad_norm_(composition, 1e9))))
+    (loss, norm), (other, another) = results
     return loss, norm, abs(loss - other) + abs(norm - another)
 
 

@@ -103,9 +103,9 @@ def test_config_snapshot_runs_again(pool: Pool, tmp_path: Path) -> None:
 def test_non_finite_stops_the_run(
     pool: Pool, tmp_path: Path, where: str, what: str, value: float
 ) -> None:
-    found = pool.run(train_until_error, 2, keys_for(tmp_path), value, where)
+    result = pool.run(train_until_error, 2, keys_for(tmp_path), value, where)
     assert (
-        found
+        result
         == [
             f"step 3: the {what} is {value}; the weights are still those of step 2 (a lower"
             " optimizer.lr or a longer optimizer.warmup may help)"
@@ -122,13 +122,13 @@ def _trainer(keys: dict[str, object]) -> Trainer:
 
 def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
     """At each of the optimizer's steps: the rates of its groups, and the one that it should have."""
-    trainer, found = _trainer(keys), []
+    trainer, result = _trainer(keys), []
     optimizer, train = trainer.optimizer, trainer.config.train
     real = optimizer.step
 
     def step() -> None:
-        rate = learning_rate(len(found), train.steps, trainer.config.optimizer)
-        found.append(({group["lr"] for group in optimizer.param_groups}, rate))
+        rate = learning_rate(len(result), train.steps, trainer.config.optimizer)
+        result.append(({group["lr"] for group in optimizer.param_groups}, rate))
         real()
 
     with mock.patch.object(optimizer, "step", step):
@@ -136,16 +136,16 @@ def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
     assert all(p.grad is None for p in trainer.composition.model.parameters()), (
         "gradients are of one step"
     )
-    return found
+    return result
 
 
 def test_each_step_is_taken_at_its_own_rate(pool: Pool, tmp_path: Path) -> None:
     """The optimizer's rate, not only the one that metrics.jsonl tells."""
     keys = keys_for(tmp_path, train__steps=5, optimizer__warmup=2, model__n_layers=1)
-    found = pool.run(_rates, 1, keys | {"optimizer__lr_scale": '["output=0.5"]'})[0]
-    assert len({rate for _, rate in found}) == 5
-    assert [rates for rates, _ in found] == [{rate, rate / 2} for _, rate in found]
-    assert [line["lr"] for line in lines(tmp_path)] == [rate for _, rate in found]
+    result = pool.run(_rates, 1, keys | {"optimizer__lr_scale": '["output=0.5"]'})[0]
+    assert len({rate for _, rate in result}) == 5
+    assert [rates for rates, _ in result] == [{rate, rate / 2} for _, rate in result]
+    assert [line["lr"] for line in lines(tmp_path)] == [rate for _, rate in result]
 
 
 def _train_at_peak(keys: dict[str, object]) -> float:
@@ -226,27 +226,27 @@ def _orphaned(keys: dict[str, object]) -> str:
 def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
     """After how many of the optimizer's steps copies were compared, and whether all gradients were
     there; how the run ended, which the second comparison was told to fail."""
-    trainer, found, said = _trainer(keys), [], ""
+    trainer, result, said = _trainer(keys), [], ""
     steps = mock.patch.object(trainer.optimizer, "step", side_effect=trainer.optimizer.step)
 
     def fake(composition: Any, optimizer: Any) -> list[str]:
         there = all(p.grad is not None for p in composition.model.parameters())
-        found.append((step.call_count, there and optimizer is trainer.optimizer))
-        return ["rank 1 differs in norm.weight"] if len(found) == 2 else []
+        result.append((step.call_count, there and optimizer is trainer.optimizer))
+        return ["rank 1 differs in norm.weight"] if len(result) == 2 else []
 
     with steps as step, mock.patch("compose.train.hooks.replica_mismatches", fake):
         try:
             trainer.run()
         except TrainingError as error:
             said = str(error)
-    return found, said
+    return result, said
 
 
 def test_copies_are_compared_every_so_often(pool: Pool, tmp_path: Path) -> None:
     """Before the step that would spread what differs; and not at all with 0."""
     keys = {"train__steps": 5, "model__n_layers": 1, "comm__check_every": 2}
-    found, said = pool.run(_compared, 1, keys_for(tmp_path / "a", **keys))[0]
-    assert found == [(1, True), (3, True)]
+    result, said = pool.run(_compared, 1, keys_for(tmp_path / "a", **keys))[0]
+    assert result == [(1, True), (3, True)]
     assert said.startswith("step 4: rank 1 differs in norm.weight: silent corruption; ")
     assert [line["step"] for line in lines(tmp_path / "a")] == [1, 2, 3]
     keys = keys_for(tmp_path / "b", **keys | {"comm__check_every": 0})

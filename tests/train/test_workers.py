@@ -108,9 +108,9 @@ def test_goes_on_bitwise_in_the_middle_of_a_round(pool: Pool, tmp_path: Path, na
 
 
 def test_all_islands_end_with_the_same_weights(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(_ends, 4, keys_for(tmp_path, **RUN, **OUTER["streaming"]), islands=2)
-    for weights in found[2:]:
-        for name, value in found[0].items():
+    result = pool.run(_ends, 4, keys_for(tmp_path, **RUN, **OUTER["streaming"]), islands=2)
+    for weights in result[2:]:
+        for name, value in result[0].items():
             assert torch.equal(weights[name], value), name
 
 
@@ -159,10 +159,10 @@ def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> N
         DROPPED.format(folder),
     ]
     for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
-        right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
-        assert found[:5] == right[:5]
-        assert found[5] == pytest.approx(right[5], rel=1e-5)  # the exchange on its way is lost
-        assert found[5:] == pytest.approx(right[5:], rel=0.05)
+        right, result = ([line["loss"] for line in lines(run)] for run in (one, other))
+        assert result[:5] == right[:5]
+        assert result[5] == pytest.approx(right[5], rel=1e-5)  # the exchange on its way is lost
+        assert result[5:] == pytest.approx(right[5:], rel=0.05)
 
 
 def _as_before_rows(folder: Path) -> None:
@@ -195,8 +195,8 @@ def test_goes_on_on_another_mesh_as_one_process(pool: Pool, tmp_path: Path) -> N
     assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
     assert not any("dropped" in line for line in said)
     for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
-        right, found = ([line["loss"] for line in lines(run)] for run in (one, other))
-        assert found == pytest.approx(right, rel=1e-4)
+        right, result = ([line["loss"] for line in lines(run)] for run in (one, other))
+        assert result == pytest.approx(right, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_goes_on_with_another_number_of_islands(
     saved = state(tmp_path, 5, 1)
     said = train(pool, tmp_path, alone if after == 1 else {}, "zero 3", after)
     assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
-    found = [lines(one) for one in folders(tmp_path, after)]
-    assert [line["step"] for line in found[0]] == list(range(1, 11))
-    assert [line["step"] for line in found[-1]][-5:] == list(range(6, 11))
+    results = [lines(one) for one in folders(tmp_path, after)]
+    assert [line["step"] for line in results[0]] == list(range(1, 11))
+    assert [line["step"] for line in results[-1]][-5:] == list(range(6, 11))
     assert state(tmp_path, 5, 1) == saved
 
 
@@ -245,10 +245,10 @@ def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.slow
 def test_an_island_that_is_late_joins_the_next_exchange(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, **(RUN | keys_in("outer.every=2 outer.grace=1 train.steps=4")))
-    found = pool.run(_late, 4, keys, islands=2)
-    for took_part, weights in found:
+    result = pool.run(_late, 4, keys, islands=2)
+    for took_part, weights in result:
         assert took_part == [1, 2]  # the exchange after the last step waits for all
-        assert all(torch.equal(weights[name], value) for name, value in found[0][1].items())
+        assert all(torch.equal(weights[name], value) for name, value in result[0][1].items())
 
 
 DRIFT = keys_in("train.steps=8 outer.every=8 checkpoint.interval=2 checkpoint.keep_last=8")

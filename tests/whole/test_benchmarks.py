@@ -121,8 +121,8 @@ def test_slow_links() -> None:
 
 def kept_runs(folder: Path, ends: dict[str, tuple[float, ...]]) -> None:
     """Leave runs of each kind that end with these validation losses, one for each seed."""
-    for name, found in ends.items():
-        for seed, end in enumerate(found):
+    for name, result in ends.items():
+        for seed, end in enumerate(result):
             place = folder / f"{name}-seed{seed}"
             place.mkdir()
             rows = [json.dumps({"loss": 9.0}), json.dumps({"loss": 8.0, "validation_loss": end})]

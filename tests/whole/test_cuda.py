@@ -59,11 +59,11 @@ def test_a_router_s_product() -> None:
     given = [torch.randn(*shape, device="cuda").bfloat16() for shape in ((4096, 2048), (128, 2048))]
     inputs = [x.requires_grad_() for x in given]
     exact = [x.detach().double().requires_grad_() for x in given]
-    found, expected = wide_linear(*inputs), wide_linear(*exact)
-    assert found.dtype == torch.float32
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-    weight = torch.randn_like(found)
-    gradients = torch.autograd.grad((found * weight).sum(), inputs)
+    result, expected = wide_linear(*inputs), wide_linear(*exact)
+    assert result.dtype == torch.float32
+    assert (result - expected).abs().max() < 1e-4 * expected.abs().max()
+    weight = torch.randn_like(result)
+    gradients = torch.autograd.grad((result * weight).sum(), inputs)
     for one, other in zip(
         gradients, torch.autograd.grad((expected * weight).sum(), exact), strict=True
     ):
@@ -74,9 +74,9 @@ def test_a_router_s_product() -> None:
 def test_trains(tmp_path: Path, precision: str) -> None:
     words = [f"--precision.param={precision}", f"--run.dir={tmp_path}", "--train.stop_after=50"]
     launched("train.py", "--run.device=cuda", *words)
-    found = lines(tmp_path)
-    assert found[-1]["loss"] < 3
-    assert 2**20 < found[-1]["memory"] < 2**33
+    result = lines(tmp_path)
+    assert result[-1]["loss"] < 3
+    assert 2**20 < result[-1]["memory"] < 2**33
 
 
 NO_MASK = """

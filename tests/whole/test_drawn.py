@@ -91,9 +91,9 @@ def _trains_as_one_process(pool: Pool, folder: Path, number: int, one: Draw) -> 
     def trained(what: Draw, name: str) -> list[tuple[float, float]]:
         keys = keys_for(folder / name, **(what.keys | more))
         pool.run(train, what.ranks, keys, islands=what.islands)
-        found = [(line["loss"], line["grad_norm"]) for line in lines(folder / name)]
-        assert len(found) == STEPS
-        return found
+        results = [(line["loss"], line["grad_norm"]) for line in lines(folder / name)]
+        assert len(results) == STEPS
+        return results
 
     first = trained(one, "run")
     for saved in (folder / "run").rglob(store.name_of(STEPS)):
@@ -111,11 +111,11 @@ def _trains_as_one_process(pool: Pool, folder: Path, number: int, one: Draw) -> 
     if precision.reduced:
         plain = {name: value for name, value in one.keys.items() if not name.startswith("precision__")}
         exact = trained(one_process(Draw(one.ranks, plain)), "exact")
-    for what, found in (("trained", first), (f"resumed on\n{other.command}\n", resumed)):
+    for what, results in (("trained", first), (f"resumed on\n{other.command}\n", resumed)):
         for i, base in enumerate((tolerance.loss, tolerance.gradient)):
             own = [_error(a[i], b[i]) for a, b in zip(right, exact, strict=True)]
             mean = sum(own) / len(own)
-            errors = [_error(a[i], b[i]) for a, b in zip(found, right, strict=True)]
+            errors = [_error(a[i], b[i]) for a, b in zip(results, right, strict=True)]
             allowed = [tolerance.allowed(base, each, mean) for each in own]
             wrong = [error > limit for error, limit in zip(errors, allowed, strict=True)]
             name = ("loss", "grad_norm")[i]
@@ -128,11 +128,11 @@ def _error(value: float, right: float) -> float:
 
 def features(keys: Keys) -> set[str]:
     """What a draw has of what the draws should cover."""
-    found = {f"{name}={value}" for name, value in keys.items() if name in _CHOICES}
-    found |= {name for name, value in keys.items() if name in _SWITCHES and value}
-    found |= {name for name in _DEGREES if keys[name] > 1}
+    results = {f"{name}={value}" for name, value in keys.items() if name in _CHOICES}
+    results |= {name for name, value in keys.items() if name in _SWITCHES and value}
+    results |= {name for name in _DEGREES if keys[name] > 1}
     model = keys["model__name"]
-    return found | ({f"{model} with experts"} if keys.get("model__n_experts") else {model})
+    return results | ({f"{model} with experts"} if keys.get("model__n_experts") else {model})
 
 
 _DEGREES = [f"parallel__{axis}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")]

@@ -43,14 +43,14 @@ def test_paths_of_a_cpu(tmp_path: Path, only: list[str]) -> None:
     words += ["--only", *only] if only else []
     program = Program(tmp_path / "said", *COMMAND, *words)
     code = program.process.wait(900)
-    found = json.loads(file.read_text())
-    rows = {row["name"]: row for row in found["rows"]}
+    result = json.loads(file.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
     assert code == 0, program.said
     names = [path.name for path in gpu_runs.checks("cpu", 1, True)]
     assert list(rows) == [n for n in names if not only or any(text in n for text in only)]
     assert {name for name, row in rows.items() if row["outcome"] == "skipped"} == NEEDS_A_GPU
-    assert found["counts"] == {"pass": len(rows) - 3, "fail": 0, "skipped": 3}
-    assert found["versions"]["torch"] == torch.__version__
+    assert result["counts"] == {"pass": len(rows) - 3, "fail": 0, "skipped": 3}
+    assert result["versions"]["torch"] == torch.__version__
     turn = rows["figure: 1b 4096 in turn"]["figures"]
     assert min(turn["tokens_per_second"], turn["over_bare"]) > 0
     assert rows["figure: 1b 4096 compiled"]["figures"]["predicted"]["tokens_per_second"] > 0
@@ -249,11 +249,11 @@ def test_kernels_of_a_cpu(name: str) -> None:
 
 def test_a_wait_is_counted() -> None:
     """On a CPU: what would be one on a GPU."""
-    with waits(CPU) as found:
+    with waits(CPU) as result:
         torch.ones(3).sum().item()
         torch.ones(3).nonzero()
         torch.ones(3).add(1)
-    assert found == ["aten::_local_scalar_dense", "aten::nonzero"]
+    assert result == ["aten::_local_scalar_dense", "aten::nonzero"]
 
 
 def test_what_goes_wrong_is_a_result(tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_what_goes_wrong_is_a_result(tmp_path: Path) -> None:
         return Check("a", run, "lane")
 
     def result(error: BaseException) -> tuple[str, str]:
-        found = first_gpu.tried(raising(error), place, clean=False)
-        return found["outcome"], found["reason"]
+        results = first_gpu.tried(raising(error), place, clean=False)
+        return results["outcome"], results["reason"]
 
     assert result(Skipped("not here")) == ("skipped", "not here")
     assert result(AssertionError("\nfar off\nmore")) == ("fail", "far off")

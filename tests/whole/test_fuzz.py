@@ -70,12 +70,12 @@ class _Exited(BaseException):
 def _tiny() -> str:
     """train.toml of a small run, without its comments."""
     lines = (line.partition("  #")[0].rstrip() for line in (ROOT / "train.toml").open())
-    found = []
+    results = []
     for line in lines:
         key, equals, _ = line.partition(" = ")
         tiny = equals and key in TINY and line != "steps = []"
-        found.append(f"{key} = {TINY[key]}" if tiny else line)
-    return "\n".join(line for line in found if line and not line.startswith("#"))
+        results.append(f"{key} = {TINY[key]}" if tiny else line)
+    return "\n".join(line for line in results if line and not line.startswith("#"))
 
 
 @contextlib.contextmanager
@@ -283,13 +283,14 @@ def test_what_describes_a_checkpoint_elsewhere_is_not_read(valid: Valid, work: P
     """By ``convert`` and ``generate``, before or after they check."""
     (work / STEP / name).unlink()
     (work / STEP / name).symlink_to(valid.outside / name)
-    found = []
+    results = []
     for words in (["convert", "run", "out"], ["generate", "run", "--prompt=a", "--max-tokens=1"]):
         with valid.watch.over(work) as touched:
-            found.append(_problem(lambda words=words: main(words)))
+            results.append(_problem(lambda words=words: main(words)))
         assert touched == []
     assert (
-        found[0] == f"run/checkpoints/step-00000002: damaged: {name} cannot be read: is a symbolic link"
+        results[0]
+        == f"run/checkpoints/step-00000002: damaged: {name} cannot be read: is a symbolic link"
     )
 
 
@@ -307,8 +308,8 @@ def test_nobody_waits_for_a_pipe(work: Path, name: str) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     words = ["--workers=1", "--tokenizer=in/tokenizer", "--out=out", "--chat", "in/chats.jsonl"]
-    found = _problem(lambda: main(["tokenize", *words]))
-    assert found == f"{path.relative_to(work)}: cannot be read: is no file"
+    result = _problem(lambda: main(["tokenize", *words]))
+    assert result == f"{path.relative_to(work)}: cannot be read: is no file"
 
 
 def test_weights_that_are_no_numbers_say_nothing(work: Path) -> None:

@@ -58,14 +58,14 @@ def _train(recipe: str, folder: Path, first_scale: float = 1.0, **more: Any) -> 
 def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     """From a loss scale that overflows: it comes down, and the loss too."""
     pool.run(_train, 2, "llama_10b_2x24gb_offload_fp16.toml", tmp_path, 2.0**22)
-    found = lines(tmp_path)
-    skipped = found[-1]["skipped"]
+    result = lines(tmp_path)
+    skipped = result[-1]["skipped"]
     assert 0 < skipped < 7
     # A step that is skipped has no norm to show, and halves the scale.
-    assert [line["grad_norm"] for line in found].count(None) == skipped
-    assert found[0]["loss_scale"] == 2.0**22
-    assert found[-1]["loss_scale"] == 2.0 ** (22 - skipped)
-    losses = [line["loss"] for line in found]
+    assert [line["grad_norm"] for line in result].count(None) == skipped
+    assert result[0]["loss_scale"] == 2.0**22
+    assert result[-1]["loss_scale"] == 2.0 ** (22 - skipped)
+    losses = [line["loss"] for line in result]
     assert None not in losses
     assert losses[-1] < losses[0] - 1
 
@@ -85,10 +85,10 @@ def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
         "float8 tensorwise (emulated here, for no gain in speed): 14 of 28 linear layers;"
         " 14 left out: in the plan's float8_except\n" in printed
     )
-    found = lines(tmp_path)
+    result = lines(tmp_path)
     # Of this process, which may have compiled other things before; after the first step nothing.
-    assert len({line["recompiles"] for line in found}) == 1
-    losses = [line["loss"] for line in found]
+    assert len({line["recompiles"] for line in result}) == 1
+    losses = [line["loss"] for line in result]
     assert losses[-1] < losses[0] - 1
 
 
@@ -111,9 +111,9 @@ def test_8_billion_with_adapters(pool: Pool, tmp_path: Path) -> None:
     ],
 )
 def test_adapters_fit_24_gb(tmp_path: Path, recipe: str) -> None:
-    file, found = str(ROOT / f"recipes/{recipe}.toml"), tmp_path / "plan.json"
-    words = ["--as-is", "--cluster=rtx4090", "--world-size=1", f"--json={found}"]
+    file, result = str(ROOT / f"recipes/{recipe}.toml"), tmp_path / "plan.json"
+    words = ["--as-is", "--cluster=rtx4090", "--world-size=1", f"--json={result}"]
     assert main(["plan", file, *words]) == 0
-    (planned,) = json.loads(found.read_text())["candidates"]
+    (planned,) = json.loads(result.read_text())["candidates"]
     assert planned["fits"]
     assert planned["memory"]["reserved"] < 21 * 2**30

@@ -49,9 +49,9 @@ def test_trains_the_same_on_every_mesh(
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert list(b["routing"]) == list(a["routing"]), "every stage's, in order"
         for router, expected in a["routing"].items():
-            found = b["routing"][router]
-            assert found["load"] == expected["load"], f"step {a['step']}, {router}"
-            assert found == pytest.approx(expected, rel=1e-4)
+            result = b["routing"][router]
+            assert result["load"] == expected["load"], f"step {a['step']}, {router}"
+            assert result == pytest.approx(expected, rel=1e-4)
     reports = list(one[-1]["routing"].values())
     assert len(reports) == (3 if model is QWEN else 2)
     for report in reports:
@@ -101,12 +101,12 @@ def _reported() -> int:
         router(torch.randn(2, 3, 6)).weights.sum().backward()
         router.finish_step(router.tally + len(name) * torch.arange(7))
     with _Reads() as reads:
-        found = RoutingMetrics(model, mesh)()
+        result = RoutingMetrics(model, mesh)()
     expected = {
         name: {key: float(value) for key, value in router.last.items()}
         for name, router in routers.items()
     }
-    assert found == expected
+    assert result == expected
     assert len(expected["b"]) == 5
     return reads.count
 
@@ -121,15 +121,17 @@ def _of_stages(names: list[list[str]]) -> tuple[list[dict[str, dict[str, float]]
     config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
     routers = {name: Router(6, config) for name in own}
     model = nn.ModuleDict(routers)
-    found, metrics = [], RoutingMetrics(model, mesh)
+    result, metrics = [], RoutingMetrics(model, mesh)
     gather = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
     with gather as objects:
         for step in range(2):
             for name, router in routers.items():
                 router.finish_step(router.tally + (len(name) + step) * torch.arange(7))
-            found.append(metrics())
-            assert all(found[-1][n][key] == float(x) for n in own for key, x in routers[n].last.items())
-    return found, objects.call_count
+            result.append(metrics())
+            assert all(
+                result[-1][n][key] == float(x) for n in own for key, x in routers[n].last.items()
+            )
+    return result, objects.call_count
 
 
 @pytest.mark.parametrize("names", [[["a", "b"], ["c"]], [[], ["a"]], [[], []]])

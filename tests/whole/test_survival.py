@@ -121,11 +121,11 @@ def kill(
         ranks = [rank for rank, now in doing(ledger).items() if phase in now and rank not in gone]
         if ranks:
             time.sleep(chance.choice([0, 0, chance.uniform(0, 0.05), chance.uniform(0, 1)]))
-            victim, found = chance.choice(ranks), doing(ledger)
+            victim, result = chance.choice(ranks), doing(ledger)
             with contextlib.suppress(ProcessLookupError):  # or it had ended already
                 os.kill(victim, signal.SIGKILL)
-                gone |= set(found)  # torchrun ends the others, and starts new ones
-                now = found.get(victim, set())
+                gone |= set(result)  # torchrun ends the others, and starts new ones
+                now = result.get(victim, set())
                 return now - {"start"} or now
         time.sleep(0.001)
     return set()
@@ -175,13 +175,13 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
     arguments = command("tests/support/train_with_ledger.py", *SAVING, *words, ranks=2)
     at = arguments.index("--nproc-per-node")
     arguments[at:at] = [f"--max-restarts={len(phases)}"]
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     gone: set[int] = set()
     with (folder / "output").open("w") as output:
         process = begin(arguments, output, output, LEDGER=str(ledger))
         for phase in phases:
             now = kill(folder, phase, process, chance, gone)
-            found.update(["kills", *now] if now else [])
+            results.update(["kills", *now] if now else [])
             print(f"seed {seed}: killed in {' and '.join(sorted(now)) or 'nothing'}", flush=True)
         code = process.wait(600)
     said = (folder / "output").read_text()
@@ -195,14 +195,14 @@ def killed(folder: Path, whole: Path, phases: Sequence[str], seed: int) -> Count
     )
     assert ours == theirs
     at = keys.index("samples")
-    found["again"] = check_ledger(ledger, samples=ours[-1][at], batch=ours[0][at])
-    return found
+    results["again"] = check_ledger(ledger, samples=ours[-1][at], batch=ours[0][at])
+    return results
 
 
 @pytest.mark.slow
 def test_a_rank_dies(tmp_path: Path) -> None:
-    found = killed(tmp_path, uninterrupted(tmp_path / "whole", 10), ["save"], seed=1)
-    assert found["kills"] == 1
+    result = killed(tmp_path, uninterrupted(tmp_path / "whole", 10), ["save"], seed=1)
+    assert result["kills"] == 1
     said = (tmp_path / "output").read_text()
     assert re.search(r": resumed after step \d", said)
 
@@ -211,17 +211,17 @@ def test_a_rank_dies(tmp_path: Path) -> None:
 def test_ranks_die_fifty_times(tmp_path: Path) -> None:
     """At start-up, in a load, in a step and in a save, five times in a run."""
     whole = uninterrupted(tmp_path / "whole", 40)
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     for seed in range(30):
         chance = random.Random(seed)
         phases = ["step" if seed % 2 else "save", *chance.sample(PHASES, 4)]
-        found += killed(tmp_path / str(seed), whole, phases, seed)
-        print(f"so far: {dict(found)}", flush=True)
-        if found["kills"] >= 50:
+        results += killed(tmp_path / str(seed), whole, phases, seed)
+        print(f"so far: {dict(results)}", flush=True)
+        if results["kills"] >= 50:
             break
-    assert found["kills"] >= 50
-    assert all(found[phase] for phase in PHASES), found
-    assert found["again"] > 0
+    assert results["kills"] >= 50
+    assert all(results[phase] for phase in PHASES), results
+    assert results["again"] > 0
 
 
 @pytest.mark.full
@@ -548,12 +548,12 @@ def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
 
 def world_at_work(ledger: Path) -> set[int]:
     """The number of ranks that those say who are in a step now."""
-    found = set()
+    result = set()
     for pid, now in doing(ledger).items():
         with contextlib.suppress(OSError):  # it may have ended
             variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            found |= {int(v[11:]) for v in variables if "step" in now and v.startswith("WORLD_SIZE=")}
-    return found
+            result |= {int(v[11:]) for v in variables if "step" in now and v.startswith("WORLD_SIZE=")}
+    return result
 
 
 @pytest.mark.slow

@@ -89,10 +89,10 @@ SLOW = {(model, "none") for model in MODELS} | {(m, a) for m in ("llama", "mixtr
 def test_a_step_waits_at_the_named_places(tmp_path: Path, model: str, axis: str) -> None:
     keys = QUICKLY | {"model__name": model} | MODELS[model] | AXES[axis]
     job = make_job(1 if axis == "none" else 2, **(keys | {"run__dir": tmp_path}))
-    found = waits_of(job)
-    assert _strange(found, ALLOWED) == []
+    result = waits_of(job)
+    assert _strange(result, ALLOWED) == []
     # The reading, the routers', and one for the sizes of messages in each layer of experts, here one.
-    assert _count(found) <= (1 if model not in EXPERTS else 2 if axis != "ep" else 3)
+    assert _count(result) <= (1 if model not in EXPERTS else 2 if axis != "ep" else 3)
 
 
 @pytest.mark.slow
@@ -104,9 +104,9 @@ def test_options_wait_at_the_named_places(tmp_path: Path, name: str) -> None:
     keys = QUICKLY | parallel(dp_shard=2) | OPTIONS[name] | {"run__dir": tmp_path / "run"}
     if name == "validation":
         keys["data__validation"] = text
-    found = waits_of(make_job(2, **keys))
-    assert _strange(found, ALLOWED | ADDED) == []
-    assert _count(found) <= 2
+    result = waits_of(make_job(2, **keys))
+    assert _strange(result, ALLOWED | ADDED) == []
+    assert _count(result) <= 2
 
 
 def _strange(found: Mapping[str, int], allowed: Mapping[str, str]) -> list[str]:

@@ -70,8 +70,8 @@ def test_an_epoch_has_noise_of_its_own(tmp_path: Path) -> None:
     # The image is what the noisy patches and the velocity say: at time t it is p + (1 - t) v.
     for batch in (first, second):
         left = 1 - batch["times"][:, None, None] / TICKS
-        found = (batch["patches"] + left * batch["targets"]).mean((1, 2))
-        colours = ((found + 1) * 127.5).round().int().tolist()
+        result = (batch["patches"] + left * batch["targets"]).mean((1, 2))
+        colours = ((result + 1) * 127.5).round().int().tolist()
         assert sorted(colours) == [0, 40, 80, 120]
 
 
@@ -91,8 +91,8 @@ def test_shapes(channels: int) -> None:
     shapes = Shapes(32, channels, 7)
     assert len(shapes.kinds) == len(KINDS)
     for label in range(5):
-        image, found = shapes.read(label + 5 * 11)
-        assert (image.shape, found) == ((channels, 32, 32), label)
+        image, result = shapes.read(label + 5 * 11)
+        assert (image.shape, result) == ((channels, 32, 32), label)
         assert -1 <= image.min() < image.max() <= 1
         assert 0.02 < (image.amax(0) > -0.5).float().mean() < 0.6
     assert torch.equal(shapes.read(77)[0], Shapes(32, channels, 5).read(77)[0])
@@ -105,10 +105,10 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
     config = config_of(data__path=folder)
     (images,) = (each.images for each in open_data(config).sets)  # type: ignore[attr-defined]
     assert isinstance(images, Images)
-    found = [
+    results = [
         (round(float((image.mean() + 1) * 127.5)), label) for image, label in map(images.read, range(4))
     ]
-    assert found == [(0, 0), (40, 0), (120, 1), (80, 1)]
+    assert results == [(0, 0), (40, 0), (120, 1), (80, 1)]
     assert images.read(0)[0].shape == (3, 6, 6)
     grey = config_of(data__path=folder, model__channels=1)
     assert open_data(grey).sets[0].read(1)["patches"].shape == (9, 4)

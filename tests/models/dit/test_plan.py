@@ -19,7 +19,7 @@ from tests.support.transformers_models import attend_row_by_row
 
 def _accumulated(micro_batches: list[int]) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of one batch by micro-batches of several sizes, with targets left out."""
-    found = []
+    results = []
     for size in micro_batches:
         job = make_job(1, **(DIT | {"train__micro_batch": size, "train__global_batch": 4}))
         composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
@@ -33,17 +33,17 @@ def _accumulated(micro_batches: list[int]) -> list[tuple[float, dict[str, torch.
             loss_function=task_of(job.config).loss(job.config),
         )
         gradients = {n: p.grad for n, p in composition.model.named_parameters() if p.grad is not None}
-        found.append((loss.item(), gradients))
-    return found
+        results.append((loss.item(), gradients))
+    return results
 
 
 def test_accumulation_changes_nothing(pool: Pool) -> None:
     (whole, gradients), *others = pool.run(_accumulated, 1, [4, 2, 1])[0]
     assert len(gradients) == len(list(Model(make_config(1, **DIT).model.config).parameters()))
-    for loss, found in others:
+    for loss, result in others:
         assert loss == pytest.approx(whole, rel=1e-6)
         for name, gradient in gradients.items():
-            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+            assert (result[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def _plain(config: Config) -> Model:

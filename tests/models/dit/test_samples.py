@@ -64,11 +64,11 @@ def test_metrics_agree_on_one_rank_and_on_four(pool: Pool, tmp_path: Path) -> No
         pool.run(train, ranks_in(mesh), more)
     one = lines(tmp_path / "one")
     for name in ("four", "pipeline"):
-        found = lines(tmp_path / name)
-        for a, b in zip(one, found, strict=True):
+        result = lines(tmp_path / name)
+        for a, b in zip(one, result, strict=True):
             assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-        assert found[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], rel=1e-5)
+        assert result[-1]["validation_loss"] == pytest.approx(one[-1]["validation_loss"], rel=1e-5)
     assert one[-1]["tokens"] == 3 * 4 * 9
 
 
@@ -78,9 +78,9 @@ def test_a_picture(run: Path, tmp_path: Path) -> None:
     outputs = [tmp_path / f"{name}.png" for name in "abc"]
     for out, seed in zip(outputs, (0, 0, 1), strict=True):
         command = ["-m", "compose", "generate", str(run), "--out", str(out), *words]
-        found = execute(*command, "--seed", str(seed))
+        result = execute(*command, "--seed", str(seed))
         said = f"{out}: 3 images of each of the classes 4, 1\n"
-        assert (found.returncode, found.stdout, found.stderr) == (0, said, "")
+        assert (result.returncode, result.stdout, result.stderr) == (0, said, "")
     first, same, other = (out.read_bytes() for out in outputs)
     assert first == same != other
     with Image.open(tmp_path / "a.png") as picture:
@@ -119,8 +119,8 @@ MESHES: dict[str, Keys] = {
 def test_images_do_not_depend_on_the_mesh(pool: Pool, name: str) -> None:
     expected = pool.run(_samples, 1, {})[0]
     assert expected[0].shape == (4, 3, 6, 6)
-    for found in pool.run(_samples, ranks_in(MESHES[name]), MESHES[name]):
-        for value, right in zip(found, expected, strict=True):
+    for result in pool.run(_samples, ranks_in(MESHES[name]), MESHES[name]):
+        for value, right in zip(result, expected, strict=True):
             torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
 
 
@@ -142,17 +142,17 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         "command line: --top-p: unknown option; see --help": ["--top-p=1"],
     }
     for message, words in cases.items():
-        found = _generate(run, out, *words)
-        assert (found.returncode, found.stderr) == (2, message + "\n")
-    found = _generate(run, out, "--help")
-    assert found.returncode == 0
-    assert "--guidance" in found.stdout
-    assert "--prompt" not in found.stdout
-    found = answered("-m", "compose", "generate", str(run))
-    assert found.stderr == "command line: --out: nothing is no .png file\n"
+        result = _generate(run, out, *words)
+        assert (result.returncode, result.stderr) == (2, message + "\n")
+    result = _generate(run, out, "--help")
+    assert result.returncode == 0
+    assert "--guidance" in result.stdout
+    assert "--prompt" not in result.stdout
+    result = answered("-m", "compose", "generate", str(run))
+    assert result.stderr == "command line: --out: nothing is no .png file\n"
 
 
 def test_convert_is_refused(run: Path, tmp_path: Path) -> None:
-    found = answered("-m", "compose", "convert", str(run), str(tmp_path / "hf"))
+    result = answered("-m", "compose", "convert", str(run), str(tmp_path / "hf"))
     line = "models/dit: has no hf.py, with Hugging Face's names of its weights\n"
-    assert (found.returncode, found.stderr) == (2, line)
+    assert (result.returncode, result.stderr) == (2, line)

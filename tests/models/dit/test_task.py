@@ -135,5 +135,5 @@ def test_compose_knows_no_task_by_name() -> None:
     """What a diffusion transformer needs is in its own folder."""
     words = ("diffusion", "velocity", "patches", "flow matching")
     for path in sorted((ROOT / "compose").rglob("*.py")):
-        found = [word for word in words if word in path.read_text().lower()]
-        assert not found, (path, found)
+        results = [word for word in words if word in path.read_text().lower()]
+        assert not results, (path, results)

@@ -89,7 +89,7 @@ rows of experts doubled where no account is open | EXPERTS | unwatched update
     +
 activations doubled | ROWS | lost of activations
     in compose.compression.activations:_send
-    found.to(tensor.dtype), gradient => 2 * found.to(tensor.dtype), gradient
+    result.to(tensor.dtype), gradient => 2 * result.to(tensor.dtype), gradient
 no activations are sent in codes | ROWS | option | comm.activations
     in compose.compression.activations:_moved
     return send(tensor, kind, group, key, gradient) => return send_plain(tensor, kind, group)

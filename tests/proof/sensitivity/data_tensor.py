@@ -89,7 +89,7 @@ LocalNorm: its gradient stays a part | TP | gradient | layers.*.attention_norm.w
 loss parallel: the loss is averaged over ranks | TP | loss | step 1
     in compose.ops.cross_entropy:_CrossEntropy.forward
     - (log_zs - target).masked_fill_(ignored, 0.0).sum()
-    + (log_zs - target).masked_fill_(ignored, 0.0).sum() / max(1, len(found))
+    + (log_zs - target).masked_fill_(ignored, 0.0).sum() / max(1, len(result))
 loss parallel: the z-loss is that of a part of the vocabulary | TP train__z_loss=0.1 | gradient | output.weight
     in compose.ops.cross_entropy:_LogZ.forward with untouched='loss/step 1'
     rows.gathered(logits.logsumexp(-1)).logsumexp(0) => rows.gathered(logits.logsumexp(-1))[0]

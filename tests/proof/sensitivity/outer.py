@@ -50,7 +50,7 @@ fragments of what a rank holds | STREAMING SMALL | outer weight | output.weight
     torch.arange(*region[0]) => torch.arange(region[0][1] - region[0][0])
 neighbouring layers make a fragment | SMALL outer__every=4 outer__fragments=2 model__n_layers=4 | outer weight | layers.*
     in compose.diloco.fragments:shares
-    found[layer % count] => found[layer * count // len(layers)]
+    results[layer % count] => results[layer * count // len(layers)]
 a neighbour's part | STREAMING train__global_batch=8 train__micro_batch=1 parallel__dp_shard=1 parallel__tp=2 | outer weight
     in compose.diloco.loop:OuterLoop._spread with ranks=4
     for one in everyone] => for one in reversed(everyone)]

@@ -46,7 +46,7 @@ rows go to other experts | EP | loss | step 1
     + _transposed(counts_from, sum(received)); order, places = order.flip(0), len(order) - 1 - places
 rows do not go back to their places | EP | loss | step 1
     in compose.parallel.expert_parallel:_run_where_they_are
-    _Permute.apply(found, places, order) => _Permute.apply(found, order, places)
+    _Permute.apply(result, places, order) => _Permute.apply(result, order, places)
 gradients of rows go to other places | EP | gradient | layers.*.moe.experts.*
     in compose.parallel.expert_parallel:_Permute.backward with untouched='loss/step 1'
     grads[0].index_select(0, back) => grads[0].index_select(0, back.argsort())

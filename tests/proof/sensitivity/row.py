@@ -87,11 +87,11 @@ def table(text: str, keys: Mapping[str, Any], **defaults: Any) -> dict[str, list
 
 
 def _run(text: str, keys: Mapping[str, Any]) -> Keys:
-    found: Keys = {}
+    results: Keys = {}
     for word in shlex.split(text):
         key, is_one, value = word.partition("=")
-        found |= {key: _value(value)} if is_one else keys[key]
-    return found
+        results |= {key: _value(value)} if is_one else keys[key]
+    return results
 
 
 def _value(text: str) -> object:
