@@ -166,7 +166,7 @@ def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
         return
 
     def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
-        return place.ours(files.read(place.found(name, files.entries), place.region(own, shape)))
+        return place.ours(files.read(place.resolved(name, files.entries), place.region(own, shape)))
 
     names = place.names(part.shape)
     if not place.stacked:
@@ -192,7 +192,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
             quantized.update(code.names(place.name))
             results += code.problems(place.name, tensor.shape, files.entries)
             continue
-        names = [place.found(name, files.entries) for name in place.names(tensor.shape)]
+        names = [place.resolved(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))
     tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
@@ -227,10 +227,10 @@ def compared(
             yield name, unknown
 
 
-def collapsed(folder: Path, found: Iterable[tuple[str, str]]) -> list[str]:
+def collapsed(folder: Path, entries: Iterable[tuple[str, str]]) -> list[str]:
     """Return one line for equal words about names that differ only by numbers."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, words in found:
+    for name, words in entries:
         groups.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), words), []).append(name)
     return [
         f"{folder}: {pattern} {words} ({len(names)} of them)"

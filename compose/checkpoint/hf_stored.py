@@ -114,7 +114,7 @@ class Stored:
         names = self.code.names(self.name) if self.code else ()
         return self.code if any(name in files for name in names) else None
 
-    def found(self, name: str, files: Container[str]) -> str:
+    def resolved(self, name: str, files: Container[str]) -> str:
         """Return the name under which ``files`` hold a tensor, or its own name if they lack it."""
         short = name.removeprefix(self.base)
         return short if name not in files and short in files else name
@@ -138,9 +138,9 @@ class Stored:
             yield whole.mT.contiguous() if self.transposed else whole
 
 
-def stored(found: str | Stored) -> Stored:
+def stored(entry: str | Stored) -> Stored:
     """Return a place; a name alone is that of a tensor that is stored as it is here."""
-    return Stored(found) if isinstance(found, str) else found
+    return Stored(entry) if isinstance(entry, str) else entry
 
 
 Named = tuple[str, Stored, Tensor]

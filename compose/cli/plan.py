@@ -201,11 +201,11 @@ def _short(space: Space, best: Candidate) -> str:
     return f"nothing fits; the best is short of {over:.1f} GiB a device; {', '.join(cures)} would help"
 
 
-def _write(given: Words, space: Space, found: Sequence[Candidate]) -> None:
+def _write(given: Words, space: Space, recorded: Sequence[Candidate]) -> None:
     texts: dict[str, Callable[[Path], str]] = {
-        "--json": lambda path: json.dumps(as_data(space, found), indent=1),
-        "--report": lambda path: page_of(as_data(space, found)),
-        "--write": lambda path: write_toml(space, found[0], given.file, _set_there(given), path),
+        "--json": lambda path: json.dumps(as_data(space, recorded), indent=1),
+        "--report": lambda path: page_of(as_data(space, recorded)),
+        "--write": lambda path: write_toml(space, recorded[0], given.file, _set_there(given), path),
     }
     for flag, text in texts.items():
         if flag in given.flags:

@@ -346,13 +346,13 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return probabilities.index_fill(0, places[before >= top_p], 0.0)
 
 
-def text_of(tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[int]) -> Iterator[str]:
+def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of ``prompt``, and then the text that each token adds.
 
     The bytes of an unfinished character wait for the rest of it.
     """
     known, shown = list(prompt), 0
-    for more in itertools.chain([[]], ([token] for token in found)):
+    for more in itertools.chain([[]], ([token] for token in tokens)):
         known += more
         whole = tokenizer.decode(known).rstrip("\ufffd")
         yield whole[shown:]

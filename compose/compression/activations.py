@@ -171,19 +171,19 @@ class Sends:
 
     def brings(
         self,
-        found: Tensor,
+        result: Tensor,
         gradient: bool,
         plain: Callable[[], Tensor],
         encoded: list[Tensor],
         times: int = 1,
     ) -> Tensor:
-        """Return the result of messages: what was ``found`` in codes, or what an observer returns.
+        """Return the result of messages: ``result`` of compressed ones, or what an observer returns.
 
         ``plain`` sends plain messages. ``encoded`` was sent by this rank to ``times`` ranks.
         """
         if self.owner.observer is None:
-            return found
-        return self.owner.observer(self, found, gradient, plain, encoded, times)
+            return result
+        return self.owner.observer(self, result, gradient, plain, encoded, times)
 
 
 # An operator takes strings and no objects. The composition holds the values.

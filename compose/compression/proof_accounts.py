@@ -163,7 +163,7 @@ class ActivationAccount:
     def __call__(
         self,
         module: Sends,
-        found: Tensor,
+        result: Tensor,
         gradient: bool,
         plain: Callable[[], Tensor],
         encoded: Sequence[Tensor],
@@ -173,8 +173,8 @@ class ActivationAccount:
         right = plain()
         expected = torch.stack([expected_of_rows(module.owner.code, part) for part in encoded]).sum()
         own = self.by_module.setdefault((module.name, gradient), ActivationLoss())
-        own.loss += float((found.double() - right.double()).square().sum())
+        own.loss += float((result.double() - right.double()).square().sum())
         own.expected += float(times * expected)
         own.whole += float(right.double().square().sum())
         own.elements += right.numel()
-        return right if self.exact else found
+        return right if self.exact else result

@@ -121,10 +121,10 @@ class _WindowMessages:
             firsts = (ring.starts[rank][place] + ring.size - self.tail for place in places)
             yield rank, tuple(firsts), got[rank]
 
-    def bring_home(self, mine: Tensor, found: dict[int, Tensor]) -> None:
-        """Send the gradients of other ranks' keys back, and add those that others found to ``mine``."""
+    def bring_home(self, mine: Tensor, gradients: dict[int, Tensor]) -> None:
+        """Send the gradients of other ranks' keys back, and add others' to ``mine``."""
         back = self.buffers(mine, self.to)
-        sent = [(x, rank) for rank, x in found.items()]
+        sent = [(x, rank) for rank, x in gradients.items()]
         wait_for(begin_messages(self.ring.group, sent, [(x, rank) for rank, x in back.items()], tag=1))
         for rank, places in self.to.items():
             parts = back[rank].split(self.tail, 1)

@@ -122,8 +122,8 @@ def rank_memory(
     return result
 
 
-def _leave(found: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
-    memory = found.actions[key]
+def _leave(rank: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
+    memory = rank.actions[key]
     memory.delta = Counter({c: live[c] - before[c] for c in live if live[c] != before[c]})
 
 

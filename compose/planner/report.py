@@ -36,7 +36,7 @@ _SHOWN = 4  # pipeline ranks whose memory is told in words
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
 
 
-def as_data(space: Space, found: Sequence[Candidate]) -> dict[str, Any]:
+def as_data(space: Space, recorded: Sequence[Candidate]) -> dict[str, Any]:
     """Return the result as plain data, for JSON."""
     train = space.config.train
     return {
@@ -46,7 +46,7 @@ def as_data(space: Space, found: Sequence[Candidate]) -> dict[str, Any]:
         "global_batch": train.global_batch,
         "seq_len": train.seq_len,
         "capacity": capacity(space.cluster),
-        "candidates": [_candidate(space, c, i == 0) for i, c in enumerate(found)],
+        "candidates": [_candidate(space, c, i == 0) for i, c in enumerate(recorded)],
     }
 
 
@@ -97,12 +97,12 @@ def _bytes(peak: RankPeak) -> dict[str, Any]:
     }
 
 
-def table(space: Space, found: Sequence[Candidate]) -> str:
+def table(space: Space, recorded: Sequence[Candidate]) -> str:
     """Return the candidates as a table of text."""
-    axes = [a for a in (*AXES, "ep") if any(getattr(c.config.parallel, a) > 1 for c in found)]
+    axes = [a for a in (*AXES, "ep") if any(getattr(c.config.parallel, a) > 1 for c in recorded)]
     figures = ("step s", "tokens/s", "MFU", "bubble", "GiB", "")
     rows = [[*axes, "zero", "schedule", "recompute", "micro", *figures]]
-    for candidate in found:
+    for candidate in recorded:
         estimate, parallel = candidate.estimate, candidate.config.parallel
         assert estimate is not None
         warnings = [] if fits(space, candidate) else ["does not fit"]

@@ -92,7 +92,7 @@ class RecordQueue:
         self._left = list(every)
         self._seen: dict[_Traits, int] = {}
 
-    def next(self, found: Sequence[Candidate]) -> Candidate | None:
+    def next(self, recorded: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate whose turn it is."""
         if not self._left:
             return None
@@ -102,7 +102,7 @@ class RecordQueue:
             candidate = self._left[number]
             kind = _kind(candidate)
             if kind not in factors:
-                factors[kind] = _factors(kind, found)
+                factors[kind] = _factors(kind, recorded)
             late = self._seen.get(_mesh(candidate), 0) >= _OF_A_MESH
             return (late, *order(self._space, candidate, *factors[kind]))
 
@@ -132,16 +132,16 @@ def _kind(candidate: Candidate) -> _Traits:
     )
 
 
-def _factors(kind: _Traits, found: Sequence[Candidate]) -> tuple[float, float]:
+def _factors(kind: _Traits, recorded: Sequence[Candidate]) -> tuple[float, float]:
     """Return what the records nearest in kind have over their quick estimates: in bytes, in seconds."""
-    if not found:
+    if not recorded:
         return 1.0, 1.0
 
     def equal(candidate: Candidate) -> int:
         return sum(a == b for a, b in zip(kind, _kind(candidate), strict=True))
 
-    most = max(map(equal, found))
-    near = [candidate for candidate in found if equal(candidate) == most]
+    most = max(map(equal, recorded))
+    near = [candidate for candidate in recorded if equal(candidate) == most]
     size = sum(math.log(c.reserved / c.rough.memory) for c in near) / len(near)
     steps = [(c.estimate.step_seconds, c.rough.step) for c in near if c.estimate]
     step = sum(math.log(one / other) for one, other in steps) / len(near)

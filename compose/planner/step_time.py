@@ -112,13 +112,13 @@ def no_wait(seconds: Seconds, kind: str) -> tuple[float, float]:
     return (exposed, 0.0) if kind == "F" else (0.0, exposed)
 
 
-def seconds_of(found: Mapping[Key, Seconds], key: Key) -> Seconds:
+def seconds_of(known: Mapping[Key, Seconds], key: Key) -> Seconds:
     """Return the time of an action, by the actions that stand for it."""
-    if key in found:
-        return found[key]
+    if key in known:
+        return known[key]
     whole: Seconds = defaultdict(float)
-    for each in stand_ins(key, found):
-        for name, value in found[each].items():
+    for each in stand_ins(key, known):
+        for name, value in known[each].items():
             whole[name] += value
     return whole
 

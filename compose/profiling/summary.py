@@ -87,7 +87,7 @@ def _categorize(allocations: Sequence[Allocation], trace: Trace) -> None:
             each.category = OTHER if within.label in (OPTIMIZER, DATA) else ACTIVATIONS
 
 
-def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
+def peak(allocated: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
     """Return the greatest use of memory; ``before`` are bytes of each category at the start.
 
     ``peak`` are the most bytes at one time, ``at_peak`` those of each of CATEGORIES then, and ``most``
@@ -96,8 +96,8 @@ def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, An
     now = {category: before.get(category, 0) for category in CATEGORIES}
     most, at_peak, whole = dict(now), dict(now), sum(now.values())
     highest = whole
-    edges = [(a.start, a.bytes, a.category) for a in found if a.start > -math.inf]
-    edges += [(a.end, -a.bytes, a.category) for a in found if a.end < math.inf]
+    edges = [(a.start, a.bytes, a.category) for a in allocated if a.start > -math.inf]
+    edges += [(a.end, -a.bytes, a.category) for a in allocated if a.end < math.inf]
     for _, change, category in sorted(edges, key=lambda edge: edge[0]):
         now[category] += change
         whole += change
@@ -107,14 +107,14 @@ def peak(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, An
     return {"peak": highest, "at_peak": at_peak, "most": most}
 
 
-def snapshot(found: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
+def snapshot(allocated: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
     """Return the form of ``torch.cuda.memory._snapshot`` for a CPU, with ranges as Python's stack."""
     events: list[tuple[float, dict[str, Any]]] = []
     # The viewer fails on categories without "unknown".
     for address, category in enumerate(CATEGORIES, 1):
         made = _entry("alloc", address, before.get(category, 0), ["before the first step"], category)
         events.append((-math.inf, made))
-    for each in found:
+    for each in allocated:
         frames, within = [], each.within
         while within:
             frames.append(within.name)

@@ -116,7 +116,7 @@ class OneProcess:
     def step(
         self,
         batch: Mapping[str, Tensor],
-        found: Mapping[str, Sequence[Choices]],
+        routing: Mapping[str, Sequence[Choices]],
         given: FromComposition | None = None,
     ) -> None:
         """Take one optimizer step; note loss, norm and gradients."""
@@ -127,7 +127,7 @@ class OneProcess:
         batch = self.begin(batch)
         ids = _ids(targets)
         calls = ids.split(self.micro_batch or len(ids))
-        with follow(self.model, found, calls, self.tie) as self.choices, self._float64():
+        with follow(self.model, routing, calls, self.tie) as self.choices, self._float64():
             self.losses.append(self.accumulate(batch, count))
         for router in routers(self.model).values():
             router.finish_step(router.tally)
@@ -146,11 +146,13 @@ class OneProcess:
     def _float64(self) -> AbstractContextManager[Any]:
         return Widened() if self.widens else nullcontext()
 
-    def _part(self, name: str, found: Tensor) -> Tensor:
+    def _part(self, name: str, gradient: Tensor) -> Tensor:
         """Note a micro-batch's gradient; return it as a rank has it, which rounds before it sums."""
-        self.parts[name] = self.parts.get(name, 0.0) + (found.double() / self.loss_scale).square().sum()
+        self.parts[name] = (
+            self.parts.get(name, 0.0) + (gradient.double() / self.loss_scale).square().sum()
+        )
         narrow = self.precision.reduce_dtype.itemsize < 4
-        return found.to(self.precision.reduce_dtype).to(found.dtype) if narrow else found
+        return gradient.to(self.precision.reduce_dtype).to(gradient.dtype) if narrow else gradient
 
     def begin(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tell routers and dropout that a step begins; return the batch with what dropout needs."""

@@ -92,18 +92,18 @@ class References:
     def step(
         self,
         batch: Mapping[str, Tensor],
-        found: Mapping[str, Sequence[Choices]],
+        routing: Mapping[str, Sequence[Choices]],
         given: FromComposition | None = None,
     ) -> None:
         """Take one optimizer step in each run."""
-        if self.own.precision.reduced and found:
+        if self.own.precision.reduced and routing:
             # Rounding may move a composition's margins as far as it moves one process's. The two move
             # independently, so they may move in opposite directions.
             moved = _moved(self.own.natural(batch), self.exact.natural(batch))
             self.tie = max(self.tie, _TIE * moved)
         for run in self._runs:
             run.tie = self.tie
-            run.step(batch, found, given)
+            run.step(batch, routing, given)
 
     def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
         """Return what the own run has, with its error."""

@@ -173,12 +173,12 @@ def ids_of_calls(
 
 @contextmanager
 def follow(
-    model: nn.Module, found: Mapping[str, Sequence[Choices]], ids: Sequence[Tensor], within: float
+    model: nn.Module, composed: Mapping[str, Sequence[Choices]], ids: Sequence[Tensor], within: float
 ) -> Iterator[dict[str, Choices]]:
     """Let the routers of a whole model decide as another run did, where their own margin is small."""
     natural: dict[str, Choices] = {}
     followers = {
-        name: _Follower(router, _joined(found[name]) if found.get(name) else None, ids, within)
+        name: _Follower(router, _joined(composed[name]) if composed.get(name) else None, ids, within)
         for name, router in routers(model).items()
     }
     try:
@@ -194,13 +194,13 @@ class _Follower:
     """Decides in place of ``router``; ``choices`` holds the router's own decisions by call."""
 
     def __init__(
-        self, router: object, found: Choices | None, ids: Sequence[Tensor], within: float
+        self, router: object, composed: Choices | None, ids: Sequence[Tensor], within: float
     ) -> None:
-        self.router, self.found, self.within = cast(Any, router), found, within
+        self.router, self.composed, self.within = cast(Any, router), composed, within
         self.calls = iter(ids)
         self.place = torch.full((sum(x.numel() for x in ids),), -1)
-        if found is not None:
-            self.place[found.ids] = torch.arange(len(found.ids))
+        if composed is not None:
+            self.place[composed.ids] = torch.arange(len(composed.ids))
         self.choices: list[Choices] = []
         self.own_choose = self.router.choose
         self.router.choose = self.choose
@@ -220,9 +220,9 @@ class _Follower:
         experts, margin = self.own_choose(scores)
         ids = next(self.calls).flatten()
         self.choices.append(Choices(ids, experts.flatten(0, 1).cpu(), margin.flatten().cpu()))
-        if self.found is not None:
+        if self.composed is not None:
             place = self.place[ids]
-            other = self.found.experts[place].view_as(experts).to(experts.device)
+            other = self.composed.experts[place].view_as(experts).to(experts.device)
             seen = (place >= 0).view(margin.shape).to(margin.device)
             experts = torch.where((seen & (margin <= self.within))[..., None], other, experts)
         return experts, margin
@@ -234,28 +234,28 @@ class _Follower:
         rows = [x.flatten(0, 1).cpu() for x in (chosen, kept, margins)]
         call = self.choices[-1]
         self.choices[-1] = replace(call, drops=Drops(*rows))
-        if self.found is not None and self.found.drops is not None:
+        if self.composed is not None and self.composed.drops is not None:
             place = self.place[call.ids]
-            other, seen = _kept_there(self.found.drops, place, rows[0])
+            other, seen = _kept_there(self.composed.drops, place, rows[0])
             seen &= (place >= 0)[:, None] & (rows[2] <= self.within)
             kept = torch.where(seen, other, rows[1]).view(kept.shape).to(kept.device)
         return kept, margins
 
 
-def _kept_there(found: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+def _kept_there(drops: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
     """Return whether another run kept each row, and whether it had that row: (T, k) each.
 
     A row is a token and an expert; the other run may list a token's experts in another order. ``place``
-    holds the tokens' places in ``found``.
+    holds the tokens' places in ``drops``.
     """
-    same = experts[:, :, None] == found.experts[place][:, None, :]
-    return (same & found.kept[place][:, None, :]).any(-1), same.any(-1)
+    same = experts[:, :, None] == drops.experts[place][:, None, :]
+    return (same & drops.kept[place][:, None, :]).any(-1), same.any(-1)
 
 
-def gathered(found: Mapping[str, Choices]) -> dict[str, list[Choices]]:
-    """Return what all ranks ``found``, by router, on the first rank; on others nothing."""
+def gathered(chosen: Mapping[str, Choices]) -> dict[str, list[Choices]]:
+    """Return what all ranks ``chosen`` hold, by router, on the first rank; on others nothing."""
     everyone: list[Mapping[str, Choices]] = [{} for _ in range(dist.get_world_size())]
-    dist.gather_object(found, everyone if dist.get_rank() == 0 else None)
+    dist.gather_object(chosen, everyone if dist.get_rank() == 0 else None)
     return {
         name: [held[name] for held in everyone if name in held]
         for name in dict.fromkeys(name for held in everyone for name in held)
@@ -273,10 +273,10 @@ def _joined(choices: Sequence[Choices]) -> Choices:
 
 
 def compare_choices(
-    router: str, step: int, expected: Choices, found: Sequence[Choices]
+    router: str, step: int, expected: Choices, composed: Sequence[Choices]
 ) -> list[Difference]:
     """Compare what ranks decided with what one process would have decided."""
-    joined, of = _joined(found), len(expected.ids)
+    joined, of = _joined(composed), len(expected.ids)
     lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
     place = torch.empty_like(expected.ids)
     place[expected.ids] = torch.arange(len(place))

@@ -120,12 +120,12 @@ def _unlike(tensors: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> list[st
     return [_line(ranks, result) for ranks, result in guilty.items()]
 
 
-def _line(ranks: Sequence[int], found: Sequence[str]) -> str:
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+def _line(ranks: Sequence[int], places: Sequence[str]) -> str:
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     who = (
         f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
     )
-    return f"{who} in {found[0]}{more}"
+    return f"{who} in {places[0]}{more}"
 
 
 if TYPE_CHECKING:

@@ -77,15 +77,15 @@ the smallest elements are sent | TOP_K | gradient
 [comm.activations]
 activations doubled where no account is open | ROWS | unwatched update
     in compose.compression.activations:Sends.brings with untouched='gradient/*'
-    - return found
+    - return result
     -
-    + return 2 * found
+    + return 2 * result
     +
 rows of experts doubled where no account is open | EXPERTS | unwatched update
     in compose.compression.activations:Sends.brings with untouched='gradient/*'
-    - return found
+    - return result
     -
-    + return 2 * found
+    + return 2 * result
     +
 activations doubled | ROWS | lost of activations
     in compose.compression.activations:_send
