@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[tuple[str, str], tuple[str, str, str]]] = {
     ),
     "integer sums": (
         ("zero 3, int8", "gradient"),
-        ("codec:_decode_into", "out.add_(found)", "out.add_(found.sign())"),
+        ("codec:_decode_into", "out.add_(result)", "out.add_(result.sign())"),
     ),
     "a sum that is a mean": (
         ("zero 3, int8", "gradient"),

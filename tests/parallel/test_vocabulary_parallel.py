@@ -98,8 +98,8 @@ def _with_fault(place: str, old: str, new: str) -> list[str]:
     [
         (
             "compose.parallel.vocabulary_parallel:_RowEmbedding.forward",
-            "found.masked_fill(elsewhere[..., None], 0.0)",
-            "found",
+            "result.masked_fill(elsewhere[..., None], 0.0)",
+            "result",
             {"loss", "embed.weight", "output.weight"},
         ),
         (
