@@ -1,4 +1,4 @@
-"""What saving and resuming cost, as ratios of two things measured in one run.
+"""Measure saving and resuming, as ratios of two figures of one run.
 
     python benchmarks/checkpoint.py [--small]
 
@@ -92,8 +92,8 @@ def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
         ratios, folder = [], trainer.folder
 
         def settled() -> None:
-            """As before each save: neither that nor the copy is given memory that the other has just
-            let go of, or waits until the device has forgotten its files."""
+            """Separate a save from a copy: neither is given memory that the other has just let go of,
+            or waits until the device has written its files."""
             trainer.step()
             os.sync()
 

@@ -56,7 +56,7 @@ CHECKED = 0.55  # of the time is for what must hold, if there are figures to mea
 
 
 class Setting(NamedTuple):
-    """What the processes are told at their start."""
+    """The processes get these values at their start."""
 
     kind: str
     devices: int

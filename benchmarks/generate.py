@@ -1,4 +1,4 @@
-"""What a token of generated text costs late in the text, over early, with a cache and without.
+"""Compare the cost of a late token of a text with an early one's, with a cache and without.
 
     python benchmarks/generate.py [--turns N] [--table.key=value ...]
 

@@ -197,7 +197,7 @@ def scaled(rowwise: bool, device: torch.device) -> Figures:
     """A product in float8, against float64 of the same rounded factors; it has no backward."""
     torch.manual_seed(0)
     a, b = (torch.randn(n, 64).to(device) for n in (128, 96))
-    # What one scale serves: a row, or all.
+    # One scale serves a row, or all rows.
     largest = [x.abs().amax(1, keepdim=True) if rowwise else x.abs().max() for x in (a, b)]
     scales = [each / torch.finfo(torch.float8_e4m3fn).max for each in largest]
     small = [(x / s).to(torch.float8_e4m3fn) for x, s in zip((a, b), scales, strict=True)]

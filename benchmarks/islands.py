@@ -55,7 +55,7 @@ STUDY = Study(
             f" int(name.split('.')[0]) % {2 * EVERY} == 0"
         )
     },
-    # As in the published runs, islands begin with a model that was trained for a while.
+    # Islands begin with a model that was trained for a while, as in the published runs.
     begins_together=True,
     # Islands of one rank; data parallel may be cut in any way.
     ranks={"4 islands": 4, "4 islands, mean": 4},

@@ -67,7 +67,7 @@ SMALL: Keys = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What formulas are made of, with the letters of docs/memory.md. n: ranks. P, U: parameters of the
+    """Formulas use these sizes, with the letters of docs/memory.md. n: ranks. P, U: parameters of the
     model and of the output projection. A: elements that a layer keeps for a token. N: what it keeps of
     its two norms on a CPU in bfloat16, in float32. M: bytes of a piece of the loss in float32."""
 
@@ -118,7 +118,7 @@ class Technique:
 
 
 def _budget(s: Sizes, job: Job) -> float:
-    """Of what the mode chooses, the products and attention of each layer."""
+    """Return the bytes that layers need not keep, with the mode's choice."""
     units = [f"layers.{i}" for i in range(s.layers)]
     costs = unit_costs(job.model, units, job.config.train.seq_len)
     return sum(
@@ -206,7 +206,7 @@ def techniques(job: Job) -> list[Technique]:
 
 
 def held(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What is in host memory or in files between steps, where keys say so."""
+    """Return tensors that keys keep in host memory or files between steps."""
     parameters = list(model.parameters())
     results: list[Tensor] = []
     if config.parallel.offload == "cpu":

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer costs beside the matrix multiplications that it is for.
+"""Measure a mixture-of-experts layer against the matrix multiplications that it is for.
 
     python benchmarks/moe.py [--device cuda] [--small]
 

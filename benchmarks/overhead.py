@@ -1,4 +1,4 @@
-"""What compose costs over a bare PyTorch loop on one process.
+"""Compare compose with a bare PyTorch loop on one process.
 
 All train the same model from the same weights on the same batches with the same optimizer. They take
 turns, a step each, first one ahead and then the other, so that a machine whose speed drifts slows all
@@ -95,7 +95,7 @@ def styled_model(job: Job, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     model = copy.deepcopy(job.model)
     replicated = [(name, Replicated()) for name in job.resolved.replicate]
     apply_tensor_parallel(model, job.resolved.tensor + replicated, mesh["tp"])
-    # As the job's, of which this is one: its parameters have no other names.
+    # Weights are drawn by name, and this copy has the names of the job's.
     fill_weights(Composition(model, mesh), job, device)
     return model
 

@@ -10,7 +10,7 @@ _ops = torch.ops.aten
 
 
 def _passed(x: Tensor) -> Tensor:
-    """What the rank before sends, for what this one sends to the next."""
+    """Send ``x`` to the next rank and return what the one before sends."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     got = torch.empty_like(x)
     works = [dist.isend(x, (rank + 1) % ranks), dist.irecv(got, (rank - 1) % ranks)]

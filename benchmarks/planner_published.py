@@ -62,7 +62,7 @@ _DATA = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Program:
-    """What a program does, as far as its published settings leave it open or differ from ours."""
+    """This describes a program where its published settings are silent or differ from ours."""
 
     keys: Callable[[Row], Keys]
     """The keys of a row's config."""

@@ -1,4 +1,4 @@
-"""What the planner's pick costs beside the fastest mesh, on the ranks of this machine.
+"""Compare the planner's pick with the fastest mesh, on the ranks of this machine.
 
     python benchmarks/planner_regret.py [--ranks 4 8] [--models dense moe long] [--repeats 3]
         [--cluster FILE.toml] [--small]
@@ -139,7 +139,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def cluster_here(ranks: int) -> Cluster:
-    """What ``python -m compose measure`` finds with so many ranks."""
+    """Measure this machine with so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "here.toml"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]

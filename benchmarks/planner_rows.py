@@ -102,7 +102,7 @@ def _model(rng: random.Random, mesh: Keys, float8: bool) -> Keys:
     name = rng.choice(["llama", "llama", "qwen3", "moe", "deepseek_v3"][3 * (ep > 1) :])
     keys: Keys = {
         "model.name": "qwen3" if name == "moe" else name,
-        # Of 10 layers alike, some are left out of the planner's records.
+        # The planner's records leave out some of 10 equal layers.
         "model.n_layers": max(stages, 2) + rng.choice([0, 0, 1, 1, 2, 8 * (stages == 1)]),
         "model.hidden_dim": unit * rng.randint(8, 16) if float8 else rng.randint(150, 400),
         "model.vocab_size": rng.randint(400, 2500),

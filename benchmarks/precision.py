@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# What each curve is of: overrides of train.toml.
+# These overrides of train.toml give the curves.
 PRECISIONS = {
     "float32": [],
     "bf16": ["precision.param=bfloat16"],

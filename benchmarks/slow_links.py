@@ -87,7 +87,7 @@ def paced(pace: Pace) -> Iterator[None]:
 
 
 def compressed(options: Options, mesh: DeviceMesh, compiled: bool) -> Compression | None:
-    """As compose.compression.compress: the model need not be compiled where codes are."""
+    """Replace compose.compression.compress, which compiles only where the model is."""
     zero = options.parallel.zero
     return Compression(options.comm, mesh, zero, compiled) if options.comm.codes else None
 

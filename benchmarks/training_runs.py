@@ -38,7 +38,7 @@ class Study:
     kinds: Mapping[str, Sequence[str]]
     """Keys of each kind. "{fifth}" in one is a fifth of the steps."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """What no key does, for some kinds: a line of Python that is run first."""
+    """A line of Python that some kinds run first, for what no key does."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The ranks of some kinds; the others have ``--ranks``."""
     lr: float = 1e-3

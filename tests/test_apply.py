@@ -1,4 +1,4 @@
-"""What compose.apply leaves behind goes with the model."""
+"""State of compose.apply is freed with the model."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What README and docs tell a person to type works, as it stands."""
+"""Commands and code in README and docs work as they stand."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What a command says; of python alone in a fork."""
+    """Return a command's output; python runs in a fork."""
     variables = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     if command[0] == "python":
         done = execute(*command[1:], environment=variables)
@@ -48,7 +48,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-# Each once, of the first page that has it.
+# A line is taken once, from its first page.
 COMMANDS = [
     (page, line)
     for line, page in {

@@ -1,4 +1,4 @@
-"""What every refusal has in common: lines that a person can read."""
+"""Every refusal has lines that a person can read."""
 
 import pytest
 

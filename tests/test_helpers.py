@@ -1,4 +1,4 @@
-"""What several test modules use stands in modules of helpers."""
+"""Code that several test modules use is in modules of helpers."""
 
 import ast
 import os

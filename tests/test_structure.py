@@ -245,7 +245,7 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def test_public_functions_take_at_most_six_parameters() -> None:
-    """What a function takes more belongs into a value that has a name."""
+    """Further arguments belong into a value that has a name."""
     many = []
     for name, node in functions():
         if any(ast.unparse(by).startswith("operator(") for by in node.decorator_list):
@@ -274,7 +274,7 @@ def _state_of_a_model() -> set[str]:
 
 
 def test_no_registry_on_a_model(pool: Pool) -> None:
-    """What was done to it stands in the composition alone."""
+    """The composition alone keeps what was done to it."""
     for result in pool.run(_state_of_a_model, 2):
         assert not {name for name in result if "compose" in name}
 
@@ -394,7 +394,7 @@ def test_nothing_but_a_rule_refuses_a_composition() -> None:
     assert others == {name for names in OTHER_INPUT.values() for name in names.split()}
 
 
-# What a start must not load: commands, add-ons and libraries that it may never use.
+# A start must not load commands, add-ons and libraries that it may never use.
 HEAVY = (
     "compose.cli.commands",
     "compose.cli.generate",

@@ -26,7 +26,7 @@ class GPTConfig:
     flash: bool = True
     """One fused attention; false: scores, softmax and their dropout are in memory, as before 2023."""
     dropout: float = 0.0
-    """Of scores and of what each branch adds to the stream."""
+    """Rate for scores and for the output of each branch."""
     recompute_core: bool = False
     """Recompute only what lies between the projections of attention (Korthikanti et al. 2022)."""
 

@@ -86,7 +86,7 @@ class Data:
     weights: tuple[Weight, ...] = ()
     """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
     validation: LocalPath = ""
-    """What the validation loss is measured on, all of it; named as path is."""
+    """All of this data is used for the validation loss; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a .bin token file."""
     separator: int = -1

@@ -71,8 +71,8 @@ class ActivationCheckpoint:
     """The table [activation_checkpoint]."""
 
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
-    """What backward computes again: full: all but each unit's input; every_k: the same of every k-th
-    unit; selective: all but the input and what keep names; budget: what does not fit in it."""
+    """Backward computes again: full: all but each unit's input; every_k: the same of every k-th unit;
+    selective: all but the input and what keep names; budget: what does not fit in it."""
     every: Annotated[Positive, ReadWith(_MODE, mode=("every_k",))] = 2
     """With every_k: k."""
     keep: Annotated[tuple[str, ...], ReadWith(_MODE, mode=("selective",))] = (

@@ -25,7 +25,7 @@ class Compile:
     """The table [compile]: what torch.compile makes graphs of."""
 
     mode: Literal["off", "block", "model"] = "off"
-    """What torch.compile makes one graph of: each layer, or as much of the model as hooks leave."""
+    """torch.compile makes one graph of each layer, or of as much of the model as hooks leave."""
     async_tp: bool = False
     """With tp on CUDA: run products in pieces while their messages travel."""
     backend: Any = "inductor"  # backend of torch.compile

@@ -31,7 +31,7 @@ class Parallel:
     dp_shard: int = -1
     """Data-parallel ranks that share one copy of the state. One degree may be -1: what is left."""
     zero: Literal[0, 1, 2, 3] = 3
-    """What dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
+    """dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
     zero3_reshard: NonNegative = 0
     """With zero 3: neighbours that keep a unit between them after its first gather of a step, so that
     the others stay near; 0: all that share it."""

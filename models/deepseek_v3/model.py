@@ -50,7 +50,7 @@ class DeepSeekV3Config(MoEConfig):
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
     latent_norm_eps: float = 0.0
-    """That of the latents' norms, which published models have 1e-6 for; 0: norm_eps."""
+    """Epsilon of the latents' norms, 1e-6 in published models; 0: norm_eps."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_factor: float = 1.0

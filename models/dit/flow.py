@@ -1,4 +1,4 @@
-"""What the model learns: the velocity from noise to an image, along a straight line.
+"""The model learns the velocity from noise to an image, along a straight line.
 
 Flow matching (Lipman et al. 2022, arXiv:2210.02747) with the straight paths of rectified flow (Liu et
 al. 2022, arXiv:2209.03003). For an image x and noise e of a standard normal, the point at time t from 0

@@ -1,4 +1,4 @@
-"""What ``python -m compose generate`` makes with the model: a picture with images of each class."""
+"""The sampler draws images of each class for ``python -m compose generate``, in one picture."""
 
 import math
 from collections.abc import Callable, Mapping

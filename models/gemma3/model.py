@@ -101,8 +101,8 @@ class Gemma3Config:
         return 3 * 2 * (weights + 2 * self.n_heads * self.head_dim * pairs)
 
 
-# As their config.json say; what these leave out is the default of transformers' Gemma3TextConfig. The
-# two small sizes read text alone. Of the others, which read images too, these are the text models.
+# The sizes are from their config.json, else the defaults of transformers' Gemma3TextConfig. The two
+# small sizes read text alone. The others read images too; these are their text models.
 _TEXT = Gemma3Config(
     vocab_size=262_144, n_heads=4, n_kv_heads=1, head_dim=256, global_every=6, window=512
 )

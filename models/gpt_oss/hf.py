@@ -69,7 +69,7 @@ KEYS = {
     )
 }
 _LAYERS = {"w": "sliding_attention", "f": "full_attention"}
-# What transformers takes if config.json has no rule: that of the published models.
+# transformers takes the published models' rule if config.json has none.
 _RULE = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -54,7 +54,7 @@ class MoEPlan:
     def tensor(self) -> dict[str, ParallelStyle]:
         """The entries of ``tensor``."""
         styles: dict[str, ParallelStyle] = {
-            # Each rank routes its own part of the tokens, so that no work is done twice.
+            # A rank routes its own part of the tokens, so that no work is done twice.
             self.name: PrepareModuleInputOutput(
                 input_layouts=(self.stream, Replicate()),
                 desired_input_layouts=(Shard(1), Shard(1)),

@@ -47,7 +47,7 @@ class MoEConfig:
     top_groups: int = 1
     """Groups that a token's experts come from."""
     balance_loss: Literal["batch", "sequence"] = "batch"
-    """What the balancing loss evens out: the load of the whole batch, or of each sequence."""
+    """The balancing loss evens out the load of the whole batch, or of each sequence."""
     balance_weight: float = 0.0
     """Weight of the balancing loss; 0 is none."""
     z_weight: float = 0.0

@@ -80,7 +80,7 @@ class MixtralConfig(MoEConfig):
         return 3 * 2 * (weights + scores)
 
 
-# As their config.json say, with the weights of the balancing loss there.
+# Their config.json give these values, also weights of the balancing loss.
 PRESETS = {
     "debug": MixtralConfig(),
     "8x7b": MixtralConfig(

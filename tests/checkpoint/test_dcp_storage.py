@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 
 Box = tuple[slice, ...]
 
-# What four ranks write of (7, 5, 3), and what three of them read: no edge is another's.
+# Four ranks write WRITTEN of (7, 5, 3), and three read READ: no edge is another's.
 WRITTEN: list[Box] = [
     (slice(0, 3), slice(0, 2)),
     (slice(0, 3), slice(2, 5)),
@@ -100,7 +100,7 @@ def test_others_read_it(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [10, 64, 2**20])
 def test_what_is_written_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """As what is read is, in blocks of any size; and a file that breaks off is not."""
+    """Blocks of any size give the checksums of reading; a file cut short has none."""
     monkeypatch.setattr(dcp_storage, "_BLOCK", block)
     monkeypatch.setattr(dcp_storage, "_AT_ONCE", 3 * block)
     parts: dict[str, Any] = {

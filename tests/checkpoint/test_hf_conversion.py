@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What transformers saved, in several files, comes back as it was, and transformers opens it."""
+    """Weights that transformers saved in several files come back unchanged, and it opens them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, config = FAMILIES[family]
@@ -225,7 +225,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     write_files(folder, planned, (torch.zeros(one.shape) for one in planned), 10**9)
     (folder / "config.json").write_text(json.dumps(find_hf("llama").hf_config(config)))
     words = [sys.executable, "-c", PEAK, folder, tmp_path / "run", tmp_path / "back"]
-    # What is freed is given back at once, and does not stay with the program.
+    # Freed memory goes back at once, and does not stay with the program.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     grown = int(done.stdout.splitlines()[-1])

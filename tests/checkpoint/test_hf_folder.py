@@ -53,7 +53,7 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
     hf, values = find_hf(name), json.loads(PUBLISHED[name, preset].read_text())
     assert hf.config_from_hf(values) == FOLDERS[name].PRESETS[preset]
     there = hf.hf_config(FOLDERS[name].PRESETS[preset])
-    # Of a network that no layer has, and dropout, which is only of training.
+    # No layer has the first network, and dropout is for training alone.
     unused = {"intermediate_size"} if name == "qwen3" else {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
     assert not {k for k in values.keys() & there.keys() - unused if values[k] != there[k]}
 
@@ -268,7 +268,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: obje
 
 
 def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_path: Path) -> None:
-    """As the hub's client lays a model out: its files are links to blobs, two folders up."""
+    """The hub's client lays a model out as links to blobs, two folders up."""
     snapshot, blobs = tmp_path / "models--a--b/snapshots/1f", tmp_path / "models--a--b/blobs"
     save_model(tmp_path / "hf", MODELS["llama"])
     snapshot.mkdir(parents=True)

@@ -122,7 +122,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> None:
-    """What a run on two ranks leaves: peft and transformers compute the logits of our model from it."""
+    """peft and transformers compute our model's logits from the files of a run on two ranks."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -208,7 +208,7 @@ def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
     ],
 )
 def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: str) -> None:
-    """Of another rank, scale or kind, or of other layers."""
+    """Their rank, scale, kind or layers differ."""
     folder = tmp_path / "adapters"
     folder.mkdir()
     job = make_job(1, **lora(targets=ATTENTION))

@@ -1,4 +1,4 @@
-"""What messages kept, in files that anyone may have made: another shape, type or name is one line."""
+"""Anyone may have made the files of a rank's state: another shape, type or name is one line."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def _faults(checkpointer: Checkpointer) -> list[tuple[State, str]]:
 
 
 def _load(checkpointer: Checkpointer, folder: Path) -> str:
-    """What is said of the files of ranks in a folder."""
+    """Return the problem of ranks' files in a folder."""
     beside, group = checkpointer.beside, checkpointer.group
     filled = [name for other in beside for name in other.tensors()]
     return rank_state.load(folder, checkpointer.label, beside, group, filled, STEPS)

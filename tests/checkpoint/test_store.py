@@ -251,7 +251,7 @@ def test_what_is_missing_is_said_once(checkpoint: Path) -> None:
     assert [store.problems(checkpoint, (rank, 2)) for rank in range(2)] == [words, []]
 
 
-# Of a module's functions, those that are harmless.
+# These functions of such modules are harmless.
 PICKLES = {"dump", "dumps"}
 TRUSTING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -107,7 +107,7 @@ SLOW = (
 
 
 def ranks_of(recipe: Path) -> int:
-    """As many as the recipe's own comment gives."""
+    """The recipe's own comment gives the number."""
     text = recipe.read_text()
     nodes = int((re.search(r"--nnodes (\d+)", text) or [0, 1])[1])
     return nodes * int((re.search(r"--nproc-per-node (\d+)", text) or [0, 1])[1])
@@ -130,7 +130,7 @@ def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @each_recipe
 def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
-    """What only a GPU refuses, too: this machine may have none."""
+    """Checks for GPUs run too: this machine may have none."""
     with (
         mock.patch.object(Job, "on_cuda", new=True),
         mock.patch.object(float8, "emulated", return_value=False),

@@ -55,7 +55,7 @@ def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Of each model a run's folder, with its plain model."""
+    """Return a run's folder and the plain model, by model."""
     results = {}
     for name, keys in {"llama": LLAMA, "experts": EXPERTS}.items():
         folder = tmp_path_factory.mktemp(name)
@@ -68,7 +68,7 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def plain(model: nn.Module, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> list[int]:
-    """What the plain model says, in a plain loop."""
+    """Sample the plain model in a plain loop."""
     known = list(prompt)
     for _ in range(sampling.max_tokens):
         with torch.no_grad():
@@ -84,7 +84,7 @@ def newest(run: Path) -> list[Path]:
 def _continued(
     source: Path, folders: list[Path], meshes: dict[str, Keys], ends: Sequence[int] = ()
 ) -> dict[str, list[list[int]]]:
-    """Of each mesh, what is said greedily, and drawn."""
+    """Sample on each mesh, greedily and at random."""
     results = {}
     with mock.patch("compose.cli.generate.launched_ranks", return_value=dist.get_world_size()):
         for name, keys in meshes.items():
@@ -136,7 +136,7 @@ def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def test_padding_takes_no_experts_place(pool: Pool, runs: Runs) -> None:
-    """Of experts that take a few tokens of a sequence; tp 2 pads one of odd length."""
+    """Experts take a few tokens of a sequence; tp 2 pads one of odd length."""
     run, model = runs["experts"]
     lengths = range(7, 20, 2)
     for result in pool.run(_logits, 2, run, lengths):
@@ -162,7 +162,7 @@ def test_hugging_faces_folder(pool: Pool, tmp_path: Path) -> None:
 
 
 def _opened(run: Path, folders: list[Path]) -> tuple[list[str], list[str], float]:
-    """What is refused; what is said; a weight of what was opened."""
+    """Return problems, printed lines and the sum of a weight."""
     job = job_of(run, folders, [])
     with mock.patch("builtins.print") as said:
         try:

@@ -95,7 +95,7 @@ def test_prompts_come_from_flags_and_files(tmp_path: Path) -> None:
 
 
 def test_messages_and_tools_come_from_a_file(tmp_path: Path) -> None:
-    """As transformers writes them, and tools as text as data sets have them."""
+    """Tools are written as transformers has them, or as text in data sets."""
     template = "{{ tools | tojson }}" + CHATML
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen", chat_template=template))
     reference = AutoTokenizer.from_pretrained(tmp_path)

@@ -73,8 +73,8 @@ def composed(keys: Keys, world_size: int = 1) -> Composition:
 def _compared(
     keys: Keys, ranks: int, lengths: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> list[tuple[float, list[int], list[int]]]:
-    """Of prompts of so many tokens, and then each more: the greatest error of logits, and the likeliest
-    next tokens, of the whole text and with a cache."""
+    """Return, for prompts of so many tokens, the greatest error of logits with a cache, and the
+    likeliest next tokens without and with it."""
     composition, result = composed(keys, ranks), []
     composition.model.to(dtype)
     for length in lengths:
@@ -176,7 +176,7 @@ def test_bfloat16(pool: Pool, name: str) -> None:
 
 
 def _work(keys: Keys) -> tuple[list[int], dict[int, int], list[int]]:
-    """Of 200 tokens: the lengths that layers see, the FLOPs of some tokens, and the room for keys."""
+    """Return, over 200 tokens, the lengths that layers see, FLOPs of some, and room for keys."""
     composition = composed(keys)
     cache = open_cache(composition, "on")
     assert cache is not None
@@ -220,7 +220,7 @@ def test_the_work_for_a_token_is_attentions(pool: Pool, keys: Keys, width: int) 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
 def test_keys_and_values(window: int | None) -> None:
-    """Of any first tokens: as one attention; the room is doubled, up to the window."""
+    """A cache gives what one attention does; its room doubles, up to the window."""
     options = AttentionOptions(window=window, softcap=2.0)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -293,7 +293,7 @@ KINDS = {
 
 
 def _own() -> list[tuple[str, str, list[list[int]]]]:
-    """Of each model: what stands in the way of a cache, and the texts by default and without one."""
+    """Return each model's obstacle to a cache, and its texts by default and without one."""
     mesh, result = make_mesh(Parallel()), []
     for kind in KINDS:
         torch.manual_seed(0)
@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[Keys, int, str]] = {
 
 
 def _refused(keys: Keys, ranks: int) -> tuple[str, list[str]]:
-    """What is said where a cache is asked for, and where it is not."""
+    """Return a cache's refusal, and the lines printed otherwise."""
     composition = composed(keys, ranks)
     with mock.patch("builtins.print") as said:
         assert open_cache(composition, "auto") is None

@@ -44,7 +44,7 @@ def drawn(kind: str, count: int = 2**18, seed: int = 0) -> Tensor:
 
 @dataclass
 class Steps:
-    """What some steps did: the bytes that each has sent, and the last one's gradients and loss."""
+    """This records the bytes that steps sent, and the last one's gradients and loss."""
 
     compressed: bool
     sent: list[dict[tuple[str, str], int]] = field(default_factory=list)

@@ -64,7 +64,7 @@ def test_compiled_codes_are_bitwise_the_same(kind: Any) -> None:
 
 
 def _messages(kind: Any) -> None:
-    """Each message and that of its gradient, against what each rank's codes hold."""
+    """Compare messages and those of gradients with the ranks' dequantized rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = init_device_mesh("cpu", (size,)).get_group().group_name
     code = RowCode(kind, 4)

@@ -41,7 +41,7 @@ def test_error_is_as_stated_and_as_expected(case: tuple[int, bool, str]) -> None
         assert relative < 1.25 * stated
         assert relative > 0.7 * stated, "more bits than were asked for"
         expected = float(expected_of_blocks(code, x).sum().sqrt() / x.norm())
-        # Of heavy tails in 4 bits most elements round to zero, and lose less than a random remainder.
+        # Most elements of heavy tails round to zero in 4 bits, losing less than a random remainder.
         sure = 0.03 if rotate or bits == 8 or kind == "normal" else 0.3
         assert relative == pytest.approx(expected, rel=sure)
         assert abs(float(error.mean())) < 3 * float(error.std()) / math.sqrt(error.numel())
@@ -115,7 +115,7 @@ def test_pieces_change_nothing(
     monkeypatch: pytest.MonkeyPatch, bits: int, shape: tuple[int, ...]
 ) -> None:
     """Rows of blocks that are views, in pieces of any size, are as if they were one piece."""
-    # Of integers a rotation is exact. Else a product's rounding may depend on how many blocks it takes.
+    # A rotation of integers is exact. Other rounding may depend on the number of blocks.
     wide = (8 * drawn("t", 2 * math.prod(shape))).round().view(*shape[:-1], -1)
     x, rotate, places = wide[..., : shape[-1]], bits == 4, [2**18, 64, 640]
     made: list[list[Tensor]] = []

@@ -29,7 +29,7 @@ LARGE: Keys = {
 
 
 def _counted(keys: Keys) -> tuple[list[dict[tuple[str, str], int]], int, int]:
-    """What two steps count, and what their collectives send."""
+    """Return two steps' counts, and what collectives sent."""
     seen = {"to_all": 0, "all_gather": 0}
     to_all, gather = dist.all_to_all_single, getattr(dist, ALL_GATHER)
 
@@ -119,7 +119,7 @@ def test_twice_is_bitwise_the_same(pool: Pool, ranks: int, keys: Keys) -> None:
 
 
 def test_off_is_what_it_was(pool: Pool) -> None:
-    """Nothing of it is attached, and until start_step gradients are bitwise those of plain messages."""
+    """No part of it is attached, and until start_step gradients are bitwise those of plain messages."""
     mesh = {"parallel__dp_shard": 2}
     plain = pool.run(take_steps, 2, LARGE | mesh, 1)[0]
     later = pool.run(take_steps, 2, LARGE | mesh | comm("int4", start_step=5), 1)[0]

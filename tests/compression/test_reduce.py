@@ -22,7 +22,7 @@ def feedback_of(numel: int) -> Feedback:
 
 
 def test_error_feedback_gives_all_of_it_in_the_end() -> None:
-    """What was sent and what is kept add up to what was to be sent, but for the rounding of 8 bits."""
+    """Messages and the residual add up to all gradients, but for the residual's 8 bits."""
     code, feedback = Blocks(4, 256, rotate=True), feedback_of(2048)
     asked, sent = torch.zeros(1, 2048), torch.zeros(1, 2048)
     for step in range(20):
@@ -80,7 +80,7 @@ def test_an_overflow_does_not_stay_in_the_residual() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_residual_is_added_in_float32_or_wider(dtype: torch.dtype) -> None:
-    """What is too small for bfloat16 must not get lost between a residual and a gradient."""
+    """Values too small for bfloat16 must not get lost between a residual and a gradient."""
     feedback, x = feedback_of(2100), drawn("normal", 2100).view(3, 700).to(dtype)
     feedback.added_to(x, 1.0).fill_(2.0**-12)
     feedback.keep(1.0)

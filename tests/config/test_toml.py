@@ -174,7 +174,7 @@ def test_what_a_terminal_would_obey_is_escaped() -> None:
 
 
 def test_a_value_of_several_lines_is_none(write: Write) -> None:
-    """What stood on the others was passed over."""
+    """Its other lines must not be ignored."""
     assert problems(write(""), [("train.steps", "1\ntrain.seed=2")]) == [
         'command line: train.steps: expected int, got "1\\u000atrain.seed=2"'
     ]
@@ -329,7 +329,7 @@ TOGETHER = {
 
 
 def together(line: str) -> list[str]:
-    """What is said of ranks and keys."""
+    """Check a line of ranks and keys."""
     ranks, *words = line.split()
     overrides = [(key, value) for key, _, value in (word.partition("=") for word in words)]
     return problems_of(load(str(ROOT / "train.toml"), overrides), int(ranks))

@@ -75,7 +75,7 @@ def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> Non
 
 
 def test_for_a_gpu_the_next_batch_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, in a thread; after a jump too. A sample that cannot be read is told in its turn."""
+    """A thread reads batches once, also after a jump; an unreadable sample is told in its turn."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda value: value.clone())
     plain = batches(row(500))
@@ -117,7 +117,7 @@ def test_sets_get_their_share_of_any_stretch(weights: list[float]) -> None:
     dealt = Interleaving(exact)
     places = [dealt.place(number) for number in range(3000)]
     for index in range(len(weights)):
-        # Each set's own numbers come once, in order.
+        # The numbers of a set come once, in order.
         assert [n for which, n in places if which == index] == list(range(dealt.taken(3000)[index]))
     share = [weight / sum(exact) for weight in exact]
     for stop in (1, 2, 10, 77, 500, 3000):
@@ -128,7 +128,7 @@ def test_sets_get_their_share_of_any_stretch(weights: list[float]) -> None:
 
 
 def test_a_mixture_goes_through_epochs_of_each_set() -> None:
-    """Of 12 and 5 windows by 2 to 1: each is seen once in every epoch of its own."""
+    """With 12 and 5 windows by 2 to 1, each is seen once in every epoch of its set."""
     mixed = batches(
         row(7 * 12 + 1, "a"), row(7 * 5 + 1, "b", first=100), weights=[Fraction(2), Fraction(1)]
     )

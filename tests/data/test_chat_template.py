@@ -33,7 +33,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(folder: Path, template: object) -> str:
-    """What is said of a template that cannot be used."""
+    """Return the refusal of a template."""
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": template}))
     before = resource.getrlimit(resource.RLIMIT_AS)

@@ -16,7 +16,7 @@ from tests.support.helpers import refusal
 
 
 def test_a_file_of_other_tokens_is_told_from_the_one_before(tmp_path: Path) -> None:
-    """Of the same length; on a resume, the run says so."""
+    """Both files have one length. A resumed run says so."""
     tokens = np.arange(100, dtype=np.uint16)
     kinds: dict[str, Callable[[Path], object]] = {
         "a.txt": lambda path: path.write_bytes(bytes(tokens.tolist())),

@@ -38,7 +38,7 @@ def tokens_of(samples: Samples) -> np.ndarray:
 
 @pytest.mark.parametrize(("tokens", "windows"), [(8, 1), (14, 1), (15, 2), (21, 2), (22, 3), (28, 3)])
 def test_each_token_of_a_window_has_a_successor(tokens: int, windows: int) -> None:
-    """Of a row of n L tokens the last window would lack its last target."""
+    """In a row of n L tokens the last window would lack its last target."""
     source = Windows("row", TokenRow([np.arange(tokens)]), -1, seq_len=7, vocab_size=300)
     assert len(source) == windows
     last = source.read(windows - 1)

@@ -18,7 +18,7 @@ from tests.support.helpers import refusal
 
 
 def refused(path: Path, **keys: Any) -> list[str]:
-    """What is said of the data at ``path``, without its folder."""
+    """Return problems of the data at ``path``, without folders."""
     lines = refusal(opened, path, **keys).splitlines()
     return [line.replace(f"{path}/", "").replace(str(path), "") for line in lines]
 

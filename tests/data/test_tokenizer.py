@@ -74,7 +74,7 @@ def test_what_a_config_may_hold(tokenizer: Path) -> None:
 
 
 TOKEN = {"content": "<|end|>", "lstrip": False, "rstrip": False, "normalized": False}
-# What a folder holds beside a tokenizer.json, whose own tokens are those of SPECIAL.
+# These files lie beside a tokenizer.json, whose own tokens are those of SPECIAL.
 FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
     "a map alone": {"special_tokens_map": {"eos_token": "<|end|>", "bos_token": "<s>"}},
     "a map of tokens": {"special_tokens_map": {"eos_token": TOKEN, "pad_token": "<|im_end|>"}},
@@ -136,7 +136,7 @@ def test_special_tokens_are_those_of_transformers(tokenizer: Path, name: str) ->
 
 
 def test_every_key_of_transformers_is_looked_at() -> None:
-    """What its code takes out of tokenizer_config.json; a new key fails until it is listed."""
+    """Its code reads keys of tokenizer_config.json; a new one fails until it is listed."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     parts = (
@@ -218,7 +218,7 @@ def test_a_link_that_a_person_names_is(tokenizer: Path, tmp_path: Path) -> None:
 
 
 def test_copies_replace_links(tokenizer: Path, tmp_path: Path) -> None:
-    """What stands in the way of a copy is replaced, and where a link of it leads is left alone."""
+    """A copy replaces what is in its way, also a link, whose target is left alone."""
     mine, folder = tmp_path / "mine", tmp_path / "run"
     mine.write_text("mine")
     folder.mkdir()
@@ -253,7 +253,7 @@ def test_a_run_writes_its_tokenizer_into_no_link(tokenizer: Path, tmp_path: Path
 
 
 def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> None:
-    """What the first weights' folder says of a chat goes, and the end of the documents is noted."""
+    """Chat files of the first weights' folder go, and the end of the documents is noted."""
     base, data, folder = tmp_path / "base", token_set(tmp_path / "data"), tmp_path / "run" / "tokenizer"
     copy_tokenizer(tokenizer, base)
     copy_tokenizer(tokenizer, data)

@@ -43,7 +43,7 @@ def test_are_of_like_size(layers: int, each: int, rest: int) -> None:
     ]
     assert sum(filled) == sum(sizes.values())
     of_layers = [10_007 * sum(name.startswith("layers") for name in one) for one in result]
-    # What is outside of layers goes where there is least; a layer is not cut.
+    # Rows outside of layers go where there is least; a layer is not cut.
     off = FEW * (1 + 4 + 4 + 1)
     assert max(filled) <= max(*of_layers, sum(filled) // len(filled) + len(filled)) + off
 
@@ -51,7 +51,7 @@ def test_are_of_like_size(layers: int, each: int, rest: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("count", [96, 1000, 100_000])
 def test_each_rank_has_its_share_of_each_fragment(count: int, ranks: int) -> None:
-    """Each row is in one fragment, and the rows of a fragment are spread over the parameter."""
+    """A row is in one fragment, and the rows of a fragment are spread over the parameter."""
     names = [f"layers.{i}" for i in range(5)]
     results = [
         one["tok"] for one in shares({f"{n}.w": (8,) for n in names} | {"tok": (count, 3)}, names, 1)

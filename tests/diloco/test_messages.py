@@ -125,7 +125,7 @@ ODD: Keys = {"model__n_layers": 5, "model__hidden_dim": 90, "train__global_batch
 
 
 def _sent(keys: Keys) -> list[int]:
-    """What this rank sends of each fragment."""
+    """Return this rank's bytes of each fragment."""
     job, islands = make_job(**keys), this_worker()  # type: ignore[arg-type]
     composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     options, layers = job.config.outer, list(job.resolved.checkpoint)
@@ -142,7 +142,7 @@ def _sent(keys: Keys) -> list[int]:
 
 
 def _said(keys: Keys, capsys: pytest.CaptureFixture[str]) -> list[int]:
-    """What the dry run prints: bytes in a round, and at once."""
+    """Return the dry run's bytes in a round, and at once."""
     describe(make_job(**keys))  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("bytes that a rank sends to"))

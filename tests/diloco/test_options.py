@@ -1,4 +1,4 @@
-"""What islands cannot be is refused in one line each."""
+"""Wrong options of islands are refused in a line each."""
 
 from pathlib import Path
 

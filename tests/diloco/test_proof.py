@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, str, Keys]] = {
     "e3m0": (2, "tp x zero 3", STREAMING | outer(dtype="e3m0")),
     "top_k": (2, "zero 3", STREAMING | outer(dtype="top_k")),
     "top_k, replicas": (2, "tp x zero 3", outer(every=2, dtype="top_k", density=0.0078125)),
-    # Of a bias that begins at zero, and moves less than the others, nothing is sent.
+    # A bias that begins at zero, and moves less than the others, is never sent.
     "a weight stays zero": (2, "one rank", outer(every=1, dtype="top_k", density=0.0625) | BIASED),
     "zero 0": (2, "replicas", outer(every=2, dtype="int8")),
     "context": (2, "cp", outer(every=2, dtype="e3m0")),

@@ -172,7 +172,7 @@ def test_budget_is_kept_and_used(which: str, budget: float) -> None:
     }
     everything = sum(unit.everything for unit in result.values())
     assert sum(sizes.values()) <= max(budget * everything, sum(u.input for u in result.values()))
-    # What is left would not hold one more group of any unit.
+    # The rest would not hold one more group of any unit.
     smallest = max(unit.everything for unit in result.values())
     assert sum(sizes.values()) > budget * everything - smallest
     assert all(groups == () for groups in kept.values()) is (budget == 0)

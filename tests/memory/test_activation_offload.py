@@ -52,7 +52,7 @@ def test_gradients_are_the_same_and_each_tensor_moves_once() -> None:
         plain(given).square().sum().backward()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
-    # Of each unit its input (12 wide) and the two factors, their product and what out takes (20 wide).
+    # A unit saves its input (12 wide), two factors and what out takes (20 wide each).
     each = 3 * 7 * (12 + 2 * 20 + 20) * 4
     result = moved.metrics()
     assert result["activation_bytes"] == each * (2 + 3)

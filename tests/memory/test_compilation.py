@@ -33,7 +33,7 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     torch._dynamo.reset()
     counters.clear()
     job = make_job(dist.get_world_size(), model__n_layers=3, train__seq_len=24, **keys)
-    # So that no rounding stands between the two: PyTorch composes of several operators what is one.
+    # No rounding may stand between the two: PyTorch splits one operator into several.
     job = replace(job, config=replace(job.config, precision=EXACT))
     config, mesh, cpu = job.config, make_mesh(job.degrees), torch.device("cpu")
     index, count = batch_share(mesh)

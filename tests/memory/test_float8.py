@@ -50,7 +50,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_gw_hp")
 
 
 def rounded(x: Tensor, dim: int | None, kind: torch.dtype, power_of_2: bool) -> Tensor:
-    """What is left of ``x`` in 8 bits, scaled so that the largest (along ``dim``) just fits."""
+    """Round ``x`` to 8 bits, scaled so that the largest (along ``dim``) just fits."""
     top = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = (torch.finfo(kind).max / top.double().clamp(min=1e-12)).float()
     if power_of_2:
@@ -321,7 +321,7 @@ def _bytes_gathered(keys: dict[str, object]) -> int:
     batch = random_batch(2, 32, job.config.model.config.vocab_size, seed=0)
     with mock.patch.object(DefaultAllGather, "__call__", counted):
         forward_backward(composition, batch)
-    # What runs the model besides, after weights have changed, finds its own.
+    # Later runs of the model, with other weights, compute their own scales.
     for parameter in composition.model.parameters():
         held = parameter._local_tensor  # type: ignore[attr-defined]
         assert getattr(held, "_precomputed_scale", None) is None

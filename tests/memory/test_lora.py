@@ -245,7 +245,7 @@ def test_one_table_written_three_ways(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
-    """Of another rank, of other targets, of other frozen weights, and of a whole model."""
+    """They have another rank, other targets or frozen weights, or a whole model."""
     folder, mesh = tmp_path / "run", parallel(dp_shard=1)
     train_on(pool, folder, lora(targets=ATTENTION), mesh, 2)
     saved = folder / "checkpoints/step-00000002"
@@ -286,7 +286,7 @@ FAULTS: dict[str, tuple[str, str, set[str]]] = {
         '_local(self.B, sum_b and self.cut != "columns")',
         {"wo.lora.B", "w2.lora.B"},
     ),
-    # Each rank of a row-parallel layer adds the whole output, before the layer's sum.
+    # All ranks of a row-parallel layer add the whole output, before the layer's sum.
     "added on every rank": (
         "F.linear(h, _local(self.B, sum_b))",
         "F.linear(DTensor.from_local(h, self.A.device_mesh, [Partial()]).full_tensor()"

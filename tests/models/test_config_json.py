@@ -82,7 +82,7 @@ def test_every_key_of_transformers_is_looked_at(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_means_what_the_list_says(kind: str) -> None:
-    """What is read changes the config or is refused, what has one value is refused, and the rest does
+    """Keys that are read change the config or are refused, fixed ones refuse others, the rest does
     nothing."""
     values, keys = values_of(kind), known(kind)
     as_it_is = imported(kind)
@@ -247,7 +247,7 @@ def test_a_rule_that_stretches_nothing_is_none(tmp_path: Path) -> None:
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-# What 4b's text_config says besides its sizes, and the same in the words of newer files.
+# 4b's text_config has these besides its sizes; newer files use other words.
 OLDER: dict[str, Any] = {
     "rope_theta": 1000000,
     "rope_local_base_freq": 10000,
@@ -274,7 +274,7 @@ def sizes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", [OLDER, NEWER, {}], ids=["older", "newer", "neither"])
 def test_both_forms_of_config_json_are_read(form: dict[str, Any]) -> None:
-    """As transformers reads them: both give the same, and what is left out has its defaults."""
+    """Both give what transformers reads, and keys that are left out have defaults."""
     result = GEMMA3.config_from_hf(sizes() | form)
     expected = (
         gemma3.PRESETS["4b"] if form else dataclasses.replace(gemma3.PRESETS["4b"], rope_scaling=1.0)
@@ -443,7 +443,7 @@ ODD: list[Any] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_type_or_size_is_one_line(kind: str) -> None:
-    """Of every key that is read, and within a rule."""
+    """Every key is tried, also within a rule."""
     keys, values = known(kind), values_of(kind)
     rule = values.get("rope_scaling") or {"rope_type": "default"}
     refused = 0

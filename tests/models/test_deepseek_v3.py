@@ -31,7 +31,7 @@ class Watch(nn.Identity):
 
 @pytest.mark.parametrize("q_rank", [0, 13])
 def test_parts_of_the_heads_sum_to_the_whole(q_rank: int) -> None:
-    """As on ranks of tp: each has some heads' rows of what ends in heads, and their columns of wo."""
+    """Parts are as on ranks of tp: rows of some heads in projections to heads, columns in wo."""
     torch.manual_seed(0)
     config = dataclasses.replace(YARN, q_rank=q_rank)
     whole = Attention(config)

@@ -101,7 +101,7 @@ def test_a_norm_begins_as_its_input_normalized() -> None:
 
 
 def test_a_stage_scales_and_caps_once() -> None:
-    """What is no weight of a module that stages share out is a module too."""
+    """Stages share out modules, so scale and softcap are modules too."""
     pipeline = make_job(1, model__name="gemma3", model__final_softcap=3.0).resolved.pipeline
     model = Model(dataclasses.replace(PRESETS["debug"], final_softcap=3.0))
     assert pipeline is not None

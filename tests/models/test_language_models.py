@@ -287,7 +287,7 @@ def test_a_window_leaves_out_what_those_before_it_would_see() -> None:
         (llama, "8b", "all", 8.030, 1e-3),
         (llama, "70b", "all", 70.554, 1e-3),
         (llama, "405b", "all", 405.853, 1e-3),
-        # As the model cards say.
+        # Model cards say so.
         *((qwen3, p, "all", n, 0.1) for p, n in (("0.6b", 0.6), ("1.7b", 1.7), ("4b", 4.0))),
         *((qwen3, p, "all", n, 0.1) for p, n in (("8b", 8.2), ("14b", 14.8), ("32b", 32.8))),
         (qwen3, "0.6b", "without embeddings", 0.44, 0.01),
@@ -317,7 +317,7 @@ def test_a_window_leaves_out_what_those_before_it_would_see() -> None:
     ],
 )
 def test_published_sizes(folder: Any, preset: str, what: str, billions: float, digit: float) -> None:
-    """As they are published, to half of the last digit."""
+    """Sizes agree to half of the last digit published."""
     config = folder.PRESETS[preset]
     with torch.device("meta"):
         model = folder.Model(config)

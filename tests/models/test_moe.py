@@ -94,7 +94,6 @@ def test_equals_a_loop_over_tokens(config: MoEConfig, shared: bool) -> None:
 
 @pytest.mark.parametrize("config", [SOFTMAX, replace(SOFTMAX, n_experts=1, top_k=1)], ids=["5", "1"])
 def test_many_rows_of_an_expert(config: MoEConfig) -> None:
-    """Each row of an expert counts, however many it has."""
     moe, x = make(config), inputs(2, 150).requires_grad_()
     result, expected = moe(x), by_hand(moe, x)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -225,7 +224,7 @@ def losses(moe: MoE, x: Tensor, share: Tensor) -> Tensor:
 def test_gradient_of_auxiliary_losses(config: MoEConfig, kind: str) -> None:
     config = replace(config, balance_loss=kind, balance_weight=0.3, z_weight=0.02)
     moe, x = make(config), inputs().requires_grad_()
-    # Of the step before; a batch has no load of its own while its first micro-batch runs.
+    # The load is the last step's: a batch has none while its first micro-batch runs.
     load = torch.arange(1.0, config.n_experts + 1)
     moe.router.load.copy_(load / load.sum())
     parameters = [x, moe.router.gate.weight]
@@ -327,7 +326,7 @@ def test_capacity_drops_the_lowest_scores_of_each_sequence() -> None:
             dropped += len(here) - len(kept)
     assert dropped > 0, "the case must drop some"
     result = moe(x)
-    # What is dropped counts for nothing; the rest is as it was.
+    # Dropped tokens count for nothing; the rest is as it was.
     uncapped = MoE(DIM, SOFTMAX)
     uncapped.load_state_dict(moe.state_dict())
     expected = torch.zeros_like(result)

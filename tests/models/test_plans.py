@@ -250,7 +250,7 @@ def test_a_norm_of_heads_under_replicate_is_refused() -> None:
 
 @contextmanager
 def a_bias_is_added_before_the_sum() -> Iterator[None]:
-    """Each rank of tp adds the bias to its part of the sum, which then has it once for each rank."""
+    """All ranks of tp add the bias to their parts, so that the sum has it once for each rank."""
     row = local_parallel._RowLinear
 
     def fake(self: Any, input: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(operators, "device_of", lambda q: "none")
     elif request.param in PLAYED:
         play(monkeypatch, *PLAYED[request.param])
-    # So that there are many tiles.
+    # Small limits make many tiles.
     monkeypatch.setattr(attention_kernels, "_PLAIN_SCORES", 500)
     monkeypatch.setattr(gpu_attention, "_MASK", 500)
     with on_cpu():

@@ -167,7 +167,7 @@ def test_the_compiled_passes_are_two_graphs(dtype: torch.dtype) -> None:
 
 
 def test_a_mode_sees_operators() -> None:
-    """As a count of FLOPs: PyTorch compiles nothing under a mode, and refuses a whole graph."""
+    """Under a mode, as a count of FLOPs, PyTorch compiles nothing and refuses a whole graph."""
     logits = mock.Mock(is_cuda=True)
     assert passes.passes_for(logits) is passes.COMPILED
     with _Largest():
@@ -298,7 +298,7 @@ FAULTS: dict[str, tuple[tuple[str, str, str], Keys, dict[str, set[str]]]] = {
         {},
         {"gradient": {"*"}},
     ),
-    # What each tp rank's rows add to them is not summed.
+    # The parts from tp ranks' rows are not summed.
     "gradients of hidden states are taken as whole": (
         ("compose.ops.cross_entropy:chunked_cross_entropy", "Partial() if", "Replicate() if"),
         TP,
@@ -457,7 +457,7 @@ def test_whole_logits_are_two_graphs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (7, 5), (301, 1009)])
 def test_losses_of_whole_logits(dtype: torch.dtype, tokens: int, vocabulary: int) -> None:
-    """Of more logits than are worked on at once, too; some are -inf, some targets IGNORE."""
+    """Logits may need several pieces; some are -inf, and some targets are IGNORE."""
     torch.manual_seed(0)
     logits = torch.randn(tokens, vocabulary).to(dtype)
     targets = torch.randint(vocabulary, (tokens,))

@@ -507,7 +507,7 @@ def test_layers_share_a_graph_for_all_steps(pool: Pool, backend: str, recompute:
 def test_hashes_do_not_overflow_under_a_compiler(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a compiler traces gives the elements that an eager run keeps."""
+    """A traced model keeps the elements that an eager run keeps."""
     model = nn.Sequential(nn.Dropout(0.3))
     masks, x = Masks(model, [], ["0"]), torch.ones(shape)
     masks.samples = masks.begin(DropoutKey(3), torch.arange(shape[0]), None)[SAMPLES]

@@ -101,7 +101,7 @@ TRACED: dict[str, tuple[Gpu, torch.dtype, tuple[int, int], bool, int, Any, str, 
 
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_on_fake_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call has the right arguments, and results of the right layout, by PyTorch's meta code."""
+    """Calls have the right arguments, and results the right layout, by PyTorch's meta code."""
     device, kind, (width, values), documents, window, pieces, operator, times = TRACED[name]
     monkeypatch.setattr(kernel_table, "device_of", lambda q: device)
     length, heads, groups = 512, 6, 2

@@ -95,7 +95,7 @@ def test_widths(kernel: Kernel, device: Gpu, widths: tuple[int, int], padded: tu
 
 
 def test_the_device_is_read_from_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user sets or activates decides: kernels of SDPA, determinism, a flash kernel."""
+    """A user's settings decide: kernels of SDPA, determinism, an activated flash kernel."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

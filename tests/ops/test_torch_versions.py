@@ -222,8 +222,8 @@ def _own(tree: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
-# Of a NamedTuple; of an FSDPState and its groups, once they are made; of a torch.library.Library; of
-# Inductor's autotuners; of torchao's weights and tensors.
+# They belong to a NamedTuple; an FSDPState and its groups, once they are made; a torch.library.Library;
+# Inductor's autotuners; torchao's weights and tensors.
 OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_fsdp_param_group", "_all_gather_result"}
 OF_OTHERS |= {"_module_fqn", "_destroy", "_precompile_config"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}

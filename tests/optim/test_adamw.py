@@ -71,7 +71,7 @@ def test_a_mean_of_squares_goes_down_again() -> None:
 
 
 def _turned(kept: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Of each element, whether it was rounded up, less how likely that was."""
+    """Return whether each element was rounded up, less how likely that was."""
     bits = exact.view(torch.int32)
     likely = (bits & 0xFFFF).float() / 2**16
     return (kept.float() != (bits & ~0xFFFF).view(torch.float32)).float() - likely
@@ -91,7 +91,7 @@ def test_the_two_means_are_rounded_independently() -> None:
     one, two = _turned(state["exp_avg"], mean), _turned(state["exp_avg_sq"], square)
     for each in (one, two):
         assert abs(float(each.mean())) < 5 * 0.41 / 300
-    # Of independent ones the correlation is a 300th, give or take; of the same bits it is a half.
+    # Independent bits correlate by about a 300th, the same bits by a half.
     assert abs(float((one * two).mean() / (one.square().mean() * two.square().mean()).sqrt())) < 5 / 300
 
 

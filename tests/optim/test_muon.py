@@ -187,7 +187,7 @@ def _sent() -> int:
 
 
 def test_elements_sent(pool: Pool) -> None:
-    """As docs/optimizers.md has it, with P = 2400, n = 4, r = s = 2."""
+    """docs/optimizers.md has the formula; P = 2400, n = 4, r = s = 2."""
     assert pool.run(_sent, 4) == [2400 * (1 - 1 / 2) / 4 + 2400 * (2 - 1 / 2) / 4] * 4
 
 
@@ -294,7 +294,7 @@ def test_memory_of_shares_is_bounded() -> None:
 
 
 def test_flops() -> None:
-    """Of the larger Gram matrix it would be more; counted by hand for a 2 x 3 matrix."""
+    """The larger Gram matrix would cost more; a 2 x 3 matrix is counted by hand."""
     by_hand = 5 * (2 * 2 * 2 * 3 + 2 * 2 * 2 * 2 + 2 * 2 * 2 * 3)
     assert flops(2, 3) == flops(3, 2) == by_hand
     assert math.isclose(flops(4096, 4096) / 4096**2, 30 * 4096)
@@ -360,7 +360,7 @@ WRONG_MATRICES: dict[str, Fault] = {
         mutated, "compose.optim.muon:Muon._gather", "own[place] = piece", "own[place] = 0"
     ),
     "each shard is a matrix": each_shard_is_a_matrix,
-    # Of what an owner has found each half goes to the other's rank.
+    # The halves of an owner's result change places.
     "shards change places": partial(
         mutated,
         "compose.optim.muon:Muon.step",
@@ -372,7 +372,7 @@ WRONG_MATRICES: dict[str, Fault] = {
 
 @contextmanager
 def a_stage_has_names_of_its_own() -> Iterator[None]:
-    """So that copies of a tied weight are rounded by different bits."""
+    """Copies of a tied weight are rounded by different bits."""
 
     def fake(composition: Composition, *args: Any) -> torch.optim.Optimizer:
         with mock.patch.object(Composition, "aliases", new={}):
@@ -409,7 +409,7 @@ def test_copies_rounded_otherwise_are_named(pool: Pool) -> None:
 
 
 def test_other_bits_are_seen(pool: Pool) -> None:
-    """Each rank is as near to one process as rounding allows, and yet they have drifted apart."""
+    """Both ranks are as near to one process as rounding allows, and yet differ."""
     keys = {**MUON, **HALF, "parallel__dp_replicate": 2}
     report = pool.run(with_fault, 2, one_rank_rounds_otherwise, keys)[0]
     assert {(row.quantity, row.rank) for row in report.failed} == {("copies", 1)}

@@ -78,7 +78,7 @@ BIG: Keys = {
 
 @contextmanager
 def no_more_than(extra: int) -> Iterator[None]:
-    """Of memory that is not files', over what this process has now."""
+    """Allow ``extra`` bytes of memory over now, without that of files."""
     now = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/self/status").read_text().splitlines()

@@ -116,7 +116,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 
 
 def _built(keys: Keys, folder: Path) -> tuple[list[str], list[str]]:
-    """What is said of the first step, and what is in this rank's folder after it."""
+    """Return the first step's refusal, and this rank's first files after it."""
     job, composition = built(keys)
     optimizer = build_optimizer(composition, job, folder=folder)
     if said := refused(make_state, optimizer):
@@ -192,7 +192,7 @@ def test_removed_when_the_run_ends(pool: Pool, tmp_path: Path, how: str) -> None
 
 @pytest.mark.full
 def test_a_killed_run_and_the_next(tmp_path: Path) -> None:
-    """Of the command itself, on 2 ranks, which ends without Python's own ways out."""
+    """The command runs on 2 ranks and is killed, so Python's own ways out do not run."""
     given = [*QUICK, "--optimizer.offload=nvme", f"--optimizer.offload_dir={tmp_path}/scratch"]
     given += ["--train.steps=40", "--checkpoint.interval=0", "--metrics.console_every=1"]
     process = subprocess.Popen(

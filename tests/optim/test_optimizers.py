@@ -1,4 +1,4 @@
-"""Each optimizer of the table: its options, its state without a step, and its checkpoints."""
+"""Optimizers of the table have options, a state without a step, and checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -165,7 +165,7 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_goes_on_in_fewer_bits(pool: Pool, tmp_path: Path) -> None:
-    """What was float32 is rounded once, when it is read."""
+    """float32 state is rounded once, when it is read."""
     train_on(pool, tmp_path, {}, MESHES["one"], 2)
     keys: Keys = {"precision__optimizer_state": "bfloat16", "optimizer__implementation": "foreach"}
     result = train_on(pool, tmp_path, keys, MESHES["data"], 4)

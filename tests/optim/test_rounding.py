@@ -50,7 +50,7 @@ def test_bits_of_a_box_are_those_of_the_whole() -> None:
 
 
 def test_bits_are_fair_and_independent() -> None:
-    """Each of the 32, over places, steps, seeds and neighbours in every dim: within 5 sigma."""
+    """All 32 are within 5 sigma, over places, steps, seeds and neighbours in every dim."""
     samples = {"one": bits("w/1"), "next step": bits("w/2"), "other seed": bits("w/1", seed=1)}
     noise = 5 * 0.5 / math.sqrt(math.prod(SHAPE))
 
@@ -94,7 +94,7 @@ def test_what_fits_stays() -> None:
 
 @pytest.mark.slow
 def test_compiled_for_any_shape_bitwise() -> None:
-    """As on a GPU: a graph of each function for parameters of all sizes, and one for a single row."""
+    """There is one graph of a function for all sizes, and one for a single row, as on a GPU."""
     torch._dynamo.reset()
     counters.clear()
     for shape in ((40, 30), (7, 30, 50), (130,)):

@@ -62,7 +62,7 @@ LARGE = ("float", "full", "ds 3", "ep 4", "capacity", "ds 2 tp 2", "zero 1", "In
 
 
 def _in_turn() -> list[Any]:
-    """Of three cases one by default and one in the slow tier, with one of the models each; ``-m full``
+    """One case of three runs by default, one in the slow tier, with one of the models each; ``-m full``
     runs the others."""
     return [
         pytest.param(
@@ -142,7 +142,7 @@ def test_which_ranks_hold_the_same_experts(pool: Pool) -> None:
 
 
 def test_ep_takes_replicas_where_shards_do_not_divide_it() -> None:
-    """Of 2 replicas of 3 shards, ep 2 goes over the replicas: each expert is then cut in three."""
+    """With 2 replicas of 3 shards, ep 2 goes over the replicas, and an expert is cut in three."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
     try:
         mesh = expert_mesh(init_mesh(Parallel(dp_replicate=2, dp_shard=3)), 2)
@@ -209,7 +209,7 @@ def test_rows_by_rank_become_rows_by_expert_and_back() -> None:
 
 
 def _gathers() -> list[str]:
-    """Of a step with three layers: when units are gathered, and when experts compute."""
+    """List when units are gathered and experts compute, in a step with three layers."""
     _, keys = keys_of(QWEN, "ds 2 ep 2 model__n_layers 3")
     (job, composition), result = built(keys), list[str]()
     real = FSDPParamGroup.unshard

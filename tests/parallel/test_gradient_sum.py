@@ -104,7 +104,7 @@ def test_gradients_that_no_backward_made(pool: Pool) -> None:
 
 
 def _inputs() -> None:
-    """As with FSDP2, a model takes its parameters' type."""
+    """A model takes its parameters' type, as with FSDP2."""
     model = _made().double()
     apply_data_parallel(
         model,

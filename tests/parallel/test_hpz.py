@@ -119,7 +119,7 @@ def test_all_ranks_are_the_default(pool: Pool, near: int) -> None:
 
 
 def _order(prefetch: int) -> list[tuple[str, int]]:
-    """Of gathers and of what layers compute, in forward and then in backward."""
+    """List gathers and layers in order, through forward and backward."""
     results: list[tuple[str, int]] = []
 
     def ran(layer: int, *_: Any) -> None:

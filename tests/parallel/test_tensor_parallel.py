@@ -179,5 +179,5 @@ def _redistributions(name: str, sequence: bool) -> int:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("sequence", [True, False])
 def test_no_activation_is_redistributed(pool: Pool, name: str, sequence: bool) -> None:
-    """Each costs the host some microseconds, forward and backward."""
+    """A redistribution costs the host some microseconds each way."""
     assert pool.run(_redistributions, 1, name, sequence) == [0]

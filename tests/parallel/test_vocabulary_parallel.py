@@ -35,7 +35,7 @@ class Ends(nn.Module):
 
 
 def _differences(vocabulary: int, sequence: bool, sharded: bool) -> list[str]:
-    """What of the cut model's loss and gradients is not that of the whole one."""
+    """List differences of the cut model's loss and gradients from the whole's."""
     torch.manual_seed(0)
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
@@ -122,7 +122,7 @@ def test_faults_are_seen(pool: Pool, place: str, old: str, new: str, wrong: set[
 
 
 def _messages() -> None:
-    """Each message and that of its gradient, against a float64 sum over ranks."""
+    """Compare messages and those of gradients with a sum over ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = init_device_mesh("cpu", (size,)).get_group().group_name
     all_of = torch.randn(size, 2, 3 * size, 5, generator=torch.Generator().manual_seed(0))

@@ -184,7 +184,7 @@ def _accumulated_over_calls() -> float:
     of what one process finds in each."""
     config, degrees = _small(tied=True), Parallel(pp=2, dp_shard=1)
     mesh = make_mesh(degrees)
-    # As many samples of another length, then fewer.
+    # The second has shorter samples, the third fewer.
     shapes = ((4, 16), (4, 12), (3, 12))
     parts = [random_batch(*shape, config.vocab_size, seed) for seed, shape in enumerate(shapes)]
     torch.manual_seed(0)
@@ -261,7 +261,7 @@ NESTED = Plan(
 
 
 def _own_model(schedule: str, layers: tuple[int, ...]) -> Report:
-    """Of layers one of which shares the weight of another, on another stage or its own."""
+    """Verify layers that share a weight, on another stage or their own."""
     torch.manual_seed(dist.get_rank())
     generator = torch.Generator().manual_seed(0)
     batch = {

@@ -1,4 +1,4 @@
-"""What a model's forward does outside the modules of its stages: nothing, or it cannot be cut."""
+"""A model whose forward does more than call the modules of its stages cannot be cut."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What tables cost, against hand and textbook; pictures against the table."""
+"""Tables cost what hand and textbook say; pictures show the table."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -171,7 +171,7 @@ def test_messages_between_stages_delay_the_next_one() -> None:
 
 
 def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_result() -> None:
-    """Each action takes 3 s, of which 1 s is apart; by hand, with two ranks and one micro-batch."""
+    """Actions take 3 s, 1 s of it without a wait; by hand, with two ranks and one micro-batch."""
     rows = build_table("1F1B", 2, 1, 1)
     parts = {"F": (1.0, 0.0), "B": (0.0, 1.0)}
     slots = simulate(rows, lambda a: 3.0, 0.0, lambda a: parts[a.kind])
@@ -181,7 +181,7 @@ def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_r
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
-    """As long as one rank works, so does the processor."""
+    """The processor works while any rank does."""
     per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
     rows = build_table(schedule, 4, per_rank, 8)
     took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -294,7 +294,7 @@ def test_colours_of_text(name: str, pp: int, micro_batches: int) -> None:
 
 
 def boxes(svg: str) -> dict[tuple[str, int], tuple[int, int, int, int, str]]:
-    """Of each action and rank x, y, width, height and colour."""
+    """Return x, y, width, height and colour by action, rank."""
     rects = [r for r in ET.fromstring(svg).iter(f"{SVG}rect") if "data-action" in r.attrib]
     results = {}
     for rect in rects:

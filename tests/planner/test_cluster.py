@@ -61,7 +61,7 @@ def test_shipped_clusters_load(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_has_a_source(name: str) -> None:
-    """Each key has a comment in its line, before it, or over its table; or the file is assumed."""
+    """A key has a comment in its line, before it, or over its table; or the file is assumed."""
     text = (FOLDER / f"{name}.toml").read_text()
     bare = []
     if "All figures are assumed" in text:
@@ -74,7 +74,7 @@ def test_every_figure_has_a_source(name: str) -> None:
             block = True
         elif "=" in line and "#" not in line and not block:
             bare.append(line)
-    # What is no figure, and the limit, which is the power itself.
+    # Three are no figures; the limit is the power itself.
     allowed = ("node =", "backend =", "name =", "power_limit =")
     assert [line for line in bare if not line.startswith(allowed)] == []
 

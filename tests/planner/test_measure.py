@@ -28,7 +28,7 @@ def _values(cluster: Cluster) -> dict[str, object]:
 
 
 def _check_measured(cluster: Cluster) -> None:
-    """What was measured costs what was measured."""
+    """Measured rows cost what was measured."""
     rows = cluster.measured
     assert min(len(rows.products), len(rows.attention), len(rows.copies)) >= 2
     for row in rows.products:

@@ -150,7 +150,7 @@ def test_every_candidate_is_there() -> None:
     assert len(reader.of("tr")) == 1 + 37
     assert len(reader.of("circle", "dot")) == 37
     assert len(reader.of("circle", "best")) == 1
-    # As many bars as stages, with eight categories each and what is reserved and not in use.
+    # A stage has a bar, with eight categories and what is reserved and not in use.
     assert len([bar for bar in reader.of("svg") if "weights" in (bar.get("aria-label") or "")]) == 4
     assert page.count("reserved, not in use: ") == 4
     assert page.count("weights: ") == 4
@@ -197,7 +197,7 @@ HOSTILE = "<script>alert(1)</script>\"' onload=x & <b>"
 
 
 def test_strings_are_escaped() -> None:
-    """Each string of a result in turn with what would be HTML: the page has the tags it had without."""
+    """Every string of a result becomes HTML in turn: the page has the tags it had without."""
     changes = 0
 
     def changed(value: Any, at: int) -> tuple[Any, int]:
@@ -229,7 +229,7 @@ def test_strings_are_escaped() -> None:
         assert len(reader.of("script")) == 1
         assert not any("onload" in attrs for _, attrs in reader.tags)
         changes += "&lt;script&gt;" in page
-    # Each string of the result is somewhere on the page.
+    # Every string of the result is on the page.
     assert changes == total
     hidden = result_of(2)
     for candidate in hidden["candidates"]:

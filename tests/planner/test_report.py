@@ -1,4 +1,4 @@
-"""What ``plan --against`` reads of a run: each wrong file is one line."""
+"""A wrong file that ``plan --against`` reads is refused in one line."""
 
 import json
 import os

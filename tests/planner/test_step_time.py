@@ -232,7 +232,7 @@ def test_products_and_bytes_are_those_of_the_model() -> None:
 
 
 def test_more_of_anything_takes_longer(two_by_two: tuple[Job, Record]) -> None:
-    """Each term is in the sum: bytes, FLOPs, messages and the host."""
+    """Bytes, FLOPs, messages and the host are terms of the sum."""
     job, record = two_by_two
     cluster = cluster_of()
     usual = action_seconds(record, cluster, job.degrees, 1, False)

@@ -53,7 +53,6 @@ def _train(keys: dict[str, Any], slow: int = -1, backend: str = "inductor") -> l
 
 
 def _printed(keys: dict[str, Any]) -> str:
-    """What this rank prints while it trains."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         _train(keys)
     return printed.getvalue()
@@ -109,7 +108,7 @@ def test_files_and_a_run_as_without(pool: Pool, tmp_path: Path) -> None:
     assert memory["most"]["optimizer"] == 2 * size + 4 * len(profiled[1])  # its counts of steps
     assert list(memory["at_peak"]) == list(memory["most"]) == list(CATEGORIES)
     assert sum(memory["at_peak"].values()) == memory["peak"]
-    # As the events alone have it.
+    # Events alone show this.
     live = most = 0
     for event in sorted(content["traceEvents"], key=lambda event: event.get("ts", 0)):
         if event["name"] == "[memory]":
@@ -118,7 +117,7 @@ def test_files_and_a_run_as_without(pool: Pool, tmp_path: Path) -> None:
     kept = memory["most"]["weights"] + memory["most"]["optimizer"]
     buffers = memory["peak"] - kept - most
     assert 0 <= buffers < 2**15  # cosines and sines
-    # What the forward of 2 samples leaves behind in two layers, at least.
+    # The forward of 2 samples leaves at least this behind in two layers.
     assert memory["most"]["activations"] > 2 * (2 * 32) * 4 * (8 * 64 + 4 * 96)
     assert memory["most"]["communication"] > 0
 

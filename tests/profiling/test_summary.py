@@ -1,4 +1,4 @@
-"""What a trace says of time and memory, where that is known."""
+"""A trace tells time and memory, where they are known."""
 
 import json
 import time
@@ -110,7 +110,7 @@ def _memory(time: float, address: int, size: int) -> dict[str, Any]:
 
 
 def test_kernels_of_a_gpu() -> None:
-    """What a GPU does at once counts once, computation before communication."""
+    """Overlapping kernels count once, computation before communication."""
     events = [
         _event("ProfilerStep#4", 0, 90, "user_annotation"),
         _event("compose::data", 0, 6, "user_annotation"),
@@ -144,8 +144,8 @@ def test_kernels_of_a_gpu() -> None:
 
 
 def test_memory_of_a_gpu() -> None:
-    """What was there before and is freed counts until then; the host's memory does not count; what a
-    collective gives is an activation if it is kept for backward."""
+    """Memory from before that is freed counts until then; the host's does not count; a collective's
+    output is an activation if it is kept for backward."""
     host = _memory(3, 1, 1000)
     host["args"]["Device Type"] = 0
     events = [

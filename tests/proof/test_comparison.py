@@ -101,7 +101,7 @@ def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -
 
 
 def _mean_unseen() -> Report:
-    """As if the loss were not asked for twice the targets: what is left is the other split."""
+    """The check with twice the targets never fails: the other split is left."""
     with mutated("compose.proof.references:_check_sum", "abs(twice - 2 * once) >", "0 >"):
         trial = Trial(micro_batch=2, loss_function=nn.CrossEntropyLoss())
         return verify(layers(6, 8, 5), Plan(), make_mesh(Parallel()), BATCH, trial=trial)
@@ -150,7 +150,7 @@ def test_an_unused_parameter_is_not_proved(pool: Pool) -> None:
 
 
 def test_a_learning_rate_of_0_is_no_lack(pool: Pool) -> None:
-    """What stays as it is on both sides was exercised: its gradient says so."""
+    """Weights that stay on both sides are exercised: their gradients say so."""
     proof = partial(_proof, trial=Trial(loss_function=SUM, optimizer=partial(torch.optim.SGD, lr=0.0)))
     report = pool.run(proof, 1, partial(layers, 6, 8, 5), nullcontext, BATCH)[0]
     assert report.ok, str(report)
@@ -244,7 +244,7 @@ def test_parts_that_cancel_may_be_rounded(pool: Pool) -> None:
 
 
 def _allowed() -> dict[str, float]:
-    """What is allowed of two values of like rounding, one of which is the sum of parts that cancel."""
+    """Return the tolerances of two values of like rounding; one is the sum of parts that cancel."""
     torch.manual_seed(0)
     one = OneProcess(
         nn.Linear(1, 1, bias=False),
@@ -339,7 +339,7 @@ OPTIONS = {
     "option", [pytest.param(option, marks=tier(slow=option == "compile")) for option in OPTIONS]
 )
 def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
-    """Of a user's own model. That the option is applied is seen by leaving it out of ``apply``."""
+    """A user's own model is proved. Leaving the option out of ``apply`` shows that it is used."""
     ranks = 4 if option == "parallel.zero3_reshard" else 2
     proof = partial(_proof, plan=DEEP, options=OPTIONS[option])
     batch = batch_of((8, 16), 5, (8,))

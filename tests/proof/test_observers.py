@@ -1,4 +1,4 @@
-"""What a proof sees of recomputation and offload, in models of a user's own."""
+"""A proof sees recomputation and offload in a user's own models."""
 
 import torch
 from torch import Tensor, nn

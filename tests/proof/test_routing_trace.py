@@ -32,7 +32,7 @@ from tests.support.faults import (
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, QWEN, Tiny, keys_of
 
-# What the router of the last layer (the second) has an influence on.
+# The last layer's router (the second) influences these.
 BEFORE_ROUTERS = (
     "tok_embeddings.weight layers.0.* layers.1.attention* layers.1.ffn_norm.weight"
     " layers.1.moe.router.*"

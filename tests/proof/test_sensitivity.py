@@ -39,7 +39,7 @@ TABLE: dict[str, list[Row]] = {
     )
     for group, rows in faults.FAULTS.items()
 }
-# Of unlike kinds, and cheap; the slow tier has some more, and `-m full` runs the others.
+# They are cheap and differ in kind; the slow tier has some more, and `-m full` the others.
 QUICK = {
     "ZeRO 1 never reduces",
     "LocalNorm: its gradient stays a part",
@@ -91,7 +91,7 @@ ROWS = [
 
 
 def _proved(row: Row) -> tuple[str, list[tuple[str, str, bool]], str]:
-    """What the proof ended with, if it did; (quantity, name, whether it is right) of its rows; all."""
+    """Return the error that ended the proof; (quantity, name, whether it is right) of rows; all."""
     try:
         with row.fault():
             if row.islands > 1:

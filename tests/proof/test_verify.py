@@ -128,7 +128,7 @@ ODD = {
     "strided and uneven": (8, "dp_shard=4 tp=2"),
     "alone": (1, ""),
 }
-# Of eight ranks, or of sizes that another case has too.
+# They run eight ranks, or repeat another case's sizes.
 SLOW = (
     "checkpointing",
     "three heads each",

@@ -44,7 +44,7 @@ def shards(folder: Path) -> dict[str, int]:
 
 @torch.no_grad()
 def parallelize_without_weights(*args: Any) -> Composition:
-    """As ``parallelize``, with NaN for whatever was in memory: nothing of it may stay."""
+    """Call ``parallelize`` and fill weights with NaN, of which nothing may stay."""
     composition = parallelize(*args)
     for parameter in composition.model.parameters():
         parameter.fill_(torch.nan)
@@ -96,7 +96,7 @@ def assert_bitwise(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
-    """What resuming finds, and what it says on the first rank."""
+    """Resume; return the progress and the lines printed."""
     job = make_job(dist.get_world_size(), **keys)
     composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
     optimizer = build_optimizer(composition, job)

@@ -40,7 +40,7 @@ def command(*arguments: str, ranks: int = 0) -> list[str]:
 
 
 def launch(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """What a command line said, in processes of its own; started by torchrun with ``ranks``."""
+    """Run a command line in processes of its own; torchrun starts them with ``ranks``."""
     return subprocess.run(
         command(*arguments, ranks=ranks),
         cwd=ROOT,
@@ -86,7 +86,7 @@ def kill_sessions(processes: Iterable["subprocess.Popen[str]"]) -> None:
 def execute(
     *arguments: str, ranks: int = 0, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As :func:`launch`, in forks of a process that has torch imported, with torchrun's variables.
+    """Run a command line in forks of a process that has torch imported, with torchrun's variables.
 
     When one rank fails, the others are ended and the code is 1, as with torchrun. What torchrun itself
     prints is not there. environment: further variables.
@@ -152,7 +152,7 @@ def _be(arguments: tuple[str, ...], environment: dict[str, str], out: Path, err:
 
 
 def answered(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As :func:`execute`, in this process: of train.py and ``-m compose``, what starts no ranks."""
+    """Run train.py or ``-m compose`` in this process, where it starts no ranks."""
     script = arguments[0] == "train.py"
     words = arguments[1:] if script else arguments[2:]
     with (

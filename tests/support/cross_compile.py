@@ -61,7 +61,7 @@ H100 = SimpleNamespace(
     is_integrated=False,
     gcnArchName="",
 )
-# What Inductor asks before it writes code for CUDA.
+# Inductor asks these before it writes CUDA code.
 ANSWERS: dict[str, Any] = {
     "torch.cuda.is_available": lambda: True,
     "torch.cuda.device_count": lambda: 1,
@@ -83,7 +83,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class Driver:
-    """What Triton asks of a driver to compile."""
+    """Triton compiles for this driver."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

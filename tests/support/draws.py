@@ -51,7 +51,7 @@ class Draw:
 
     @property
     def command(self) -> str:
-        """What anybody can type to repeat it."""
+        """Anybody can type this to repeat it."""
         given = [f"--{name}={value}" for name, value in overrides(self.keys)]
         words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "compose", "verify"]
         return shlex.join([*words, "train.toml", *given])
@@ -156,7 +156,7 @@ def _model(rng: random.Random, mesh: Keys, float8: bool) -> Keys:
     name = rng.choice(MODELS if ep == 1 else WITH_EXPERTS)
     keys: Keys = {
         "model__name": "qwen3" if name == "moe" else name,
-        # Of few layers float8 leaves all as they are.
+        # With few layers float8 converts none.
         "model__n_layers": max(stages - 2 + rng.randrange(3), 4 if float8 else 1),
     }
     if name not in ("mixtral", "gpt_oss"):

@@ -75,7 +75,7 @@ def all_reduce_of_gradients_is_skipped(real: Any, tensor: Tensor, *args: Any, **
 
 @contextmanager
 def partial_gradients_are_taken_as_whole() -> Iterator[None]:
-    """What each tp rank found of a replicated weight's gradient is not summed over tp."""
+    """The tp ranks' parts of a replicated weight's gradient are not summed."""
     real, of_fsdp = gradient_sum._complete, FSDPParam._get_grad_inner_tensor
 
     def fake_of_fsdp(self: FSDPParam, gradient: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def norm_is_not_summed_over_tp(_: Any, tensor: Tensor, mesh: Any, axes: Any) -> 
 
 @replaces(compose.train.step, "sum_over")
 def loss_is_averaged_per_rank(_: Any, tensor: Tensor, mesh: Any, axes: Any) -> Tensor:
-    """Each rank divides by its own number of targets, and the mean of means is taken."""
+    """Ranks divide by their own number of targets, and the mean of means is taken."""
     if tensor.dtype == torch.int64:
         return tensor * mesh["dp_shard"].size() * mesh["dp_replicate"].size()
     return sum_over(tensor, mesh, axes)
@@ -149,7 +149,6 @@ def gradients_are_averaged_over_ranks(real: Any, self: FSDPModule, factor: float
 
 @replaces(compose.weights, "local_shard")
 def wo_shards_are_in_reverse_order(real: Any, whole: Tensor, like: Tensor) -> Tensor:
-    """Each tp rank fills wo with the part of the rank opposite."""
     cut = isinstance(like, DTensor) and like.placements[-1].is_shard(1)
     if cut and whole.shape == (64, 64):
         whole = torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)
@@ -252,7 +251,6 @@ def a_tied_weight_counts_twice_in_the_norm(*_: Any) -> int:
 # The package has a function of this name.
 @replaces(importlib.import_module("compose.proof.verify"), "parameters_of")
 def a_parameter_is_on_no_rank(real: Any, composition: Composition) -> dict[str, list[nn.Parameter]]:
-    """As if no stage had taken it."""
     return {name: held for name, held in real(composition).items() if name != "norm.weight"}
 
 
@@ -272,7 +270,7 @@ def with_fault(fault: Fault, keys: dict[str, object]) -> Report:
 
 
 def assert_named(report: Report, quantity: str, names: set[str]) -> None:
-    """Of the rows of ``quantity`` exactly those fail whose names match one of ``names``."""
+    """Exactly those rows of ``quantity`` fail whose names match one of ``names``."""
     assert not report.ok
     rows = [row for row in report.rows if row.quantity == quantity]
     failed = {row.name for row in rows if not row.ok}

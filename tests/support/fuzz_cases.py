@@ -38,7 +38,7 @@ Command = Callable[[], object]
 
 @dataclass(frozen=True)
 class Valid:
-    """What is right, to be changed. files: by kind. outside: what nobody may touch."""
+    """Cases change these. files: right ones, by kind. outside: what nobody may touch."""
 
     files: Path
     outside: Path
@@ -110,7 +110,7 @@ class Case:
         return lambda: main(["convert", source, "out/model"])
 
     def _odd_checkpoint(self) -> str:
-        """What may be named of a run with odd files."""
+        """Make a run's files odd; return what to name."""
         run, name = self.folder / "run", self.random.choice(["run", STEP])
         step = self.folder / STEP
         for _ in range(self.random.choice([1, 1, 2])):
@@ -121,7 +121,7 @@ class Case:
                 odd_file(self.random, self.random.choice(result), self.outside)
         manifest = step / store.MANIFEST
         if self.random.random() < 0.6 and manifest.is_file() and not manifest.is_symlink():
-            # So that what is odd is not only what was not written.
+            # Odd files then pass the check of the manifest.
             whole = (p for p in step.iterdir() if p != manifest and p.is_file() and not p.is_symlink())
             manifest.write_text(json.dumps({"files": store.described(whole)}))
         return name

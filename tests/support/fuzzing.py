@@ -18,7 +18,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-# What stands in for a value. TOML and JSON have some alike; a case may put either into either.
+# These replace values. TOML and JSON share some; a case may put either into either.
 ODD = [
     *("null", "true", "false", "0", "-1", "1", "7", "2.5", "-0.0", "1e-400", "1e999", "-1e308"),
     *("9" * 5000, "1e-300", "1e300", "5e-324", "9" * 500, "NaN", "nan", "inf", "-Infinity"),
@@ -34,8 +34,8 @@ _TOML_LINES += ["extends = 3", 'extends = "gone.toml"']
 _CELLS = [*ODD, " " * 140_000, f"{'9' * 5000}F0", "0F99999999999999999", '"', "1F0\n\n", "0F0" * 60_000]
 _MARK = "@odd value@"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Of each event that changes a file system: the places of paths among its arguments, and of the
-# descriptors of the folders that they are relative to.
+# Events that change a file system have the places of paths among their arguments, and of the
+# descriptors of the folders that those are relative to.
 _CHANGES = {
     "os.remove": [(0, 1)],
     "os.rename": [(0, 2), (1, 3)],
@@ -192,7 +192,7 @@ def odd_bytes(random: Random, content: bytes) -> bytes:
     """``content`` with bytes changed, lost, doubled or put before it."""
     data, size = bytearray(content), len(content)
     at = random.randrange(size + 1)
-    # What decides about the rest is at the beginning.
+    # The first bytes decide about the rest.
     at = random.randrange(min(size, 64) + 1) if random.random() < 0.4 else at
     way = random.randrange(7)
     if way == 0:
@@ -282,7 +282,7 @@ def odd_toml(random: Random, content: bytes) -> bytes:
     lines = content.decode(errors="replace").split("\n")
     for _ in range(random.choice([1, 1, 2, 3])):
         keys = [i for i, line in enumerate(lines) if re.match(r"\w+ *=", line)]
-        # What a person says is written there is not this test's to say.
+        # A person chooses where runs write, and not this test.
         keys = [i for i in keys if not lines[i].startswith(("dir ", "offload_dir "))]
         if not keys:
             break

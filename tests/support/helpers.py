@@ -53,7 +53,7 @@ def tier(slow: bool = False, full: bool = False) -> list[pytest.MarkDecorator]:
 
 
 def in_turn(cases: Sequence[Any], quick: Callable[..., bool]) -> list[Any]:
-    """Of a product every second case, in the default tier where ``quick(*case)``, else in the slow one;
+    """Every second case of a product runs, by default where ``quick(*case)``, else in the slow tier;
     ``-m full`` runs the others."""
     tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
@@ -76,7 +76,7 @@ def ranks_in(keys: Keys) -> int:
 
 
 def refusal(action: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """What a call is refused with, its problems one a line; nothing if it is not."""
+    """Return a call's refusal, its problems one a line; "" if there is none."""
     try:
         action(*arguments, **named)
     except ConfigError as error:
@@ -156,7 +156,7 @@ def prove_whole(keys: dict[str, object]) -> Report:
 
 
 def prove_step(keys: dict[str, object]) -> Report:
-    """As :func:`prove_case`, over one step: for techniques that leave nothing behind for the next."""
+    """Prove a case over one step, for techniques that leave nothing behind for the next."""
     return prove_case(keys, steps=1)
 
 

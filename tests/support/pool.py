@@ -59,7 +59,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, *args: Any, islands: int = 1
     ) -> list[Any]:
-        """What ``function(*args)`` returned on each rank. Raises what the first rank to fail raised.
+        """Return ``function(*args)`` of each rank; raise what the first rank to fail raised.
 
         If a rank's process crashes, the function runs again, once in a pool's life, with a warning.
         With a crash or an error come the stacks of ranks that gave no answer.
@@ -92,7 +92,7 @@ class Pool:
         raise AssertionError(f"{crash or failed[0]}{where}")
 
     def _answers(self, world_size: int) -> dict[int, tuple[bool, Any]]:
-        """What ranks answer, the first answer first. Those that crash or hang are not there."""
+        """Return ranks' answers, in the order they came. Ranks that crash or hang are missing."""
         waiting = {self.workers[rank][1]: rank for rank in range(world_size)}
         answers: dict[int, tuple[bool, Any]] = {}
         end = time.monotonic() + 1.5 * self.timeout.total_seconds()
@@ -111,7 +111,7 @@ class Pool:
         return f"\n\n{result}" if result else ""
 
     def _crash(self) -> str:
-        """What is to be said of the first rank whose process has ended; "" if none has."""
+        """Name the first rank whose process has ended, with its code; "" if none has."""
         wait([process.sentinel for process, _ in self.workers], timeout=0.5)
         codes = [(rank, process.exitcode) for rank, (process, _) in enumerate(self.workers)]
         return next((f"rank {r} ended with exit code {c}" for r, c in codes if c is not None), "")

@@ -1,4 +1,4 @@
-"""What a process imports before tests fork others from it: see tests/support/pool.py."""
+"""A process imports these before tests fork others: see tests/support/pool.py."""
 # ruff: noqa: F401
 
 import gc

@@ -58,7 +58,7 @@ def _byte_level(*patterns: str) -> Any:
 
 
 def _begun_with(token: str) -> Any:
-    """What a byte-level tokenizer adds: a token at the start."""
+    """A byte-level tokenizer adds a token at the start."""
     template = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, 0)]
     )

@@ -15,7 +15,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As models that think have it: the thoughts of all replies but the last are left out.
+# Models that think leave out the thoughts of all replies but the last.
 THINKING = """\
 {{ bos_token }}
 {%- for m in messages %}

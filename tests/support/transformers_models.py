@@ -38,7 +38,7 @@ GEMMA3 = gemma3.Config(
     query_pre_attn_scalar=9,
     final_softcap=4.0,
 )
-# Of five pairs two are kept, one is between and two are slowed down.
+# YaRN keeps two of five pairs, slows two down, and one is between.
 _YARN: dict[str, Any] = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_original_len": 64}
 _YARN["rope_beta_fast"] = 4.0
 _EXPERTS: dict[str, Any] = {"top_k": 2, "expert_dim": 19}

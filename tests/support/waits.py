@@ -185,7 +185,7 @@ def _flag(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_meta(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
-    """As ``parallelize``, with buffers on meta too."""
+    """Stand in for ``parallelize``, buffers on meta."""
     model = copy.deepcopy(job.model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -90,7 +90,7 @@ def _without_gradient(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def _losses(cases: dict[str, str]) -> dict[str, tuple[float, float, int, int]]:
-    """Of each: the loss found and expected, the targets found and expected."""
+    """Return each case's loss, expected loss, targets and expected targets."""
     results = {}
     for name, line in cases.items():
         job = make_job(dist.get_world_size(), train__micro_batch=1, **keys_in(line))
@@ -119,8 +119,8 @@ def test_equals_one_process(pool: Pool, ranks: int) -> None:
 
 
 def _validation(file: Path) -> tuple[float | None, float, float | None]:
-    """What a run measures of ``file`` when it is due, the mean by the plain model, and after another
-    step."""
+    """Return the validation loss on ``file`` when due, the plain model's mean, and the loss a step
+    later."""
     keys = keys_in("dp_shard=2 train.validate_every=4 train.global_batch=4")
     job = make_job(2, data__validation=file, **keys)
     composition = build(job, make_mesh(job.degrees), CPU)
@@ -141,7 +141,7 @@ def test_validation_loss_is_the_mean_over_all_targets(pool: Pool, tmp_path: Path
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds: parameters as they are sharded, gradients, buffers, the mode of modules."""
+    """Return this rank's shards of parameters and gradients, buffers, modes and routers' state."""
     results: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         results[name] = local_shard_of(parameter).local.clone()
@@ -187,7 +187,7 @@ def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[st
 
 
 def _after_an_evaluation(cases: dict[str, str]) -> dict[str, object]:
-    """Of each case, what is other in a step after an evaluation than in one without."""
+    """Return how a step after an evaluation differs from one without, by case."""
     results: dict[str, object] = {}
     for name, line in cases.items():
         keys = keys_in(f"train.global_batch=4 train.micro_batch=1 {line}")
@@ -200,7 +200,7 @@ def _after_an_evaluation(cases: dict[str, str]) -> dict[str, object]:
     return results
 
 
-# Of what is alike for a step that follows, one.
+# Cases like another one are left out here.
 FOLLOWED = {*CASES[2], "pipelines, zero 1", "experts in a pipeline"} - {
     *("zero 0", "tp, whole", "allgather", "ulysses")
 }
@@ -217,8 +217,8 @@ def test_nothing_is_changed(pool: Pool, ranks: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_order_of_forwards(schedule: str, micro_batches: int) -> None:
-    """Each once, after what it needs; of many, ranks wait for the first to come and the last to go, and
-    no stage has more than two waiting."""
+    """Forwards run once, after what they need. With many, ranks wait only at the start and the end. No
+    stage has more than two waiting."""
     ranks = placement(schedule, 4, 0)
     order = forwards(ranks, micro_batches)
     assert sorted(order) == [Action(s, "F", m) for s in range(len(ranks)) for m in range(micro_batches)]

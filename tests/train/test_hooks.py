@@ -46,7 +46,7 @@ def test_checksum_sees_what_changes_places(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _of_plain_tensors(kind: str) -> list[str]:
-    """Of a model that nothing was applied to; rank 1 has another ``kind`` of tensor."""
+    """Compare a model without a plan; on rank 1 the tensor ``kind`` differs."""
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     torch.nn.init.ones_(model.bias)
@@ -108,7 +108,7 @@ def test_one_bit_in_one_of_four_replicas(pool: Pool, what: str) -> None:
 
 @pytest.mark.slow
 def test_a_norm_on_the_tp_axis_and_one_of_two_replicas(pool: Pool) -> None:
-    """Of two copies either may be wrong; over two axes the one that is in both is."""
+    """Either of two copies may be wrong; over two axes the one in both lines is."""
     result = pool.run(_steps, 8, PRODUCT, 2, 5, "weight", "norm.weight")[0]
     assert sorted(result) == [
         "ranks 1, 5 differ in weight norm.weight",
@@ -123,7 +123,7 @@ HELD = "tok_embeddings.weight"
 @pytest.mark.parametrize(
     ("keys", "what", "rank", "line"),
     [
-        # Of two stages, each of which is on two ranks that hold a shard of it.
+        # Both stages are on two ranks, which have a shard each.
         ({"parallel__dp_shard": 2}, "weight", 1, "ranks 1, 3 differ in weight"),
         ({"parallel__dp_shard": 2}, "exp_avg", 0, "ranks 0, 2 differ in exp_avg of"),
         # Both ends are on the first rank.

@@ -111,7 +111,7 @@ def test_without_tensorboard(tmp_path: Path) -> None:
 
 
 def test_events_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    """Each number under its own name; steps that are run again take the place of those before."""
+    """Numbers have their own names; steps that run again replace those before."""
     more = {"routing": {"router": {"load": 2.0}}, "checkpoint": {"stall": 1.0}, "offload": {"a": 1.0}}
     for number, done in enumerate((0, 1)):
         each = dataclasses.replace(STEP, lr=number + 0.5, more=more, epochs={"b": 1.0})

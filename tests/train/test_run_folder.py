@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and finds there: nothing lost, nothing outside, nothing silent."""
+"""A run loses nothing in its folder, writes nothing outside, and reports what it finds there."""
 
 import contextlib
 import gc
@@ -208,7 +208,7 @@ def test_a_link_where_a_file_is_made_first(alone: None, tmp_path: Path, name: st
 
 
 def test_what_is_not_ours_stays(alone: None, tmp_path: Path) -> None:
-    """Of folders with a name like one of ours; convert has no such name at all."""
+    """Folders may have a name like one of ours; convert has no such name at all."""
     root = tmp_path / "run/checkpoints"
     for name in (".writing-mine", ".deleting-step-1", ".writing-step-00000002"):
         (root / name).mkdir(parents=True)
@@ -314,7 +314,7 @@ def test_what_comes_from_a_gpu_is_staged_in_pinned_memory(monkeypatch: pytest.Mo
 
 
 def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is the state of the step that was saved, whatever training does meanwhile."""
+    """The state of the saved step is written, whatever training does meanwhile."""
     one = {"a": LocalShard(torch.Size((2,)), torch.Size((0,)), torch.ones(2))}
     copy = staged(one)
     again = staged({"a": LocalShard(torch.Size((2,)), torch.Size((0,)), torch.full((2,), 3.0))}, copy)
@@ -376,7 +376,7 @@ def _opened(folders: list[Path], saves: bool) -> str:
 
 
 def test_a_folder_that_not_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
-    """As on nodes that share no file system: refused if the run saves, or else said."""
+    """Nodes may share no file system: a run that saves is refused, another says it."""
     here, there = tmp_path / "here", tmp_path / "there"
     for each in (here, there):
         (each / "run").mkdir(parents=True)

@@ -52,7 +52,7 @@ def _collectives(parallel: Parallel, micro_batches: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
-        # Of two units; the last unit's parameters stay from forward to backward.
+        # The last of two units keeps its parameters from forward to backward.
         (0, {"reduce": 2}),
         (1, {"gather": 2, "scatter": 2}),
         (2, {"gather": 2, "scatter": 6}),
@@ -100,7 +100,7 @@ def _collectives_of_stage(parallel: Parallel, schedule: str, micro_batches: int)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize(
     ("zero", "expected"),
-    # Of two units on each rank, as without a pipeline.
+    # Every rank has two units, as without a pipeline.
     [(0, {"reduce": 2}), (1, {"gather": 2, "scatter": 2}), (2, {"gather": 2, "scatter": 6})],
 )
 def test_collectives_of_a_pipeline(
@@ -238,7 +238,7 @@ def test_cross_entropy_sums_over_targets() -> None:
 
 
 class Scaled(nn.Module):
-    """Whose weight's gradient is its input."""
+    """Its weight's gradient is its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def _reduced(zero: int, reduce: Literal["float32", "bfloat16"], inputs: list[flo
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_are_added_up_in_the_type_of_reduce(pool: Pool, zero: int) -> None:
-    """Of micro-batches and of ranks, where forward and backward are in bfloat16, which keeps 8 bits."""
+    """They are of micro-batches and ranks; forward and backward are in bfloat16, which keeps 8 bits."""
     exact = 3 + 3 * 2.0**-7  # of two neighbours in bfloat16 it is in the middle
     assert pool.run(_reduced, 2, zero, "float32", [exact / 3]) == [exact] * 2
     for result in pool.run(_reduced, 2, zero, "bfloat16", [exact / 3]):

@@ -176,7 +176,7 @@ def test_a_reading_is_of_all_ranks(pool: Pool) -> None:
 
 
 def test_the_clock_runs_from_reading_to_reading() -> None:
-    """What a device does after a reading is in the next one; what goes on between steps is in none."""
+    """A device's work after a reading is in the next one; time between steps is in none."""
     times = [0.0, 5.0, 7.0, 8.0, 108.0, 110.0, 111.0]
     with mock.patch("compose.train.step.time.perf_counter", side_effect=times):
         clock = StepClock()

@@ -34,7 +34,7 @@ RUN = keys_in(
     " outer.every=4"
 )
 MESHES = {"one rank": "", "zero 3": "dp_shard=2", "tp": "tp=2 dp_shard=1"}
-# Each is saved in the middle of a round, the first three while messages are on their way.
+# All are saved in the middle of a round, the first three while messages are on their way.
 OUTER = {
     "streaming": keys_in("outer.fragments=1 outer.delay=1 outer.mix=0.5"),
     "top_k": keys_in("outer.dtype=top_k outer.delay=2"),
@@ -299,7 +299,7 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
     ]
     said = pool.run(run, 2, keys, islands=2)
     assert said[0][0] == f"{first}/checkpoints/step-00000002: resumed after step 2"
-    # What the first island had learned after step 2 is whole, and not called damaged.
+    # The first island's later checkpoints are whole, and not called damaged.
     kept = {"04.earlier-1", "06.earlier-1", "08", "08.earlier-1"}
     assert kept <= set(steps(first)) <= kept | {"06"}
     assert "08" in steps(second)

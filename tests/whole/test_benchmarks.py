@@ -1,4 +1,4 @@
-"""Each benchmark prints one JSON line; the figures of a test run mean nothing, LOG.md has some."""
+"""Benchmarks print one JSON line; figures of a test run mean nothing, LOG.md has some."""
 
 import importlib.util
 import json
@@ -149,7 +149,7 @@ def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_speed_of_islands() -> None:
-    """Each way of exchanging is trained for one timed round, on a link that is not slowed down."""
+    """All ways of exchanging train for one timed round, on a link that is not slowed down."""
     results = shown(
         "benchmarks/islands.py", "--speed", "--mbit=0", "--every=15", "--rounds=2", "--turns=1"
     )
@@ -159,7 +159,7 @@ def test_speed_of_islands() -> None:
 
 
 def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Of runs that are there already."""
+    """The runs are there already."""
     spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
     assert spec
     assert spec.loader

@@ -41,7 +41,7 @@ NO_GRADIENTS = 'comm.gradients: "int8", and dp_replicate x dp_shard x cp is 1, s
 
 
 def coded() -> list[tuple[dict[str, int], Keys]]:
-    """Each mesh that has such messages, with the most that it can code."""
+    """List meshes with such messages, and the most that they can quantize."""
     both, alone = meshes(INT8)[0], meshes(GRADIENTS)[0]
     return [(d, INT8) for d in both] + [(d, GRADIENTS) for d in alone if d not in both]
 

@@ -201,7 +201,7 @@ def test_each_kernel_on_a_gpu(
     causal: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each kernel, whole and in a ring's pieces, also where the table prefers another."""
+    """Kernels run whole and in a ring's pieces, also where the table prefers another."""
     if not _takes(kernel, kind, widths):
         pytest.skip(f"{kernel} does not take {kind} with widths {widths} on this GPU")
     monkeypatch.setattr(attention_operator, "kernel_of", lambda device, problem: kernel)
@@ -262,7 +262,7 @@ def test_profile(tmp_path: Path) -> None:
     memory = result["memory"]
     assert sum(memory["at_peak"].values()) == memory["peak"]
     assert memory["most"]["gradients"] >= memory["most"]["weights"]
-    # That of the whole run is as much, or a little more, of the first step.
+    # The whole run's peak is that of the first step, as much or a little more.
     whole = lines(tmp_path)[-1]["memory"]
     assert 0.9 * whole < memory["peak"] <= whole
     snapshot = pickle.loads((tmp_path / "traces" / "step4-6_rank0_memory.pickle").read_bytes())

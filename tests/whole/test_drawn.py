@@ -52,7 +52,7 @@ def prove_draw(keys: Keys) -> Report:
 
 
 def assert_not_accused(report: Report) -> None:
-    """Nothing differs, and all is proved but keys that have no part in so small a run."""
+    """No row differs, and all is proved but keys that have no part in so small a run."""
     lacking = [row for row in report.rows if row.state in ("unused", "loose")]
     assert not report.failed, str(report)
     assert all(row.quantity == "option" for row in lacking), str(report)
@@ -127,7 +127,7 @@ def _error(value: float, right: float) -> float:
 
 
 def features(keys: Keys) -> set[str]:
-    """What a draw has of what the draws should cover."""
+    """Return the draw's part of what draws cover."""
     results = {f"{name}={value}" for name, value in keys.items() if name in _CHOICES}
     results |= {name for name, value in keys.items() if name in _SWITCHES and value}
     results |= {name for name in _DEGREES if keys[name] > 1}
@@ -155,7 +155,7 @@ _SWITCHES = [
     "train__loss_chunk",
     "train__z_loss",
 ]
-# Each with values that enough draws must have.
+# Enough draws must have all these values.
 _CHOICES: dict[str, list[Any]] = {
     "activation_checkpoint__mode": ["none", "full", "every_k", "selective", "budget"],
     "comm__activations": ["int8", "float8"],

@@ -82,7 +82,7 @@ def base_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 def chats(path: Path) -> Path:
-    """Each question has one answer; some call a tool."""
+    """A question has one answer; some call a tool."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     replies: list[dict[str, Any]] = [

@@ -243,7 +243,7 @@ def test_a_kernel_that_is_off(factor: float) -> None:
 
 @pytest.mark.parametrize("name", ["flash float32", "grouped_mm empty", "scaled_mm rowwise"])
 def test_kernels_of_a_cpu(name: str) -> None:
-    """Each is near to float64."""
+    """All are near to float64."""
     assert dict(gpu_kernels.kernels("cpu"))[name](CPU)
 
 

@@ -158,7 +158,7 @@ def test_odd_input(valid: Valid, case_number: int, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("case")
     case = Case(valid, case_number, folder)
     said = io.StringIO()
-    # What no signal ends, as a wait within a library, ends all, with the place where it was.
+    # A wait that no signal ends, as in a library, ends the process and prints its place.
     faulthandler.dump_traceback_later(3 * SECONDS, exit=True, file=2)
     try:
         with (
@@ -239,7 +239,7 @@ def test_the_original_that_a_checkpoint_names_is_not_read(
 
 
 def test_a_run_keeps_what_an_export_needs(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the folder whose weights it begins with, by either way; that may be gone then."""
+    """The folder of its first weights may be gone by then, with either way to begin."""
     config = json.loads((work / "in/whole/config.json").read_text())
     (work / "in/whole/config.json").write_text(json.dumps({**config, "bos_token_id": 259}))
     assert main(["convert", "in/whole", "imported"]) == 0

@@ -86,7 +86,7 @@ def test_8_billion_in_float8(pool: Pool, tmp_path: Path) -> None:
         " 14 left out: in the plan's float8_except\n" in printed
     )
     result = lines(tmp_path)
-    # Of this process, which may have compiled other things before; after the first step nothing.
+    # The process may have compiled before; after the first step it compiles nothing.
     assert len({line["recompiles"] for line in result}) == 1
     losses = [line["loss"] for line in result]
     assert losses[-1] < losses[0] - 1

@@ -116,7 +116,7 @@ def test_the_host_reads_all_reports_at_once(pool: Pool) -> None:
 
 
 def _of_stages(names: list[list[str]]) -> tuple[list[dict[str, dict[str, float]]], int]:
-    """What ranks of a pipeline know of two steps, and how often they sent objects."""
+    """Return routers' metrics of two steps, and how often ranks sent objects."""
     mesh, own = make_mesh(Parallel(pp=2)), names[dist.get_rank()]
     config = MoEConfig(n_experts=4, top_k=2, bias_rate=0.1)
     routers = {name: Router(6, config) for name in own}

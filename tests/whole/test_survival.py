@@ -1,4 +1,4 @@
-"""What machines do to a run: signals, and processes that die at any moment."""
+"""A run survives signals, and processes that die at any moment."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ def wait_for_second_step(process: "subprocess.Popen[str]") -> None:
 
 
 def wait_for_third_step(folder: Path, processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Of a run whose output nobody reads."""
+    """Nobody reads the run's output."""
     while len(lines(folder) if (folder / "metrics.jsonl").exists() else []) < 3:
         assert all(process.poll() is None for process in processes), processes[0].communicate()
         time.sleep(0.1)
@@ -103,7 +103,7 @@ PHASES = ("start", "load", "step", "save")
 
 
 def doing(ledger: Path) -> dict[int, set[str]]:
-    """What each rank is doing, by its process."""
+    """Read what ranks are doing, by process."""
     words = [path.read_text().split() for path in ledger.glob("*.now")]
     return {int(line[0]): set(line[1:]) for line in words if line}
 
@@ -336,7 +336,7 @@ def test_a_stopped_rank_is_told_within_the_limit(store: type[dist.Store], found:
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
-    """As after Ctrl-Z and fg: nobody has said anything for long, but the watcher did not run either."""
+    """After Ctrl-Z and fg nobody has said anything for long, but the watcher did not run either."""
     store = dist.HashStore()
     store.set("compose/runs/1", "1")
     clock, real = [0.0], time.monotonic
@@ -347,7 +347,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
     with mock.patch("compose.train.heartbeat.time.monotonic", now):
         watch, ended, told = watched(store, limit=3.0)
         try:
-            # So that both were heard once.
+            # Wait until both were heard.
             wait_for(lambda: store.check(["compose/runs/0"]) and store.get("compose/runs/0") == b"2")
             clock[0] = 99.0
             assert not ended.wait(0.9)
@@ -357,7 +357,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
 
 
 def test_a_rank_that_lives_and_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a rank whose GPU hangs: NCCL's own watchdog would end the process and name no rank."""
+    """Its GPU may hang: NCCL's own watchdog would end the process and name no rank."""
     monkeypatch.setattr("compose.train.heartbeat._LATER", 0.2)
     store = dist.HashStore()
     ranks = Stragglers(store, 2)

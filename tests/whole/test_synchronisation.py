@@ -56,7 +56,7 @@ OPTIONS: dict[str, Keys] = {
     "ulysses": parallel(cp=2, dp_shard=1, cp_method="ulysses"),
     "zero bubble": parallel(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble") | {"model__n_layers": 4},
 }
-# What options add.
+# Options add these.
 ADDED = {
     "compose/compression/compressor.py, metrics": "what codes have lost, right after loss and norm",
     "compose/train/evaluate.py, loss": "the loss of a whole validation",

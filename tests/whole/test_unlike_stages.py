@@ -54,7 +54,7 @@ def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
 
 
 def _resumed(folder: str) -> list[bool]:
-    """Of a rank with two stages that share a weight, whether both have what was saved, exactly."""
+    """Return whether both stages of a rank that share a weight have exactly what was saved."""
     keys = keys_for(
         Path(folder),
         parallel__pp=2,

@@ -1,4 +1,4 @@
-"""What a diffusion transformer learns from: noise, times and images that do not depend on the mesh."""
+"""A diffusion transformer learns from noise, times and images that do not depend on the mesh."""
 
 import io
 import struct
@@ -87,7 +87,7 @@ def test_classes_are_left_out_by_the_number_of_the_sample() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_shapes(channels: int) -> None:
-    """Each kind covers its own share of an image, and a number has one image."""
+    """A shape covers a part of an image, and a number has one image."""
     shapes = Shapes(32, channels, 7)
     assert len(shapes.kinds) == len(KINDS)
     for label in range(5):

@@ -13,7 +13,7 @@ from tests.support.helpers import ROOT, agreed, prove_case
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines, train
 
-# Each sample is four numbers, and their largest is learnt, with the absolute error.
+# A sample is four numbers; their largest is learnt, with the absolute error.
 FOLDER = {
     "__init__.py": '''
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ def test_a_folder_with_a_loss_of_its_own(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_compose_knows_no_task_by_name() -> None:
-    """What a diffusion transformer needs is in its own folder."""
+    """A diffusion transformer has a folder of its own."""
     words = ("diffusion", "velocity", "patches", "flow matching")
     for path in sorted((ROOT / "compose").rglob("*.py")):
         results = [word for word in words if word in path.read_text().lower()]
