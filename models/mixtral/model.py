@@ -80,7 +80,7 @@ class MixtralConfig(MoEConfig):
         return 3 * 2 * (weights + scores)
 
 
-# Their config.json give these values, also weights of the balancing loss.
+# Their config.json has these values, also the weight of the balancing loss.
 PRESETS = {
     "debug": MixtralConfig(),
     "8x7b": MixtralConfig(

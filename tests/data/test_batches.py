@@ -75,7 +75,7 @@ def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> Non
 
 
 def test_for_a_gpu_the_next_batch_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread reads batches once, also after a jump; an unreadable sample is told in its turn."""
+    """A thread reads batches once, also after a jump; an unreadable sample raises in its turn."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda value: value.clone())
     plain = batches(row(500))

@@ -98,7 +98,7 @@ def flash_forward(a: Any) -> tuple[Tensor, ...]:
     assert a.query.shape[-1] == a.value.shape[-1]
     assert (a.dropout_p, a.return_debug_mask) == (0, False)
     out, lse = _plain_forward(a.scale, _flash_bias(a), *_flash_rows(a))
-    # The kernel says "no key" so.
+    # This is the kernel's "no key".
     out, lse = out.nan_to_num(0.0), lse.masked_fill(lse == -torch.inf, torch.inf)
     out, lse = (out, lse) if a.cum_seq_q is None else (out[0], lse[0])
     return out, lse, a.query.new_empty(2), a.query.new_empty(()), a.query.new_empty(0)
