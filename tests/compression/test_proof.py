@@ -181,7 +181,11 @@ FAULTS: dict[str, tuple[tuple[str, str], tuple[str, str, str]]] = {
     ),
     "a gradient that is summed twice": (
         ("activations, experts", "lost of activations' gradients"),
-        ("activations:_exchange_rows", "found = code.decode(", "found = (1 + gradient) * code.decode("),
+        (
+            "activations:_exchange_rows",
+            "result = code.decode(",
+            "result = (1 + gradient) * code.decode(",
+        ),
     ),
 }
 QUICK = ("feedback added twice", "a rank left out")

@@ -78,7 +78,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_a_bias_of_all_keys_is_in_both_errors(pool: Pool, kind: str) -> None:
     """AdamW takes a full step along the keys' bias, whose gradient is rounding alone."""
-    shape = "model.name=gpt2 model.dim=128 model.n_layers=5 train.seq_len=256 train.global_batch=16"
+    shape = "model.name=gpt2 model.dim=128 model.n_layers=5 train.seq_len=64 train.global_batch=4"
     keys = keys_in(f"{shape} precision.param={kind}")
     report = agreed(pool.run(prove_case, 1, keys))
     assert report.ok, str(report)
