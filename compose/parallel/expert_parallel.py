@@ -155,6 +155,12 @@ def _exchange_counts(counts_to: Tensor, group_name: str) -> tuple[Tensor, Tensor
     return counts_from, sizes if sizes.is_meta else sizes.cpu()
 
 
+@_exchange_counts.register_fake
+def _(counts_to: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    device = "meta" if counts_to.is_meta else "cpu"
+    return torch.empty_like(counts_to), counts_to.new_empty(2, len(counts_to), device=device)
+
+
 def _listed(sizes: Tensor, rows: int) -> list[list[int]]:
     """Return how many rows go to each rank, and come from it. On meta the load is even."""
     if sizes.is_meta:

@@ -162,7 +162,7 @@ LONG: dict[str, Keys] = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(RUNS | LONG, RUNS, LONG))
+@pytest.mark.parametrize("name", tiered(RUNS | LONG, {*RUNS, "experts"}, {*LONG} - {"experts"}))
 def test_bytes_are_foretold(pool: Pool, name: str) -> None:
     """The bytes that a dry run foretells are those that a run counts."""
     keys = given((RUNS | LONG)[name])
