@@ -177,7 +177,7 @@ class Sends:
         encoded: list[Tensor],
         times: int = 1,
     ) -> Tensor:
-        """Return the result of messages: ``result`` of compressed ones, or what an observer returns.
+        """Return ``result``, which compressed messages brought, or an observer's result in its place.
 
         ``plain`` sends plain messages. ``encoded`` was sent by this rank to ``times`` ranks.
         """

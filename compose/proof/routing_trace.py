@@ -253,7 +253,7 @@ def _kept_there(drops: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, T
 
 
 def gathered(chosen: Mapping[str, Choices]) -> dict[str, list[Choices]]:
-    """Return what all ranks ``chosen`` hold, by router, on the first rank; on others nothing."""
+    """Return the choices of all ranks, by router, on the first rank; on others nothing."""
     everyone: list[Mapping[str, Choices]] = [{} for _ in range(dist.get_world_size())]
     dist.gather_object(chosen, everyone if dist.get_rank() == 0 else None)
     return {
