@@ -31,20 +31,12 @@ from compose.config.job import check_dealt, make_job
 from compose.config.tables import TABLES, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
+from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
 from compose.planner.page import page_of
-from compose.planner.report import (
-    against,
-    alternatives,
-    as_data,
-    comparison_table,
-    corrected,
-    in_words,
-    table,
-    write_toml,
-)
+from compose.planner.report import alternatives, as_data, in_words, table, write_toml
 from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group

@@ -15,10 +15,11 @@ from compose.cli.plan import _write, _write_file
 from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
+from compose.planner.against_run import against
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.report import against, alternatives
+from compose.planner.report import alternatives
 from compose.planner.search import (
     DEGREES,
     TRIED,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from compose.config.toml import dump
+from compose.planner.against_run import MeasuredFigure, against, corrected
 from compose.planner.cluster import Copy, Measured, Product, as_toml, load_cluster
-from compose.planner.report import MeasuredFigure, against, corrected
 from tests.support.helpers import make_config, refusal
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'
