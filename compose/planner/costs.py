@@ -24,6 +24,7 @@ _SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 # multipliers; at this intensity it has half. Assumed: 128 x 128 then has 92% of 128 x 256, as cuBLAS's
 # kernels do.
 _HALF_INTENSITY = 30.0
+_DEPTH = 16  # least k of an instruction of tensor cores in 16 bits (NVIDIA, PTX ISA: mma, wgmma)
 _HEAD_DIM = 128  # of the heads for which the efficiencies of attention hold
 
 
@@ -83,7 +84,8 @@ def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype:
     that products come in waves of as many tiles as there are units (NVIDIA, Matrix Multiplication
     Background User's Guide: tile and wave quantization). A tile takes its multiplications, at a rate
     that is lower for small tiles, and a time to fill and to drain, which short k cannot hide. The best
-    tile is taken. The memory's bandwidth is a lower bound (roofline: Williams et al. 2009).
+    tile is taken. The memory's bandwidth is a lower bound (roofline: Williams et al. 2009). All
+    matrices of a batch, or all experts of a grouped product, share the waves.
     """
     if min(m, n, k, batch) < 1:
         return 0.0
@@ -100,11 +102,16 @@ def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -
     device = cluster.device
     sustained = _peak(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
     rate = sustained / device.units
-    fill, best = cluster.efficiencies.fill, math.inf
+    fill, best, largest = cluster.efficiencies.fill, math.inf, math.prod(device.tile)
+    deep = max(k, min(_DEPTH, *device.tile))
     for rows, columns, slowness in _tiles(device.tile):
-        tiles = -(-m // rows) * -(-n // columns) * batch
-        of_one = 2.0 * rows * columns * k / rate * slowness + fill
-        best = min(best, -(-tiles // device.units) * of_one)
+        of_one = -(-m // rows) * -(-n // columns)
+        waves = -(-of_one * batch // device.units)
+        # A unit holds several small tiles at once. While one fills or drains, others multiply. What is
+        # left is to move the results, and the first fill.
+        used = rows * columns / largest * min(1.0, m * n / (of_one * rows * columns))
+        fills = waves if rows * columns == largest else max(1.0, waves * used)
+        best = min(best, waves * 2.0 * rows * columns * deep / rate * slowness + fills * fill)
     moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
     return device.launch + max(best, moved / (device.bandwidth * cluster.efficiencies.memory))
 

@@ -54,7 +54,7 @@ class Operator:
     dtype: str
     """The dtype of its first tensor."""
     shape: tuple[int, ...]
-    """(batch, m, n, k) of a product, the shape of attention's queries, else that of the result."""
+    """(batch or experts, m, n, k) of a product, the shape of attention's queries, else the result's."""
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
 
@@ -200,7 +200,8 @@ def chunk_copies(given: Sequence[Tensor], chunks: int, out: Tensor) -> int:
     return size + (out.numel() * given[0].element_size() if given[0].dtype != out.dtype else 0)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
 # The names of messages, by the end of their operators' names.
 _MESSAGES = {
     "allgather": "all_gather",
@@ -402,6 +403,9 @@ class Recorder(TorchDispatchMode):
                 _argument(func, name, args, kwargs) for name in ("is_causal", "window_size_left")
             )
             flops = _attention_flops(given, short, bool(causal), -1 if left is None else left)
+        elif short in _GROUPED:
+            kind, shape = "product", _grouped_shape(*given[:2], first)
+            flops = 2.0 * math.prod(shape)
         elif packet in flop_registry:
             kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
             if short in _PRODUCTS:
@@ -516,6 +520,20 @@ def _product_shape(given: list[Tensor], flops: float) -> tuple[int, ...]:
     m, k = left.shape[-2], left.shape[-1]
     n = round(flops / (2 * batch * m * k)) if batch * m * k else 0
     return batch, m, n, k
+
+
+def _grouped_shape(left: Tensor, right: Tensor, made: Tensor) -> tuple[int, int, int, int]:
+    """Return (experts, m, n, k) of a grouped product whose groups are equally long.
+
+    One of the three has a matrix for each expert. Its dim that the others lack is split: rows of the
+    left factor (m), columns of the right one (n), or the dim that is summed (k), in gradients of
+    weights.
+    """
+    (m, k), n = left.shape[-2:], right.shape[-1]
+    experts = next((x.shape[0] for x in (left, right, made) if x.ndim == 3), 1)
+    if left.ndim == right.ndim:
+        return experts, m, n, k if left.ndim == 3 else k // experts
+    return (experts, m // experts, n, k) if right.ndim == 3 else (experts, m, n // experts, k)
 
 
 def _group(args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -286,6 +286,24 @@ def test_waves_of_tiles() -> None:
     assert product_seconds(cluster, 133 * 128, 256, 16384, 1, "bfloat16") > 1.2 * whole
 
 
+@pytest.mark.parametrize(
+    "shape", [(4096, 1, 4096, 2), (4096, 1, 2, 4096), (64, 1024, 1024, 64), (128, 64, 768, 2048)]
+)
+def test_many_small_products_are_near_the_roofline(shape: tuple[int, int, int, int]) -> None:
+    """Their tiles share units and waves: one tile for each wave would be 10 to 40 times as long."""
+    cluster, (batch, m, n, k) = load_cluster("h100_sxm"), shape
+    moved = 2 * batch * (m * k + k * n + m * n) / cluster.device.bandwidth
+    roof = max(moved, 2 * batch * m * n * k / cluster.device.peak["bfloat16"])
+    assert roof < product_seconds(cluster, m, n, k, batch, "bfloat16") < 2 * roof
+
+
+def test_experts_share_waves() -> None:
+    """8 experts of 1,024 rows are as fast as one product of 8,192."""
+    cluster = load_cluster("h100_sxm")
+    grouped = product_seconds(cluster, 1024, 14336, 4096, 8, "bfloat16")
+    assert grouped == pytest.approx(product_seconds(cluster, 8192, 14336, 4096, 1, "bfloat16"), rel=0.1)
+
+
 def test_less_power_is_slower() -> None:
     cluster = load_cluster("h100_sxm")
     capped = replace(cluster, device=replace(cluster.device, power_limit=500.0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.planner.record import ElementwiseResults, casts
+from compose.planner.record import ElementwiseResults, Operator, Recorder, casts
 
 aten: Any = torch.ops.aten
 
@@ -74,3 +74,17 @@ def test_a_cpu_casts_before_it_adds() -> None:
     assert casts("mm", [wide, narrow], [], [wide]) == 0
     one: Tensor = torch.tensor(1.0)
     assert casts("mul", [narrow, one], [], [narrow]) == 0
+
+
+def test_experts_are_products() -> None:
+    """A product of experts and its two gradients: (experts, m, n, k), each of as many FLOPs."""
+    recorder, bf16 = Recorder(), torch.bfloat16
+    rows, weight = _meta(64, 32, dtype=bf16), _meta(4, 32, 48, dtype=bf16)
+    grad, ends = _meta(64, 48, dtype=bf16), _meta(4, dtype=torch.int32)
+    with recorder:
+        torch._grouped_mm(rows, weight, offs=ends)
+        torch._grouped_mm(grad, weight.transpose(1, 2), offs=ends)
+        torch._grouped_mm(rows.t(), grad, offs=ends)
+    work = [w for w in recorder.record_of.work if isinstance(w, Operator) and w.kind == "product"]
+    assert [w.shape for w in work] == [(4, 16, 48, 32), (4, 16, 32, 48), (4, 32, 48, 16)]
+    assert {w.flops for w in work} == {2 * 64 * 32 * 48}
