@@ -427,6 +427,8 @@ def test_a_start_loads_nothing_that_it_may_not_use(module: str) -> None:
 
 # Modules without a test module of their name, and the test module that tests each.
 NO_TEST_MODULE = {
+    "planner/candidates": "planner/test_search",
+    "planner/record_pool": "planner/test_estimate",
     "__main__": "cli/test_commands",
     "build": "test_apply",
     "checkpoint/loading": "train/test_run_folder",

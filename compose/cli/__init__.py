@@ -71,7 +71,7 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
         _flags(
             "--cluster NAME or FILE.toml, --world-size N, --as-is, --explain, "
             "--objective time|memory|devices, --tokens T, --days D, --free KEY[,KEY], "
-            "--candidates N, --against RUN_DIR, --json FILE, --report FILE.html, "
+            "--candidates N, --seconds S, --against RUN_DIR, --json FILE, --report FILE.html, "
             "--write FILE.toml"
         ),
         """\
@@ -86,7 +86,8 @@ estimate of its memory and step time (docs/planning.md). No GPU is needed.
   --tokens      with --objective devices: tokens to train on
   --days        with --objective devices: days for them
   --free        keys that FILE sets and the search may change
-  --candidates  how many candidates are estimated in full; default: 12
+  --candidates  how many candidates are recorded; default: 6
+  --seconds     end the search after so many seconds; the answer then depends on the machine
   --against     folder of a run: compare its time and memory with the estimate
   --json        file for all candidates
   --report      page for a browser

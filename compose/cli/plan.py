@@ -32,17 +32,17 @@ from compose.config.tables import TABLES, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, given_keys, load, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
+from compose.planner.candidates import DEGREES, TRIED, Candidate, Space, capacity, fits
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
 from compose.planner.page import page_of
 from compose.planner.report import alternatives, as_data, in_words, table, write_toml
-from compose.planner.search import DEGREES, TRIED, Candidate, Space, capacity, fewest, fits, own, search
+from compose.planner.search import MOST, Searched, fewest, own, search
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group
 
 _OBJECTIVES = ("time", "memory", "devices")
-_SECONDS = 60.0
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -50,20 +50,23 @@ def plan(arguments: Sequence[str]) -> int:
     given = read_arguments(arguments, "python -m compose plan", COMMANDS["plan"])
     if "--against" in given.flags:
         return _against(given)
-    space = _space(given)
+    space, searched = _space(given), None
     if "--as-is" in given.flags:
         with refused_in(given.file):
             results = [own(space)]
     elif space.objective == "devices":
         space, results = _fewest(given, space)
     else:
-        results = _search(given, space)
+        searched = _search(given, space)
+        results = searched.candidates
     best = results[0]
     print(table(space, results), in_words(space, best), sep="\n\n")
     if space.islands > 1:
         print("", *_between_islands(given, space, best), sep="\n")
+    if searched and searched.capped:
+        print(f"capped: {_looked_at(searched)}; without the cap the answer may be another")
     if not fits(space, best):
-        print(_short(space, best))
+        print(_short(space, best, searched))
     if "--explain" in given.flags:
         print("", *alternatives(space, best), sep="\n")
     _write(given, space, results)
@@ -170,11 +173,12 @@ def _progress(began: float, text: str) -> None:
     print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def _search(given: Words, space: Space) -> list[Candidate]:
-    most = number_of(given, "--candidates", "candidates", 12)
+def _search(given: Words, space: Space) -> Searched:
+    most = number_of(given, "--candidates", "candidates", MOST)
+    seconds = _amount(given, "--seconds") if "--seconds" in given.flags else math.inf
     with refused_in(given.file):
-        result = search(space, most, _SECONDS, partial(_progress, time.monotonic()))
-    if not result:
+        result = search(space, most, seconds, partial(_progress, time.monotonic()))
+    if not result.candidates:
         raise ConfigError(
             f"{given.file}: no mesh of {space.world_size} ranks divides train.global_batch ="
             f" {space.config.train.global_batch} and may fit on {space.cluster.name}; use more ranks,"
@@ -183,14 +187,22 @@ def _search(given: Words, space: Space) -> list[Candidate]:
     return result
 
 
-def _short(space: Space, best: Candidate) -> str:
+def _looked_at(searched: Searched) -> str:
+    return f"{searched.looked_at} of {searched.let_through} candidates that may fit were looked at"
+
+
+def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
     over = (best.reserved - capacity(space.cluster)) / 2**30
+    by = f"the best is short of {over:.1f} GiB a device"
+    if searched and not searched.certain:
+        more = searched.let_through
+        return f"{_looked_at(searched)}, and none fits; {by}; --candidates {more} looks at all of them"
     cures = ["more devices"]
     if best.config.activation_checkpoint.mode != "full":
         cures.append('activation_checkpoint.mode = "full"')
     if best.config.parallel.offload == "none":
         cures.append('parallel.offload = "cpu" with zero 3')
-    return f"nothing fits; the best is short of {over:.1f} GiB a device; {', '.join(cures)} would help"
+    return f"nothing fits; {by}; {', '.join(cures)} would help"
 
 
 def _write(given: Words, space: Space, recorded: Sequence[Candidate]) -> None:

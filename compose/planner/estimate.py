@@ -3,20 +3,15 @@
 Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
 """
 
-import os
-import signal
-import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver, get_context
-from multiprocessing.context import BaseContext
 from typing import Any
-from unittest import mock
 
 import torch
 
 from compose.config.job import Job
+from compose.errors import ConfigError
 from compose.pipeline.schedules import Action, build_table
 from compose.pipeline.timeline import Slot, simulate
 from compose.planner import costs
@@ -42,6 +37,7 @@ from compose.planner.memory import (
     replay,
 )
 from compose.planner.record import Record
+from compose.planner.record_pool import RecordPool
 from compose.planner.step_time import Seconds, action_seconds, grown, no_wait, seconds_of
 from compose.planner.trace import RankStep, Traced, trace
 
@@ -153,15 +149,32 @@ def schedule_rows(job: Job) -> list[list[Action]]:
 
 
 def estimate(
-    job: Job,
-    cluster: Cluster,
-    workers: int = 2,
-    stream: Any = None,
-    other: OtherProgram | None = None,
+    job: Job, cluster: Cluster, workers: int = 0, other: OtherProgram | None = None
 ) -> Estimate:
     """Return the memory and the time of a job's step on a cluster."""
+    return _estimate(job, cluster, rank_costs(job, cluster, schedule_rows(job), workers, other), other)
+
+
+def estimates(
+    jobs: Sequence[Job], cluster: Cluster, workers: int = 0, other: OtherProgram | None = None
+) -> Iterator[tuple[int, Estimate | ConfigError]]:
+    """Yield the place of each job with its estimate, or with why it has none, as they end.
+
+    The records of all jobs share the processes, of which there are ``workers``; 0: as many as cores.
+    """
+    plans = [_JobRecords(job, schedule_rows(job)) for job in jobs]
+    for place, ranks in _costs(plans, cluster, workers, other):
+        job = jobs[place]
+        yield (
+            place,
+            ranks if isinstance(ranks, ConfigError) else _estimate(job, cluster, ranks, other),
+        )
+
+
+def _estimate(
+    job: Job, cluster: Cluster, ranks: list[RankCosts], other: OtherProgram | None
+) -> Estimate:
     rows = schedule_rows(job)
-    ranks = rank_costs(job, cluster, rows, workers, stream, other)
     count = job.micro_batches
     peaks = []
     for costs_of, row in zip(ranks, rows, strict=True):
@@ -239,43 +252,97 @@ def _summary(
     )
 
 
+class _JobRecords:
+    """The records that a job needs: of one rank of each kind, each with few layers and one more."""
+
+    def __init__(self, job: Job, rows: Sequence[Sequence[Action]]) -> None:
+        self.job, self.runs = job, runs_of(job)
+        runs, last = self.runs, max(action.stage for row in rows for action in row)
+        self._stages = [sorted({action.stage for action in row}) for row in rows]
+        self._equal: dict[Any, list[int]] = {}
+        for rank, mine in enumerate(self._stages):
+            self._equal.setdefault(_kind(runs, mine, last), []).append(rank)
+        # The longest of those that are equal is recorded, so that fewer layers may stand for all.
+        self._chosen = {
+            kind: max(
+                ranks, key=lambda r: sum(runs.layers()[s] for s in self._stages[r]) if runs else 0
+            )
+            for kind, ranks in self._equal.items()
+        }
+        self.kept = {
+            rank: _kept(runs, self._stages[rank], len(self._equal[kind]))
+            for kind, rank in self._chosen.items()
+        }
+        """The layers of each record, by the rank that is recorded."""
+        self.made: dict[tuple[int, int], RankCosts] = {}
+        """The records by rank and place in ``kept``."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all records are there."""
+        return len(self.made) == sum(map(len, self.kept.values()))
+
+    def costs(self) -> list[RankCosts]:
+        """Return the costs of each pipeline rank."""
+        results: dict[int, RankCosts] = {}
+        for kind, source in self._chosen.items():
+            records = [self.made[source, i] for i in range(len(self.kept[source]))]
+            for rank in self._equal[kind]:
+                numbers = dict(zip(self._stages[source], self._stages[rank], strict=True))
+                base, *longer = [renamed(one, numbers) for one in records]
+                if self.runs is not None and longer:
+                    more = list(zip(self.runs.places(), longer, strict=True))
+                    base = with_all_layers(base, self.runs, more)
+                results[rank] = base
+        return [results[rank] for rank in sorted(results)]
+
+
 def rank_costs(
     job: Job,
     cluster: Cluster,
     rows: Sequence[Sequence[Action]],
-    workers: int = 2,
-    stream: Any = None,
+    workers: int = 0,
     other: OtherProgram | None = None,
 ) -> list[RankCosts]:
     """Return the costs of each pipeline rank."""
-    runs = runs_of(job)
-    last = max(action.stage for row in rows for action in row)
-    stages = [sorted({action.stage for action in row}) for row in rows]
-    equal: dict[Any, list[int]] = {}
-    for rank, mine in enumerate(stages):
-        equal.setdefault(_kind(runs, mine, last), []).append(rank)
-    # The longest of those that are equal is recorded, so that fewer layers may stand for all.
-    chosen = {
-        kind: max(ranks, key=lambda r: sum(runs.layers()[s] for s in stages[r]) if runs else 0)
-        for kind, ranks in equal.items()
-    }
-    plans = {rank: _kept(runs, stages[rank], len(equal[kind])) for kind, rank in chosen.items()}
-    if stream is None and job.degrees.pp > 1:
-        stream = stream_of(job, cluster, other)
-    tasks = [(job, cluster, other, rank, kept, stream) for rank in plans for kept in plans[rank]]
-    # A process for each: PyTorch keeps what it knows of a world's groups for the next one.
-    with _processes().Pool(min(workers, len(tasks)), _begin, (), 1) as pool:
-        made = iter(pool.starmap(recorded, tasks, chunksize=1))
-    results: dict[int, RankCosts] = {}
-    for kind, source in chosen.items():
-        records = [next(made) for _ in plans[source]]
-        for rank in equal[kind]:
-            numbers = dict(zip(stages[source], stages[rank], strict=True))
-            base, *longer = [renamed(one, numbers) for one in records]
-            if runs is not None and longer:
-                base = with_all_layers(base, runs, list(zip(runs.places(), longer, strict=True)))
-            results[rank] = base
-    return [results[rank] for rank in range(len(rows))]
+    [(_, result)] = _costs([_JobRecords(job, rows)], cluster, workers, other)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
+
+
+def _costs(
+    plans: Sequence[_JobRecords], cluster: Cluster, workers: int, other: OtherProgram | None
+) -> Iterator[tuple[int, list[RankCosts] | ConfigError]]:
+    """Yield the place of each job with the costs of its pipeline ranks, as they end."""
+    left = set(range(len(plans)))
+    with RecordPool(workers) as pool:
+
+        def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
+            plan = plans[place]
+            task = plan.job, cluster, other, rank, plan.kept[rank][number], stream
+            pool.submit((place, rank, number), recorded, *task)
+
+        for place in left:
+            for number in range(len(plans[place].kept[0])):
+                submit(place, 0, number)
+        for name, result in pool.results():
+            place, rank, number = name
+            if place not in left:
+                continue  # another of its records has failed
+            plan = plans[place]
+            if isinstance(result, ConfigError):
+                left.discard(place)
+                yield place, result
+                continue
+            plan.made[rank, number], stream = result
+            if (rank, number) == (0, 0):  # it tells the other ranks what stages send
+                for other_rank in [r for r in plan.kept if r]:
+                    for i in range(len(plan.kept[other_rank])):
+                        submit(place, other_rank, i, stream)
+            if plan.whole:
+                left.discard(place)
+                yield place, plan.costs()
 
 
 def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:
@@ -305,36 +372,16 @@ def stream_of(
 ) -> tuple[torch.Size, torch.dtype]:
     """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
     runs = runs_of(job)
-    with _processes().Pool(1, _begin) as pool:
-        return pool.apply(_stream, (job, cluster, other, runs and runs.fewest()))
+    with RecordPool(1) as pool:
+        pool.submit("", _stream, job, cluster, other, runs and runs.fewest())
+        [(_, result)] = pool.results()
+    return result
 
 
 def _stream(
     job: Job, cluster: Cluster, other: OtherProgram | None, kept: LayerRuns | None
 ) -> tuple[torch.Size, torch.dtype]:
     return _record(job, cluster, other, kept, micro_batches=0).broadcast[0]
-
-
-def _processes() -> BaseContext:
-    """Return how to start the processes that make records. They see no GPU.
-
-    PyTorch's optimizers ask CUDA even for tensors without data, and a forked copy of a process that has
-    used CUDA cannot call it.
-    """
-    if not torch.cuda.is_available():
-        return get_context("fork")
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
-        forkserver.ensure_running()
-    return context
-
-
-def _begin() -> None:
-    """Prepare a process that makes records."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
-    # FSDP warns about a view that is never changed in place here.
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
 
 
 def recorded(
@@ -344,15 +391,16 @@ def recorded(
     pp_rank: int,
     kept: LayerRuns | None,
     stream: Any,
-) -> RankCosts:
+) -> tuple[RankCosts, Any]:
     """Make the record of a rank, and return what it costs; of all layers unless some are ``kept``.
 
-    ``stream`` is what stages send, as the first rank of the pipeline broadcast it.
+    ``stream`` is what stages send, as the first rank of the pipeline broadcast it. It is returned too.
     """
     count = len(few_micro_batches(job))
     objects = None if pp_rank == 0 else [stream]
     rank = pp_rank * job.world_size // job.degrees.pp
-    record = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects).record
+    traced = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects)
+    record, sent = traced.record, traced.broadcast
     if other:
         other.change(record, job)
     categorize(record, job.resolved.output)
@@ -363,7 +411,8 @@ def recorded(
     grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator
     peaks = replay(((place, change) for _, place, change in record.changes), grows)
     overhead = peaks.reserved / max(1, peaks.allocated)
-    return RankCosts(rank_memory(record, count, where), overhead, seconds)
+    costs_of = RankCosts(rank_memory(record, count, where), overhead, seconds)
+    return costs_of, sent[0] if stream is None and sent else stream
 
 
 def _record(

@@ -15,6 +15,8 @@ from compose.pipeline.schedules import stages_per_rank
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 
+MEMORY_ERROR = 4 / 3
+"""How often a recorded rank's reserved bytes may stand in the quick estimate, at most; assumed."""
 _STREAM = 12.0  # elements of the stream that a layer's norms, sums and casts move, for each element
 _HOST_MEMORY = 50e9  # bytes per second of host memory that one rank's optimizer has; assumed
 _KEPT = {"none": 1.0, "selective": 0.55, "full": 0.0}  # of a layer's results that wait for backward

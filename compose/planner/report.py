@@ -7,10 +7,7 @@ from typing import Any
 
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
-from compose.planner.estimate import RankPeak
-from compose.planner.memory import CATEGORIES
-from compose.planner.quick_estimate import ModelShape, QuickEstimate, micro_batches, quick
-from compose.planner.search import (
+from compose.planner.candidates import (
     DEGREES,
     TRIED,
     Candidate,
@@ -20,6 +17,9 @@ from compose.planner.search import (
     shape_for,
     with_keys,
 )
+from compose.planner.estimate import RankPeak
+from compose.planner.memory import CATEGORIES
+from compose.planner.quick_estimate import ModelShape, QuickEstimate, micro_batches, quick
 
 _GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words

@@ -1,80 +1,33 @@
 """The search: every candidate gets a quick estimate, and the best of them get a record."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from compose.config import rules
-from compose.config.job import make_job
+from compose.config.job import Job
 from compose.config.tables import Config
 from compose.errors import ConfigError
-from compose.parallel.mesh import AXES, resolve_degrees
-from compose.pipeline.schedules import stages_per_rank
-from compose.planner.cluster import Cluster
-from compose.planner.estimate import Estimate, estimate, stream_of
-from compose.planner.quick_estimate import ModelShape, QuickEstimate, micro_batches, quick, shape_of
+from compose.parallel.mesh import resolve_degrees
+from compose.planner.candidates import (
+    DEGREES,
+    Candidate,
+    Space,
+    candidate_of,
+    candidates,
+    describe,
+    fits,
+    order,
+    shape_for,
+)
+from compose.planner.estimate import estimate, estimates
+from compose.planner.quick_estimate import quick
 
-
-@dataclass(frozen=True)
-class Space:
-    """The keys that the search may change, and its objective."""
-
-    config: Config
-    """The config of the file and the command line."""
-    cluster: Cluster
-    world_size: int
-    fixed: Collection[str] = ()
-    """Keys that stay as they are."""
-    objective: str = "time"
-    """"time", "memory" or "devices"."""
-    islands: int = 1
-    """Islands of the job; all else here is of one of them."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One composition with its estimates."""
-
-    config: Config
-    keys: dict[str, Any]
-    rough: QuickEstimate
-    estimate: Estimate | None = None
-    """From a record; None if none was made."""
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the allocator of the fullest rank has from the device."""
-        return (
-            max(p.reserved for p in self.estimate.peaks) if self.estimate else round(self.rough.memory)
-        )
-
-
-def capacity(cluster: Cluster) -> int:
-    """Return the bytes of a device that a process can allocate."""
-    return cluster.device.memory - cluster.device.context - cluster.nccl_bytes
-
-
-def order(
-    space: Space, candidate: Candidate, size_factor: float = 1.0, step_factor: float = 1.0
-) -> tuple[Any, ...]:
-    """Return what candidates are sorted by: those that fit come first."""
-    room, size = capacity(space.cluster), candidate.reserved * size_factor
-    step = candidate.estimate.step_seconds if candidate.estimate else candidate.rough.step
-    step *= step_factor
-    too_large = size > room
-    if too_large or space.objective == "memory":
-        return (too_large, size, step)
-    return (False, step, size)
-
-
-def fits(space: Space, candidate: Candidate) -> bool:
-    """Return whether the fullest rank of a candidate fits on a device."""
-    return candidate.reserved <= capacity(space.cluster)
-
-
+MOST = 6
+"""Candidates that are recorded."""
+_FIRST, _NEXT = 3, 2  # candidates of the first round of records, and of each later one
+_SHORT = 3  # candidates that are recorded if nothing fits
 _OF_A_MESH = 2  # candidates of one mesh that are recorded before those of other meshes
 _Traits = tuple[object, ...]
 
@@ -92,24 +45,56 @@ class RecordQueue:
         self._left = list(every)
         self._seen: dict[_Traits, int] = {}
 
+    def next_round(self, recorded: Sequence[Candidate], most: int) -> list[Candidate]:
+        """Return the candidates that are recorded next, ``most`` at most."""
+        if recorded:
+            return self._best(recorded, min(most, _NEXT))
+        first = [self.next(recorded)]
+        for whose in (_is_plain, _is_textbook):
+            near = [c for c in self._left if whose(self._space, c)]
+            if near and not any(c and whose(self._space, c) for c in first):
+                first.append(self._take(min(near, key=lambda c: order(self._space, c))))
+        first += self._best(recorded, _FIRST - len(first))
+        return [candidate for candidate in first if candidate][:most]
+
+    def _best(self, recorded: Sequence[Candidate], most: int) -> list[Candidate]:
+        chosen = [self.next(recorded) for _ in range(most)]
+        return [candidate for candidate in chosen if candidate]
+
     def next(self, recorded: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate whose turn it is."""
         if not self._left:
             return None
         factors: dict[_Traits, tuple[float, float]] = {}
 
-        def place(number: int) -> tuple[object, ...]:
-            candidate = self._left[number]
+        def place(candidate: Candidate) -> tuple[object, ...]:
             kind = _kind(candidate)
             if kind not in factors:
                 factors[kind] = _factors(kind, recorded)
             late = self._seen.get(_mesh(candidate), 0) >= _OF_A_MESH
             return (late, *order(self._space, candidate, *factors[kind]))
 
-        candidate = self._left.pop(min(range(len(self._left)), key=place))
+        return self._take(min(self._left, key=place))
+
+    def _take(self, candidate: Candidate) -> Candidate:
+        self._left = [other for other in self._left if other is not candidate]
         mesh = _mesh(candidate)
         self._seen[mesh] = self._seen.get(mesh, 0) + 1
         return candidate
+
+
+def _is_plain(space: Space, candidate: Candidate) -> bool:
+    """Return whether a candidate is FSDP alone: all ranks share the parameters."""
+    parallel = candidate.config.parallel
+    whole = parallel.dp_shard == space.world_size and parallel.ep == 1
+    return whole and parallel.zero == 3 and parallel.offload == "none"
+
+
+def _is_textbook(space: Space, candidate: Candidate) -> bool:
+    """Return whether a candidate has tp within nodes, and pp and dp between them."""
+    parallel = candidate.config.parallel
+    in_node = parallel.tp == space.cluster.node
+    return in_node and parallel.cp == parallel.dp_replicate == 1 and parallel.offload == "none"
 
 
 def _mesh(candidate: Candidate) -> _Traits:
@@ -148,138 +133,6 @@ def _factors(kind: _Traits, recorded: Sequence[Candidate]) -> tuple[float, float
     return math.exp(size), math.exp(step)
 
 
-DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
-# The values that are tried of a free key. The degrees come from the number of ranks.
-TRIED: dict[str, tuple[Any, ...]] = {
-    "parallel.zero": (3, 2, 1),
-    "activation_checkpoint.mode": ("none", "selective", "full"),
-    "train.micro_batch": (1, 2, 4, 8),
-    "parallel.pp_schedule": ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
-}
-# The memory that a rank needs at least, as a share of the quick estimate of its memory.
-_SURELY = 0.75
-_SHORT = 3  # candidates that are recorded if nothing fits
-_MOST_TP = 2  # nodes over which tp is tried
-_LEAST_TOKENS = 2048  # of a sequence on each rank of cp
-
-
-def candidates(
-    space: Space, shape: ModelShape, offload: bool = False, anyway: bool = False
-) -> Iterator[Candidate]:
-    """Yield the candidates whose quick estimate says that they may fit."""
-    room = capacity(space.cluster)
-    for keys in _keys(space, shape):
-        if offload:
-            if keys.get("parallel.zero", space.config.parallel.zero) != 3:
-                continue
-            keys["parallel.offload"] = "cpu"
-        config = with_keys(space.config, keys)
-        if not micro_batches(config):
-            continue
-        if config.parallel.pp > 1 and not _pipelines(config, shape):
-            continue
-        rough = quick(shape, config, space.cluster)
-        if anyway or rough.memory * _SURELY <= room:
-            yield Candidate(config, keys, rough)
-
-
-def _pipelines(config: Config, shape: ModelShape) -> bool:
-    """Return whether there are layers for all stages, and micro-batches for all ranks."""
-    parallel = config.parallel
-    stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
-    return stages - 2 <= shape.count and micro_batches(config) >= parallel.pp
-
-
-def with_keys(config: Config, keys: dict[str, Any]) -> Config:
-    """Return ``config`` with other values of some keys."""
-    tables: dict[str, dict[str, Any]] = {}
-    for name, value in keys.items():
-        table, _, key = name.partition(".")
-        tables.setdefault(table, {})[key] = value
-    changed = {table: replace(getattr(config, table), **values) for table, values in tables.items()}
-    return replace(config, **changed)
-
-
-def _keys(space: Space, shape: ModelShape) -> Iterator[dict[str, Any]]:
-    config, fixed = space.config, set(space.fixed)
-    for degrees in _meshes(space, shape):
-        pp, data = degrees["parallel.pp"], degrees["parallel.dp_shard"] * degrees["parallel.cp"]
-        data *= degrees["parallel.dp_replicate"]
-        free = {
-            key: values
-            for key, values in TRIED.items()
-            if key not in fixed
-            and not (key == "parallel.pp_schedule" and pp == 1)
-            and not (key == "parallel.zero" and data == 1)
-        }
-        for values in itertools.product(*free.values()):
-            keys = {**degrees, **dict(zip(free, values, strict=True))}
-            if keys.get("parallel.zero") in (1, 2) and degrees["parallel.dp_replicate"] > 1:
-                continue
-            if "parallel.pp_schedule" in keys and "parallel.pp_virtual_stages" not in fixed:
-                keys["parallel.pp_virtual_stages"] = 0
-            if "parallel.pp_layers" not in fixed:
-                keys["parallel.pp_layers"] = ()
-            if config.parallel.zero3_reshard and "parallel.zero3_reshard" not in fixed:
-                keys["parallel.zero3_reshard"] = 0
-            yield keys
-
-
-def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
-    """Yield the degrees that may be legal: cheap rules first, since there are many meshes."""
-    config, cluster, fixed = space.config, space.cluster, set(space.fixed)
-    routed = [experts for kind in shape.layers for experts, _, _ in kind.experts]
-    most = {
-        "tp": _MOST_TP * cluster.node,
-        "cp": max(1, config.train.seq_len // _LEAST_TOKENS),
-        "pp": shape.count + 2,
-        "dp_replicate": config.train.global_batch,
-        "dp_shard": config.train.global_batch,
-    }
-
-    def allowed(axis: str) -> list[int]:
-        if axis in ("tp", "cp", "pp") and axis not in shape.axes:
-            return [1]
-        own = getattr(config.parallel, axis)
-        if f"parallel.{axis}" in fixed and own != -1:
-            return [own]
-        upto = min(most[axis], space.world_size)
-        return [d for d in range(1, upto + 1) if space.world_size % d == 0]
-
-    for pp, dp_replicate, cp, tp in itertools.product(
-        *map(allowed, ("pp", "dp_replicate", "cp", "tp"))
-    ):
-        dp_shard, rest = divmod(space.world_size, pp * dp_replicate * cp * tp)
-        if rest or dp_shard not in allowed("dp_shard"):
-            continue
-        # Replicas are for weights that are sharded over at least a node.
-        few = dp_shard * cp * tp < cluster.node or dp_shard == 1
-        if "parallel.dp_replicate" not in fixed and dp_replicate > 1 and few:
-            continue
-        inner = dp_replicate * dp_shard * cp * tp
-        eps = [1]
-        if routed and "parallel.ep" in fixed:
-            eps = [config.parallel.ep]
-        elif routed:
-            eps = [d for d in range(1, min(routed) + 1) if inner % d == 0 and min(routed) % d == 0]
-            eps = [d for d in eps if d & (d - 1) == 0]
-        for ep in eps:
-            yield {
-                "parallel.pp": pp,
-                "parallel.dp_replicate": dp_replicate,
-                "parallel.dp_shard": dp_shard,
-                "parallel.cp": cp,
-                "parallel.tp": tp,
-                "parallel.ep": ep,
-            }
-
-
-def shape_for(space: Space) -> ModelShape:
-    """Return the shape of the space's model."""
-    one = with_keys(space.config, dict.fromkeys(DEGREES, 1))
-    return shape_of(make_job(one, 1))
-
-
 def own(space: Space) -> Candidate:
     """Return the candidate of the config's own mesh."""
     degrees = resolve_degrees(space.config.parallel, space.world_size)
@@ -290,55 +143,108 @@ def own(space: Space) -> Candidate:
     return Candidate(job.config, keys, rough, estimate(job, space.cluster))
 
 
+@dataclass(frozen=True)
+class Searched:
+    """The result of a search."""
+
+    candidates: list[Candidate]
+    """Those that were recorded, the best first."""
+    let_through: int
+    """Legal candidates that may fit by their quick estimates."""
+    looked_at: int
+    """How many were recorded."""
+    capped: bool = False
+    """Whether a limit of time or Ctrl-C ended the search before its own end."""
+    certain: bool = True
+    """Whether it is sure that no candidate fits, if none of the recorded ones does."""
+
+
+def record_all(
+    space: Space, configs: Sequence[Config], workers: int = 0
+) -> list[Candidate | ConfigError]:
+    """Record several compositions, and return each as a candidate, or why it is not legal.
+
+    Their records share ``workers`` processes; 0: as many as there are cores.
+    """
+    shape = shape_for(space)
+    results = dict(_recorded(space, [candidate_of(space, shape, c) for c in configs], workers))
+    return [results[place] for place in range(len(configs))]
+
+
+def _recorded(
+    space: Space, chosen: Sequence[Candidate], workers: int
+) -> Iterator[tuple[int, Candidate | ConfigError]]:
+    """Yield the place of each candidate with its record, or why it is not legal, as they end."""
+    jobs: dict[int, Job] = {}
+    for place, candidate in enumerate(chosen):
+        try:
+            jobs[place] = rules.check(candidate.config, space.world_size)
+        except ConfigError as error:
+            yield place, error
+    places = list(jobs)
+    for number, result in estimates(list(jobs.values()), space.cluster, workers):
+        place = places[number]
+        if isinstance(result, ConfigError):
+            yield place, result
+        else:
+            yield place, replace(chosen[place], config=jobs[place].config, estimate=result)
+
+
 def search(
     space: Space,
-    most: int = 12,
-    seconds: float = 60.0,
+    most: int = MOST,
+    seconds: float = math.inf,
     progress: Callable[[str], None] = lambda text: None,
-    workers: int = 2,
-) -> list[Candidate]:
-    """Return the best candidates, the best first."""
+    workers: int = 0,
+) -> Searched:
+    """Record the best candidates by their quick estimates.
+
+    Plain FSDP and the textbook's mesh are always among them. The records of one round are made in
+    ``workers`` processes, and the next round is chosen from their results alone, so that the answer
+    does not depend on the machine. ``seconds`` caps the search once a candidate was recorded.
+    """
     began, shape = time.monotonic(), shape_for(space)
     every = sorted(candidates(space, shape), key=lambda c: order(space, c))
     if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
         every = sorted([*candidates(space, shape, offload=True), *every], key=lambda c: order(space, c))
+    let_through = len(every)
     if not every:  # the least short ones tell by how much
         every = sorted(candidates(space, shape, anyway=True), key=lambda c: c.rough.memory)
         most = min(most, _SHORT)
     for axis in ("tp", "cp", "pp"):
         if axis not in shape.axes:
             progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
-    progress(f"{len(every)} candidates may fit; the best {most} are recorded")
+    progress(f"{let_through} candidates may fit; the best {most} are recorded")
     results: list[Candidate] = []
     refused: list[str] = []
-    streams: dict[Any, Any] = {}
+    capped = False
+    turns = RecordQueue(space, every)
     try:
-        turns = RecordQueue(space, every)
-        while candidate := turns.next(results):
-            if len(results) >= most or (results and time.monotonic() - began > seconds):
+        while len(results) < most and not capped:
+            chosen = turns.next_round(results, most - len(results))
+            if not chosen:
                 break
-            try:
-                job = rules.check(candidate.config, space.world_size)
-            except ConfigError as error:
-                refused += error.problems
-                continue
-            stream, parallel = None, job.degrees
-            train, precision = job.config.train, job.config.precision
-            if parallel.pp > 1:
-                # These decide what a pipeline's stages send.
-                key = parallel.cp, parallel.tp, parallel.sequence, train.micro_batch, precision.param
-                stream = streams[key] = streams.get(key) or stream_of(job, space.cluster)
-            estimated = estimate(job, space.cluster, workers, stream)
-            measured = replace(candidate, config=job.config, estimate=estimated)
-            results.append(measured)
-            progress(f"{len(results)}: {describe(measured)}")
+            made: dict[int, Candidate] = {}
+            for place, result in _recorded(space, chosen, workers):
+                if isinstance(result, ConfigError):
+                    refused += result.problems
+                    let_through -= 1
+                    continue
+                made[place] = result
+                progress(f"{len(results) + len(made)}: {describe(result)}")
+                if time.monotonic() - began > seconds:
+                    capped = True
+                    break
+            results += [made[place] for place in sorted(made)]
     except KeyboardInterrupt:
+        capped = True
+        results += [made[place] for place in sorted(made)]
         progress("interrupted: these are the best so far")
-    if not results and not every:
-        return []
-    if not results:
+    if every and not results:
         raise ConfigError(*dict.fromkeys(refused))
-    return sorted(results, key=lambda c: order(space, c))
+    results.sort(key=lambda c: order(space, c))
+    certain = let_through <= 0 or len(results) >= let_through
+    return Searched(results, max(0, let_through), len(results), capped, certain)
 
 
 def fewest(
@@ -356,7 +262,8 @@ def fewest(
         rough = [c for c in candidates(here, shape) if fits(here, c)]
         best = min((c.rough.step for c in rough), default=float("inf"))
         if train.global_batch * train.seq_len / best >= needed / 2:
-            results = [c for c in search(here, most=4, progress=progress) if fits(here, c)]
+            results = search(here, most=4, progress=progress).candidates
+            results = [c for c in results if fits(here, c)]
             if results and results[0].estimate:
                 rate = results[0].estimate.tokens_per_second_per_device * ranks
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
@@ -364,18 +271,3 @@ def fewest(
                     return here, results
         ranks *= 2
     return space, []
-
-
-def describe(candidate: Candidate) -> str:
-    """Return a candidate in one line."""
-    parallel = candidate.config.parallel
-    parts = [f"{a} {getattr(parallel, a)}" for a in (*AXES, "ep") if getattr(parallel, a) > 1]
-    parts.append(f"zero {parallel.zero}")
-    if parallel.pp > 1:
-        parts.append(parallel.pp_schedule)
-    parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
-    parts.append(f"micro_batch {candidate.config.train.micro_batch}")
-    text = ", ".join(parts)
-    if candidate.estimate:
-        text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
-    return text

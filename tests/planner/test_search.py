@@ -16,23 +16,21 @@ from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
 from compose.planner.against_run import against
+from compose.planner.candidates import (
+    DEGREES,
+    TRIED,
+    Candidate,
+    Space,
+    candidates,
+    capacity,
+    shape_for,
+    with_keys,
+)
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.report import alternatives
-from compose.planner.search import (
-    DEGREES,
-    TRIED,
-    Candidate,
-    RecordQueue,
-    Space,
-    candidates,
-    capacity,
-    fewest,
-    search,
-    shape_for,
-    with_keys,
-)
+from compose.planner.search import RecordQueue, fewest, search
 from tests.support.command_lines import execute
 from tests.support.helpers import ROOT, keys_in
 
@@ -165,8 +163,8 @@ def test_memory_ranks_candidates_when_asked() -> None:
     shape = "model.n_layers=2 model.dim=64 train.seq_len=64 train.global_batch=8 train.micro_batch=1"
     keys = keys_in(f"{shape} activation_checkpoint.mode=none")
     where = space(TRAIN, "h100_sxm", 4, **keys)
-    fast = [c.estimate.step_seconds for c in search(where, most=4) if c.estimate]
-    lean = [c.reserved for c in search(replace(where, objective="memory"), most=4)]
+    fast = [c.estimate.step_seconds for c in search(where, most=4).candidates if c.estimate]
+    lean = [c.reserved for c in search(replace(where, objective="memory"), most=4).candidates]
     assert fast == sorted(fast)
     assert lean == sorted(lean)
 
@@ -324,7 +322,7 @@ def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
 def test_the_fewest_devices_are_found() -> None:
     shape = {"model__n_layers": 2, "train__global_batch": 8, "train__micro_batch": 1}
     where = space(TRAIN, "h100_sxm", 8, **shape)
-    one = search(replace(where, world_size=1), most=2)[0].estimate
+    one = search(replace(where, world_size=1), most=2).candidates[0].estimate
     assert one is not None
     rate = one.tokens_per_second_per_device
     few, result = fewest(where, tokens=rate * 0.9 * 86400, days=1)
