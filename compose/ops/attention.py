@@ -152,8 +152,10 @@ def parts_of(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> Parts:
     """Return the parts of a task by the kernel that the device has for it."""
     kind = operators.device_of(q)
     if kind == "cuda":
+        packed = q.is_meta and task.bounds is not None and kernel_table.planned().packed
         task = _with_documents_that_matter(task, len(q))
         device, problem = kernel_table.device_of(q), problem_of(task, q, k, v)
+        problem = replace(problem, documents=True) if packed else problem
         kernel = kernel_of(device, problem)
         if kernel in ("flash", "cudnn"):
             return VarlenParts(task, q, k, kernel, widths_of(kernel, device, problem))

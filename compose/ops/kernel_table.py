@@ -20,7 +20,7 @@ Kernel = Literal["cudnn", "flash", "efficient", "plain"]
 class Gpu:
     """The facts of a GPU, and PyTorch's settings, on which the choice depends."""
 
-    capability: tuple[int, int]
+    capability: tuple[int, ...]
     """The compute capability."""
     cudnn: int = 0
     """The version of cuDNN, as PyTorch numbers it; 0: its attention is not to be used."""
@@ -133,14 +133,49 @@ def widths_of(kernel: Kernel, device: Gpu, problem: Problem) -> tuple[int, int]:
     return problem.widths
 
 
-PLANNED = Gpu((8, 0))
-"""The device of tensors on meta: the planner's figures are those of FlashAttention-2."""
+@dataclass(frozen=True)
+class Planned:
+    """The device that tensors on meta stand for, and their rows."""
+
+    gpu: Gpu = Gpu((8, 0))
+    packed: bool = False
+    """Whether rows hold several documents, which no tensor on meta can tell."""
+
+
+def planned() -> Planned:
+    """Return what tensors on meta stand for.
+
+    The planner puts a function here that returns the device of its plan. So call it as
+    ``kernel_table.planned``.
+    """
+    return Planned()
+
+
+def planned_for(capability: tuple[int, ...], packed: bool) -> Planned:
+    """Return a device with this PyTorch, and rows of one or of several documents."""
+    return Planned(Gpu(capability, CUDNN, current_flash_attention_impl() or "FA2"), packed)
+
+
+CUDNN = 91900
+"""The version of cuDNN that comes with PyTorch 2.13."""
+KERNELS = ("cudnn", "flash2", "flash3", "flash4", "efficient")
+"""The kernels that have a time of their own."""
+
+
+def kernel_that_runs(operator: str) -> str:
+    """Return the kernel of one of PyTorch's operators of attention; empty for one of no GPU."""
+    for name in ("cudnn", "efficient"):
+        if name in operator:
+            return name
+    if "flash" not in operator or "cpu" in operator:
+        return ""
+    return (current_flash_attention_impl() or "FA2").replace("FA", "flash")
 
 
 def device_of(q: Tensor) -> Gpu:
     """Return the device of a tensor, and PyTorch's settings for it."""
     if not q.is_cuda:
-        return PLANNED
+        return planned().gpu
     usable = torch.version.cuda is not None and torch.backends.cuda.cudnn_sdp_enabled()
     strict = torch.are_deterministic_algorithms_enabled()
     return Gpu(

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
+from compose.ops.kernel_table import KERNELS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,6 +54,8 @@ def _known(dtype: str) -> str:
 
 DtypeName = Annotated[str, AfterValidator(_known)]
 Tile = Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
+Capability = Annotated[tuple[NonNegative, ...], Field(min_length=2, max_length=2)]
+Shares = Annotated[tuple[Share, ...], Field(min_length=2, max_length=2)]
 Pair = Annotated[tuple[Amount, ...], Field(min_length=2, max_length=2)]
 # Forward: 430, 517, 566, 590, 614 and 621 TFLOP/s at 512 to 16,384 tokens on an H100 (pytorch/benchmark
 # #2391) are 630 s / (s + 215), and its FLOPs per byte are s / 2. Backward: 52.9, 62.5, 70.1, 74.8 and
@@ -104,6 +107,8 @@ class Device(_Table):
     """Rows and columns of the largest tile of a product that one unit computes."""
     peak: Mapping[DtypeName, Rate]
     """FLOP/s by type, dense, at the maker's clock."""
+    capability: Capability = (8, 0)
+    """CUDA's compute capability, which decides what kernel of attention runs."""
     message_units: NonNegative = 0
     """Units that a message keeps while it runs, so that they do not compute."""
     exponentials: Amount = 0.0
@@ -132,9 +137,12 @@ class Efficiencies(_Table):
     products: Mapping[DtypeName, Share]
     """Part of the peak that large products reach for hours, by type."""
     attention_forward: Share
-    """Part of the peak that attention's forward reaches for long sequences and heads of 128."""
+    """Part of the peak that attention's forward reaches for long sequences and heads of 128, by the
+    kernel that ``attention`` does not name: FlashAttention-2, which takes documents in a row."""
     attention_backward: Share
     """The same for its backward."""
+    attention: Mapping[str, Shares] = field(default_factory=dict)
+    """The parts that forward and backward of other kernels reach."""
     attention_half: Pair = GPU_ATTENTION_HALF
     """FLOPs per byte at which attention's forward and backward have half of that."""
 
@@ -291,6 +299,12 @@ def _contradictions(cluster: Cluster) -> list[str]:
     if not device.peak:
         problems.append("device.peak: needs the rate of one type at least")
     problems += [f"efficiencies.products.{dtype}: missing; device.peak has it" for dtype in missing]
+    problems += [
+        f"efficiencies.attention.{kernel}: is no kernel{did_you_mean(kernel, KERNELS)} (known:"
+        f" {', '.join(KERNELS)})"
+        for kernel in cluster.efficiencies.attention
+        if kernel not in KERNELS
+    ]
     for key in ("power", "power_limit"):
         if getattr(device, key) <= device.power_idle:
             problems.append(f"device.{key}: {getattr(device, key)} is not above power_idle")

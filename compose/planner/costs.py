@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from compose.errors import ConfigError, did_you_mean
@@ -133,11 +134,22 @@ def _tiles(largest: tuple[int, ...]) -> list[tuple[int, int, float]]:
     ]
 
 
+@functools.lru_cache(maxsize=1024)
+def by_kernel(cluster: Cluster, kernel: str) -> Cluster:
+    """Return the cluster whose ``attention_forward`` and ``attention_backward`` are a kernel's."""
+    known = cluster.efficiencies
+    if kernel not in known.attention:
+        return cluster
+    forward, backward = known.attention[kernel]
+    others = replace(known, attention_forward=forward, attention_backward=backward)
+    return replace(cluster, efficiencies=others)
+
+
 @functools.lru_cache(maxsize=65536)
 def attention_seconds(
     cluster: Cluster, flops: float, bytes: float, dtype: str, head_dim: int, backward: bool
 ) -> float:
-    """Return the seconds of one fused attention.
+    """Return the seconds of one fused attention, by the kernel of ``attention_forward``.
 
     Its products and the exponentials of its softmax take turns: 4 head_dim FLOPs forward and 10
     head_dim backward for each exponential (Shah et al. 2024, arXiv:2407.08608, section 2.2), which is

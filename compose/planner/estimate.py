@@ -107,6 +107,8 @@ class OtherProgram:
     """It changes the record before it is costed; a function of a module, since it goes to a process."""
     fused: bool = True
     """Whether operators that follow one another in a layer are one kernel."""
+    flash2: bool = True
+    """Whether FlashAttention-2 computes attention on every device, as in programs before 2025."""
     exchange: float = 0.0
     """Seconds of each action of a pipeline in which the host waits for its neighbours."""
 
@@ -423,4 +425,5 @@ def _record(
         options["model"] = reduced(job, runs, kept)
         options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
     device_type = "cpu" if cluster.backend == "gloo" else "cuda"
+    options["capability"] = (8, 0) if other and other.flash2 else cluster.device.capability
     return trace(RankStep(job, device_type=device_type, documents=other is None, **options))

@@ -169,6 +169,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
             units=torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1,
             message_units=16 if gpu else 0,
             tile=(128, 256) if gpu else (16, 16),
+            capability=torch.cuda.get_device_capability(device) if gpu else (8, 0),
             peak=peak,
         ),
         within=within or between or host,

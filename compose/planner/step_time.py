@@ -9,6 +9,7 @@ it a time. While the device is busy for longer, that costs nothing.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from compose.ops.kernel_table import kernel_that_runs
 from compose.parallel.mesh import AXES, Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster
@@ -129,9 +130,9 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
         batch, m, n, k = work.shape
         return costs.product_seconds(cluster, m, n, k, batch, work.dtype)
     if work.kind == "attention":
-        return costs.attention_seconds(
-            cluster, work.flops, work.bytes, work.dtype, work.shape[-1], backward
-        )
+        sizes = work.flops, work.bytes, work.dtype, work.shape[-1]
+        known = costs.by_kernel(cluster, kernel_that_runs(work.name))
+        return costs.attention_seconds(known, *sizes, backward)
     if work.name in _NO_KERNEL or not work.bytes:
         return 0.0
     took = costs.memory_seconds(cluster, work.bytes)

@@ -17,7 +17,9 @@ from compose.build import build_optimizer, loss_function
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
+from compose.config.tables import Data
 from compose.data.datasets import task_of
+from compose.ops import kernel_table
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
@@ -58,6 +60,8 @@ class RankStep:
     """The device whose kernels are chosen, "cpu" or "cuda"."""
     documents: bool = True
     """Whether the batch tells where documents begin, as that of a training run does."""
+    capability: tuple[int, ...] = (8, 0)
+    """The compute capability of that device, by which attention's kernel is chosen."""
     objects: list[Any] | None = None
     """The objects that the first rank of the pipeline broadcast; None for that rank itself."""
 
@@ -70,7 +74,10 @@ def trace(step: RankStep) -> Traced:
     here = {name for name, _ in model.named_modules()}
     # A plan may name single layers, which are gone if layers were left out.
     resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
-    with fake_world(step.rank, job.world_size, recorder, device_type, step.objects) as sent:
+    world = fake_world(step.rank, job.world_size, recorder, device_type, step.objects)
+    planned = kernel_table.planned_for(step.capability, packed_rows(config.data))
+    choice = mock.patch.object(kernel_table, "planned", return_value=planned)
+    with choice, world as sent:
         mesh = init_mesh(job.degrees, device_type)
         # Operators are recorded one by one; the time model fuses them.
         options = replace(job.options, compile=replace(config.compile, mode="off"))
@@ -117,6 +124,12 @@ def trace(step: RankStep) -> Traced:
             recorder.begin((-1, "step", 1), "")
             optimizer.zero_grad()
     return Traced(recorder.record_of, sent)
+
+
+def packed_rows(data: Data) -> bool:
+    """Return whether rows of the data hold several documents: those of a text, or with a separator."""
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    return data.separator >= 0 or any(not path.endswith((".bin", ".npy")) for path in paths)
 
 
 def _buffers_on_meta(model: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from compose.planner.cluster import (
 )
 from compose.planner.costs import (
     attention_seconds,
+    by_kernel,
     collective_seconds,
     host_seconds,
     memory_seconds,
@@ -141,6 +142,13 @@ WRONG = {
         " float64, float8)"
     ],
     ("float8 = 0.74", ""): ["efficiencies.products.float8: missing; device.peak has it"],
+    ("cudnn = [0.66, 0.55]", "cudn = [0.66, 0.55]"): [
+        "efficiencies.attention.cudn: is no kernel; did you mean cudnn? (known: cudnn, flash2, flash3,"
+        " flash4, efficient)"
+    ],
+    ("cudnn = [0.66, 0.55]", "cudnn = 0.66"): [
+        "efficiencies.attention.cudnn: expected a list, got 0.66"
+    ],
     ("message_units = 16", "message_units = 132"): ["device.message_units: 132 leaves none of 132"],
     ("power_limit = 700.0", "power_limit = 50.0"): ["device.power_limit: 50.0 is not above power_idle"],
     ("[host]", "[hosts]"): ["hosts: unknown key; did you mean host?", "host: missing table"],
@@ -274,8 +282,34 @@ def test_published_bus_bandwidth(name: str, kind: str, size: float, published: f
 def test_published_attention() -> None:
     """pytorch/pytorch #142132: 631 TFLOP/s of 24 heads of 128 and 4,608 tokens on an H100."""
     flops, size = 4 * 24 * 4608**2 * 128, 4 * 24 * 4608 * 128 * 2
-    seconds = attention_seconds(load_cluster("h100_sxm"), flops, size, "bfloat16", 128, False)
+    cluster = by_kernel(load_cluster("h100_sxm"), "cudnn")
+    seconds = attention_seconds(cluster, flops, size, "bfloat16", 128, False)
     assert flops / seconds / 1e12 == pytest.approx(631, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "backward", "length", "published"),
+    [
+        ("flash2", False, 2048, 298),
+        ("flash2", False, 16384, 335),
+        ("flash2", True, 2048, 291),
+        ("flash2", True, 16384, 322),
+        ("cudnn", True, 8192, 518),
+        ("flash3", False, 16384, 616),
+        ("flash3", True, 16384, 561),
+    ],
+)
+def test_published_kernels(kernel: str, backward: bool, length: int, published: float) -> None:
+    """Shah et al. 2024, figures 5 and 6: 16,384 tokens in all, 16 heads of 128, on an H100.
+
+    Forward is causal, so that half of the scores count; backward is not.
+    """
+    rows = 16384 // length
+    flops = 4 * rows * 16 * length**2 * 128 * (2.5 if backward else 0.5)
+    size = (8 if backward else 4) * rows * 16 * length * 128 * 2
+    cluster = by_kernel(load_cluster("h100_sxm"), kernel)
+    seconds = attention_seconds(cluster, flops, size, "bfloat16", 128, backward)
+    assert flops / seconds / 1e12 == pytest.approx(published, rel=0.08)
 
 
 def test_waves_of_tiles() -> None:

@@ -7,12 +7,13 @@ import pytest
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.toml import load
+from compose.ops.kernel_table import kernel_that_runs
 from compose.parallel.mesh import Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.memory import STEP
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
-from compose.planner.step_time import Seconds, action_seconds, axis_of, grown
+from compose.planner.step_time import Seconds, action_seconds, axis_of, grown, operator_seconds
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import ROOT
 
@@ -151,6 +152,45 @@ def job_of(ranks: int, **keys: object) -> Job:
 def recorded(job: Job) -> Record:
     """The record of one micro-batch."""
     return trace(RankStep(job, micro_batches=1, documents=False)).record
+
+
+KERNELS = {
+    "documents in a row, on Hopper": ((9, 0), {}, "flash2"),
+    "one document, on Hopper": ((9, 0), {"data__path": "tokens.bin"}, "cudnn"),
+    "a token file with documents": (
+        (9, 0),
+        {"data__path": "tokens.bin", "data__separator": 2},
+        "flash2",
+    ),
+    "one document, on Ampere": ((8, 0), {"data__path": "tokens.bin"}, "flash2"),
+    "float32": ((9, 0), {"precision__param": "float32"}, "efficient"),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_the_kernel_that_runs_is_recorded(case: str) -> None:
+    """Attention of a run's own data on its own device, and the time of that kernel."""
+    capability, keys, kernel = KERNELS[case]
+    job = job_of(1, **{"model__n_layers": 1, "train__seq_len": 128} | keys)
+    record = trace(RankStep(job, micro_batches=1, capability=capability)).record
+    work = [w for w in record.work if isinstance(w, Operator) and w.kind == "attention"]
+    assert {kernel_that_runs(w.name) for w in work} == {kernel}
+
+
+def test_attention_costs_what_its_kernel_takes() -> None:
+    """The same work by cuDNN, by FlashAttention-2, and by the kernel of float32."""
+    cluster, shape = load_cluster("h100_sxm"), (1, 32, 8192, 128)
+    names = ("_scaled_dot_product_cudnn", "_flash", "_scaled_dot_product_efficient")
+    took = [
+        operator_seconds(
+            cluster,
+            Operator(1, 0, f"aten.{name}_attention", "attention", 1e12, 1, "bfloat16", shape),
+            False,
+        )
+        for name in names
+    ]
+    assert took[1] / took[0] == pytest.approx(0.66 / 0.345, rel=0.01)
+    assert took[2] / took[0] == pytest.approx(0.66 / 0.20, rel=0.01)
 
 
 @pytest.fixture(scope="module")
