@@ -47,8 +47,8 @@ class RankCosts:
     """The memory and the time of a pipeline rank, action by action."""
 
     memory: RankMemory
-    overhead: float = 1.0
-    """Reserved over allocated bytes at the peaks of the record."""
+    surplus: int = 0
+    """Bytes that the allocator has beyond the tensors, at the peaks of the record."""
     seconds: dict[Key, Seconds] = field(default_factory=dict)
 
 
@@ -89,7 +89,10 @@ def with_all_layers(
         key: grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
         for key, one in base.seconds.items()
     }
-    return RankCosts(memory, base.overhead, seconds)
+    # The gaps between tensors serve the next layer too. What differs between two records is chance, the
+    # sizes that fit into gaps, and no growth: the mean stands for all layers.
+    surplus = (base.surplus + sum(rank.surplus for _, rank in longer)) // (1 + len(longer))
+    return RankCosts(memory, surplus, seconds)
 
 
 def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:
@@ -181,7 +184,7 @@ def _estimate(
     peaks = []
     for costs_of, row in zip(ranks, rows, strict=True):
         size, shares = peak(costs_of.memory, row, count)
-        peaks.append(RankPeak(size, round(size * costs_of.overhead), dict(shares)))
+        peaks.append(RankPeak(size, size + costs_of.surplus, dict(shares)))
     of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
 
     exchange = other.exchange if other and job.degrees.pp > 1 else 0.0
@@ -412,8 +415,8 @@ def recorded(
     seconds = action_seconds(record, cluster, job.degrees, count, fused, compiled=other is None)
     grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator
     peaks = replay(((place, change) for _, place, change in record.changes), grows)
-    overhead = peaks.reserved / max(1, peaks.allocated)
-    costs_of = RankCosts(rank_memory(record, count, where), overhead, seconds)
+    surplus = peaks.reserved - peaks.allocated
+    costs_of = RankCosts(rank_memory(record, count, where), surplus, seconds)
     return costs_of, sent[0] if stream is None and sent else stream
 
 
