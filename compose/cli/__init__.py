@@ -69,7 +69,8 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
         "plan",
         "Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N.",
         _flags(
-            "--cluster NAME or FILE.toml, --world-size N, --as-is, --explain, "
+            "--cluster NAME or FILE.toml, --world-size N, --model NAME, --gpus NxCLUSTER, --seq-len N, "
+            "--batch N[,N], --as-is, --explain, "
             "--objective time|memory|devices, --tokens T, --days D, --free KEY[,KEY], "
             "--candidates N, --seconds S, --against RUN_DIR, --json FILE, --report FILE.html, "
             "--write FILE.toml"

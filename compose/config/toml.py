@@ -105,6 +105,11 @@ def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
     return _config(keys, overrides, config.source)
 
 
+def without_file(overrides: Sequence[tuple[str, str]]) -> Config:
+    """Return the defaults of all keys with overrides applied, checked as in :func:`load`."""
+    return _config(Keys(), overrides, COMMAND_LINE)
+
+
 def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Config:
     for name, text in overrides:
         table, _, key = name.partition(".")

@@ -1,0 +1,269 @@
+"""A question in one line: which model on which devices, without a TOML file."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from compose.checkpoint.hf_folder import model_in
+from compose.cli.command_line import Words, flag_error, named_path, number_of, world_size_of
+from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
+from compose.config.tables import Config
+from compose.config.toml import COMMAND_LINE, load, without_file
+from compose.errors import did_you_mean, toml_value, whole_number
+from compose.planner.cluster import Cluster, cluster_names, load_cluster
+
+SEQ_LEN = 4096
+"""Tokens of a sample, if a question names no other number."""
+
+
+def _llama(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> tuple[str, dict[str, Any]]:
+    """Return a shape of Llama 1, which Llama 2's 7B and 13B share (arXiv:2302.13971, table 2)."""
+    sizes = {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_heads}
+    return "llama", {**sizes, "hidden_dim": hidden_dim, "vocab_size": 32_000, "rope_theta": 10_000.0}
+
+
+# Dense shapes by the size that people name, from small to large. A preset's sizes are Llama 3's
+# (arXiv:2407.21783, table 3).
+STANDARD: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "1b": ("llama", {"preset": "1b"}),
+    "3b": ("llama", {"preset": "3b"}),
+    "7b": _llama(4096, 32, 32, 11_008),
+    "8b": ("llama", {"preset": "8b"}),
+    # No published model: Llama 3's 8B with ten layers more, as in
+    # recipes/llama_10b_2x24gb_offload_fp16.toml.
+    "10b": ("llama", {"preset": "8b", "n_layers": 42}),
+    "13b": _llama(5120, 40, 40, 13_824),
+    "30b": _llama(6656, 60, 52, 17_920),
+    "33b": _llama(6656, 60, 52, 17_920),
+    "65b": _llama(8192, 80, 64, 22_016),
+    "70b": ("llama", {"preset": "70b"}),
+    # GPT-3 (arXiv:2005.14165, table 2.1), with the padded vocabulary of Narayanan et al. 2021
+    # (arXiv:2104.04473, section 5).
+    "175b": (
+        "gpt2",
+        {
+            "dim": 12_288,
+            "n_layers": 96,
+            "n_heads": 96,
+            "hidden_dim": 49_152,
+            "vocab_size": 51_200,
+            "max_seq_len": 2048,
+        },
+    ),
+    "405b": ("llama", {"preset": "405b"}),
+}
+# Tokens of a step by the least number of parameters: GPT-3's 125M to 760M took 0.5M, its 1.3B and 2.7B
+# took 1M (arXiv:2005.14165, table 2.1), Llama 1 and 2 took 4M from 7B on (arXiv:2302.13971, table 2;
+# arXiv:2307.09288, section 2.2), Llama 3's 405B took 16M (arXiv:2407.21783, section 3.4.1).
+_BATCHES = ((400e9, 2**24), (6e9, 2**22), (1e9, 2**20), (0.0, 2**19))
+_NICKNAMES = {"a100": "a100_80gb", "h100": "h100_sxm"}
+_SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True)
+class Question:
+    """The model and the devices of a plan, from a file or from one line."""
+
+    config: Config
+    cluster: Cluster
+    world_size: int
+    where: str
+    """The file, or the command line: messages about the config begin with it."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """Keys that the question set, with the text of their values; none for a file."""
+    batches: tuple[int, ...] = ()
+    """Samples of a step by --batch."""
+    words: str = ""
+    """The question, with what it left open."""
+
+
+def read_question(given: Words) -> Question:
+    """Return the model and the devices of a command line of plan."""
+    cluster, world_size = _devices(given)
+    batches = _batches(given)
+    if "--model" not in given.flags and given.flags.get("--objective") != "params":
+        sizes = _sizes(given, batches)
+        config = load(given.file, [*given.overrides, *sizes])
+        return Question(config, cluster, world_size, given.file, tuple(sizes), batches)
+    if given.plain:
+        raise flag_error("--model", f"takes the place of {given.plain[0]}; give one of them")
+    return question_of(given, given.flags.get("--model", "7b"), cluster, world_size, batches)
+
+
+def question_of(
+    given: Words, model: str, cluster: Cluster, world_size: int, batches: tuple[int, ...]
+) -> Question:
+    """Return the question for a model by its name."""
+    keys = model_keys(model)
+    if "bfloat16" in cluster.device.peak:
+        keys.append(("precision.param", "bfloat16"))
+    shaped = without_file([*keys, *_of_model(given.overrides)])
+    most = max_seq_len(shaped.model.config)
+    seq_len = number_of(given, "--seq-len", "tokens", min(SEQ_LEN, most or SEQ_LEN))
+    if most and seq_len > most and model.lower() in STANDARD:
+        keys.append(("model.max_seq_len", str(seq_len)))
+    count = parameters(shaped)
+    batch = batches[0] if batches else default_batch(count, seq_len, world_size)
+    keys += [("train.seq_len", str(seq_len)), ("train.global_batch", str(batch))]
+    config = without_file([*keys, *given.overrides])
+    train = config.train
+    rule = "" if batches else ", by the rule for its size; --batch sets another"
+    words = (
+        f"{model}: {count / 1e9:,.3g}B parameters in {config.precision.param}, {train.seq_len:,} tokens"
+        f" a sample, {train.global_batch:,} samples a step"
+        f" ({amount_in_words(train.global_batch * train.seq_len)} tokens{rule})"
+    )
+    return Question(config, cluster, world_size, COMMAND_LINE, tuple(keys), batches, words)
+
+
+def _devices(given: Words) -> tuple[Cluster, int]:
+    if "--gpus" not in given.flags:
+        for flag in ("--cluster", "--world-size"):
+            if not given.flags.get(flag):
+                raise flag_error("plan", f"needs {flag}; see --help")
+        return load_cluster(given.flags["--cluster"]), world_size_of(given)
+    for flag in ("--cluster", "--world-size"):
+        if flag in given.flags:
+            raise flag_error("--gpus", f"takes the place of {flag}; give one of them")
+    name, count = gpus(given.flags["--gpus"])
+    return load_cluster(name), count
+
+
+def gpus(text: str) -> tuple[str, int]:
+    """Return the cluster and the number of devices of a text as ``16xa100_40gb``."""
+    number, _, name = text.partition("x")
+    count = whole_number(number)
+    if not 1 <= count < 2**31 or not name:
+        raise flag_error("--gpus", f"{text} is no number of devices of a cluster, as 16xa100_40gb")
+    if name.endswith(".toml"):
+        return named_path(name, "--gpus: "), count
+    known, plain = cluster_names(), name.lower()
+    if plain in known or plain in _NICKNAMES:
+        return _NICKNAMES.get(plain, plain), count
+    near = [one for one in known if one.startswith(plain)] or [one for one in known if plain in one]
+    if len(near) != 1:
+        hint = f"; it may be {' or '.join(near)}" if near else did_you_mean(plain, [*known, *_NICKNAMES])
+        raise flag_error(
+            "--gpus",
+            f"{name} is no cluster{hint} (known: {', '.join(known)}; or the path of a .toml file)",
+        )
+    return near[0], count
+
+
+def model_keys(text: str) -> list[tuple[str, str]]:
+    """Return the keys of [model] for a standard size, a preset, or a folder of Hugging Face."""
+    path = Path(named_path(text, "--model: "))
+    if path.is_dir() or path.suffix == ".json" or len(path.parts) > 1:
+        if path.suffix == ".json" and path.name != "config.json":
+            raise flag_error("--model", f"{text} should be a config.json, or a folder with one")
+        model = model_in(path.parent if path.suffix == ".json" else path)
+        values = {f.name: getattr(model.config, f.name) for f in fields(model.config)}
+        return [("model.name", model.name), *_as_keys(values)]
+    plain = text.lower()
+    if plain in STANDARD:
+        name, values = STANDARD[plain]
+        return [("model.name", name), *_as_keys(values)]
+    folders = {name: find_model(name) for name in model_names()}
+    name, colon, preset = plain.replace("-", "_").partition(":")
+    named = [one for one in folders if one == name] or [one for one in folders if one.startswith(name)]
+    if len(named) == 1 and name:
+        return _of_preset(folders[named[0]], preset, text)
+    owners = [one for one in folders if not colon and name in folders[one].presets]
+    if len(owners) == 1:
+        return _of_preset(folders[owners[0]], name, text)
+    presets = [f"{one}:{preset}" for one in folders for preset in folders[one].presets]
+    if owners:
+        every = " or ".join(f"{one}:{name}" for one in owners)
+        raise flag_error("--model", f"{text} is a preset of several models; say {every}")
+    near = did_you_mean(plain, [*STANDARD, *presets])
+    if plain.endswith("b") and (size := whole_number(plain[:-1])) > 0:
+        near = f"; did you mean {min(STANDARD, key=lambda one: abs(int(one[:-1]) - size))}?"
+    raise flag_error(
+        "--model",
+        f"{text} is no model{near} (known: {', '.join(STANDARD)}; a preset, as mixtral:8x7b; or a"
+        " folder with Hugging Face's config.json)",
+    )
+
+
+def _of_preset(folder: ModelFolder, preset: str, text: str) -> list[tuple[str, str]]:
+    if preset not in folder.presets:
+        near = did_you_mean(preset, folder.presets) if preset else ""
+        what = f"{text} names no preset of {folder.name}{near}"
+        known = ", ".join(f"{folder.name}:{one}" for one in folder.presets if one != "debug")
+        raise flag_error("--model", f"{what} (known: {known})")
+    return [("model.name", folder.name), ("model.preset", preset)]
+
+
+def _as_keys(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (f"model.{key}", value if isinstance(value, str) else toml_value(value))
+        for key, value in values.items()
+    ]
+
+
+def _of_model(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [pair for pair in overrides if pair[0].partition(".")[0] == "model"]
+
+
+def parameters(config: Config) -> int:
+    """Return the number of a model's parameters."""
+    model = find_model(config.model.name).on_meta(config.model.config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def default_batch(count: float, seq_len: int, world_size: int) -> int:
+    """Return the samples of a step for a model of ``count`` parameters.
+
+    They are as many tokens as published models of its size took, rounded so that the devices share
+    them: to a multiple of the devices, of up to 8 samples each so that micro-batches of 8 are possible,
+    or to the largest number that divides the devices.
+    """
+    tokens = next(tokens for least, tokens in _BATCHES if count >= least)
+    samples = max(1, tokens // seq_len)
+    if samples >= world_size:
+        unit = world_size * max(n for n in (1, 2, 4, 8) if n * world_size <= samples)
+        return round(samples / unit) * unit
+    return max(n for n in range(1, samples + 1) if world_size % n == 0)
+
+
+def _batches(given: Words) -> tuple[int, ...]:
+    text = given.flags.get("--batch")
+    if text is None:
+        return ()
+    values = [whole_number(one) for one in text.split(",")]
+    if not all(1 <= value < 2**31 for value in values):
+        raise flag_error("--batch", f"{text} is no number of samples a step, as 512 or 256,512,1024")
+    return tuple(dict.fromkeys(values))
+
+
+def _sizes(given: Words, batches: tuple[int, ...]) -> list[tuple[str, str]]:
+    """Return the keys that --seq-len and --batch set in place of a file's."""
+    seq_len = number_of(given, "--seq-len", "tokens")
+    sizes = [("train.seq_len", str(seq_len))] if seq_len else []
+    return sizes + ([("train.global_batch", str(batches[0]))] if batches else [])
+
+
+def amount(given: Words, flag: str) -> float:
+    """Return the number after a flag: 15e12, or with a suffix as 300B or 1T."""
+    text = given.flags.get(flag, "")
+    try:
+        value = float(text[:-1]) * _SUFFIXES[text[-1].upper()]
+    except (ValueError, KeyError, IndexError):
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+    if not 0 < value < math.inf:
+        what = f"{text} is not" if text else "--objective devices needs"
+        raise flag_error(flag, f"{what} a number above 0, as 15e12 or 1T")
+    return value
+
+
+def amount_in_words(tokens: float) -> str:
+    """Return a number of tokens with a suffix, as 4.19M or 1T."""
+    for suffix, size in reversed(_SUFFIXES.items()):
+        if tokens >= size:
+            return f"{tokens / size:.4g}{suffix}"
+    return f"{tokens:,.0f}"

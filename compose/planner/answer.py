@@ -1,0 +1,306 @@
+"""The answer in sentences: what to run, why not what a reader would expect, and what it costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.planner.candidates import (
+    Candidate,
+    Space,
+    candidates,
+    capacity,
+    fits,
+    order,
+    shape_for,
+    with_keys,
+)
+from compose.planner.cluster import load_cluster
+from compose.planner.quick_estimate import ModelShape, micro_batches, quick
+from compose.planner.search import is_plain, is_textbook, record_all
+
+_GIB = 2**30
+_DAY = 86400.0
+_PER_PARAMETER = 20
+"""Tokens for each parameter at which loss is least for the FLOPs (Hoffmann et al. 2022, table 3)."""
+# The next device up, with nodes of the same size.
+_NEXT = {"a100_40gb": "a100_80gb", "a100_80gb": "h100_sxm", "h100_sxm": "h200", "h200": "b200"}
+_MODES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A composition that a reader would expect."""
+
+    name: str
+    candidate: Candidate | None = None
+    """Its record."""
+    why: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The step if one thing were different."""
+
+    name: str
+    space: Space
+    candidate: Candidate | None
+    """Its record; None if no composition near the best one is legal and fits."""
+    buys: str = ""
+    """The thing that makes the difference, with its verb, as "more devices are"."""
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        assert self.candidate and self.candidate.estimate
+        return self.candidate.estimate.step_seconds
+
+
+def in_words(space: Space, candidate: Candidate) -> str:
+    """Return a composition in plain words."""
+    config, node = candidate.config, space.cluster.node
+    parallel, inner = config.parallel, config.parallel.tp
+    parts = []
+    shared = parallel.dp_shard * parallel.cp
+    if shared > 1:
+        name = {0: "DDP", 3: "FSDP (ZeRO-3)"}.get(parallel.zero, f"ZeRO-{parallel.zero}")
+        parts.append(f"{name} over {shared} devices")
+    if parallel.dp_replicate > 1:
+        parts.append(f"{parallel.dp_replicate} replicas")
+    if inner > 1:
+        parts.append(f"tensor parallel {inner} {'in the node' if inner <= node else 'over nodes'}")
+    if parallel.cp > 1:
+        parts.append(f"context parallel {parallel.cp}")
+    if parallel.ep > 1:
+        parts.append(f"experts over {parallel.ep}")
+    if parallel.pp > 1:
+        parts.append(f"a pipeline of {parallel.pp} ({parallel.pp_schedule})")
+    mesh = ", ".join(parts) or "one device"
+    again = config.activation_checkpoint
+    mode = {"none": "no", "every_k": f"every {again.every} layers'", "budget": f"budget {again.budget:g}"}
+    micro = config.train.micro_batch
+    samples = "1 sample" if micro == 1 else f"{micro} samples"
+    text = f"{mesh}; {mode.get(again.mode, again.mode)} recomputation, micro-batches of {samples}"
+    if parallel.offload == "cpu":
+        text += ", with parameters and optimizer in host memory"
+    elif config.optimizer.offload != "none":
+        text += ", with the optimizer in host memory"
+    return text
+
+
+def expected(space: Space, recorded: Sequence[Candidate]) -> list[Expected]:
+    """Return plain FSDP and the textbook's mesh, each with its record or why there is none.
+
+    The textbook's mesh has tp over the node, with pp and data parallel between nodes. In one node ZeRO
+    alone is the textbook's too, so there it stands for a mesh that the reader would try next.
+    """
+    node = min(space.cluster.node, space.world_size)
+    results = []
+    for name, whose, keys in (
+        ("Plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1}),
+        (f"Tensor parallel {node} in the node", is_textbook, {"tp": node}),
+    ):
+        mine = [c for c in recorded if whose(space, c)]
+        if mine:
+            results.append(Expected(name, mine[0]))
+        elif node > 1 or whose is is_plain:
+            named = {f"parallel.{axis}": n for axis, n in {"dp_replicate": 1, "cp": 1, **keys}.items()}
+            results.append(_recorded_with(space, name, named))
+    return results
+
+
+def _recorded_with(space: Space, name: str, keys: Mapping[str, int]) -> Expected:
+    """Record the best composition by quick estimates that has these degrees."""
+    for key, value in keys.items():
+        pinned = getattr(space.config.parallel, key.partition(".")[2])
+        if key in space.fixed and pinned not in (value, -1):
+            return Expected(name, why=f"{key} is pinned to {pinned}")
+    data = keys.get("parallel.dp_shard", 1)
+    if space.config.train.global_batch % data:
+        batch = f"{space.config.train.global_batch:,} samples a step"
+        return Expected(name, why=f"{batch} cannot be dealt to {data:,} devices")
+    here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
+    every = sorted(candidates(here, shape_for(space), anyway=True), key=lambda c: order(here, c))
+    for candidate in every[:2]:
+        [made] = record_all(here, [candidate.config])
+        if not isinstance(made, ConfigError):
+            return Expected(name, made)
+    return Expected(name, why="the model cannot be cut so")
+
+
+def sensitivities(space: Space, best: Candidate) -> list[Variant]:
+    """Return the steps with twice the devices, twice the memory, and links twice as fast."""
+    cluster = space.cluster
+    device = replace(cluster.device, memory=cluster.device.memory * 2)
+    more, roomy = replace(space, world_size=space.world_size * 2), replace(cluster, device=device)
+    results = [
+        _variant("twice the devices", more, _wider(space, best), "more devices are"),
+        _variant("twice the memory", replace(space, cluster=roomy), _roomier(space, best), "more memory is"),
+    ]
+    if space.world_size > 1:
+        over = "between" if space.world_size > cluster.node else "within"
+        link = getattr(cluster, over)
+        fast = replace(link, bandwidth=link.bandwidth * 2)
+        name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
+        faster = replace(space, cluster=replace(cluster, **{over: fast}))
+        results.append(_variant(name, faster, [best.config], "faster links are"))
+    return results
+
+
+def further(space: Space, best: Candidate) -> list[Variant]:
+    """Return the step with half the batch, and that of as many of the next device."""
+    train = best.config.train
+    half = replace(space.config, train=replace(space.config.train, global_batch=train.global_batch // 2))
+    results = []
+    if train.global_batch % 2 == 0:
+        smaller = [
+            replace(one, train=replace(one.train, global_batch=train.global_batch // 2))
+            for one in [best.config, *_fewer_samples(space, best.config)]
+        ]
+        results.append(_variant("half the batch", replace(space, config=half), smaller))
+    name = _NEXT.get(space.cluster.name)
+    if name:
+        other = replace(space, cluster=load_cluster(name))
+        results.append(_variant(f"as many of {name}", other, _roomier(space, best)))
+    return results
+
+
+def _variant(name: str, space: Space, configs: Sequence[Config], buys: str = "") -> Variant:
+    """Record the best of some compositions by quick estimates; they are near the best of today."""
+    shape = shape_for(space)
+    legal = [c for c in configs if micro_batches(c)]
+    legal.sort(key=lambda c: _rank(space, shape, c))
+    for config in legal[:2]:
+        [made] = record_all(space, [config])
+        if not isinstance(made, ConfigError) and fits(space, made):
+            return Variant(name, space, made, buys)
+    return Variant(name, space, None, buys)
+
+
+def _rank(space: Space, shape: ModelShape, config: Config) -> tuple[bool, float]:
+    rough = quick(shape, config, space.cluster)
+    too_large = rough.memory > capacity(space.cluster)
+    return too_large, rough.memory if too_large else rough.step
+
+
+def _wider(space: Space, best: Candidate) -> list[Config]:
+    """Return the composition with twice the data parallel ranks."""
+    parallel, results = best.config.parallel, []
+    for key in ("dp_shard", "dp_replicate"):
+        if f"parallel.{key}" not in space.fixed and (key == "dp_shard" or parallel.zero in (0, 3)):
+            wide = replace(parallel, pp_layers=(), **{key: getattr(parallel, key) * 2})
+            one = replace(best.config, parallel=wide)
+            results += [one, *_fewer_samples(space, one)]
+    return results
+
+
+def _fewer_samples(space: Space, config: Config) -> list[Config]:
+    micro = config.train.micro_batch
+    if micro == 1 or "train.micro_batch" in space.fixed:
+        return []
+    return [replace(config, train=replace(config.train, micro_batch=micro // 2))]
+
+
+def _roomier(space: Space, best: Candidate) -> list[Config]:
+    """Return the composition, and the same with less recomputation or larger micro-batches."""
+    config = best.config
+    mode, micro = config.activation_checkpoint.mode, config.train.micro_batch
+    less = _MODES[: _MODES.index(mode)] if mode in _MODES else _MODES[:2]
+    modes = (mode,) if "activation_checkpoint.mode" in space.fixed else (mode, *less)
+    micros = (micro,) if "train.micro_batch" in space.fixed else (micro, micro * 2)
+    return [
+        with_keys(config, {"activation_checkpoint.mode": one, "train.micro_batch": samples})
+        for one in modes
+        for samples in micros
+    ]
+
+
+def sentences(
+    space: Space,
+    best: Candidate,
+    others: Sequence[Expected],
+    variants: Sequence[Variant],
+    tokens: float,
+    of_tokens: str,
+) -> list[str]:
+    """Return three sentences: what to run, why not what a reader would expect, what it costs.
+
+    ``of_tokens`` names the tokens, as "1T tokens".
+    """
+    estimate, room = best.estimate, capacity(space.cluster) / _GIB
+    assert estimate is not None
+    whole = fits(space, best)
+    takes = (
+        f"a step takes {estimate.step_seconds:.3g} s, at"
+        f" {estimate.tokens_per_second_per_device:,.0f} tokens/s a device and {estimate.mfu:.1%} MFU"
+    )
+    held = f"{best.reserved / _GIB:.1f} of {room:.1f} GiB"
+    first = f"Run {in_words(space, best)}: {takes}, and the fullest device holds {held}."
+    if not whole:
+        first = f"Nearest to fit is {in_words(space, best)}: it needs {held} of a device."
+    clauses = [_instead(space, best, other) for other in others]
+    last = []
+    if whole:
+        seconds = tokens / (estimate.tokens_per_second_per_device * space.world_size)
+        hours = seconds * space.world_size / 3600
+        last = [f"{of_tokens} take {span(seconds)}, {hours:,.0f} device-hours"]
+    return [first, f"{'; '.join(clauses)}.", f"{'; '.join([*last, _to_buy(best, whole, variants)])}."]
+
+
+def _instead(space: Space, best: Candidate, other: Expected) -> str:
+    candidate, now = other.candidate, best.estimate
+    if candidate is None or candidate.estimate is None or now is None:
+        return f"{other.name} is not possible: {other.why}"
+    if candidate.config == best.config:
+        return f"{other.name} is this composition"
+    if not fits(space, candidate):
+        over = (candidate.reserved - capacity(space.cluster)) / _GIB
+        return f"{other.name} lacks {over:.1f} GiB a device"
+    seconds = candidate.estimate.step_seconds
+    share = seconds / now.step_seconds - 1
+    return f"{other.name} takes {seconds:.3g} s ({share:+.1%})"
+
+
+def _to_buy(best: Candidate, whole: bool, variants: Sequence[Variant]) -> str:
+    assert best.estimate is not None
+    known = [variant for variant in variants if variant.candidate]
+    if not known:
+        return "neither twice the devices nor twice the memory helps this composition"
+    if not whole:
+        cures = " or ".join(f"{v.name} ({v.step:.3g} s a step)" for v in known)
+        return f"with {cures} it fits"
+    gains = [best.estimate.step_seconds / variant.step for variant in known]
+    texts = [f"with {v.name} {gain:.2f} times" for v, gain in zip(known, gains, strict=True)]
+    buys = known[gains.index(max(gains))].buys
+    return f"{', '.join(texts)} as fast, so {buys} the next thing to buy"
+
+
+def span(seconds: float) -> str:
+    """Return a long time in hours, days or years."""
+    days = seconds / _DAY
+    if days < 2:
+        return f"{seconds / 3600:.3g} hours"
+    return f"{days:,.3g} days" if days < 1000 else f"{days / 365.25:,.3g} years"
+
+
+def example_tokens(space: Space) -> float:
+    """Return 20 tokens for each parameter that computes on a token (Hoffmann et al. 2022, table 3)."""
+    shape = shape_for(space)
+    active = float(shape.ends)
+    for kind in shape.layers:
+        experts = max((n for n, _, _ in kind.experts), default=1)
+        active += kind.count * (kind.dense + kind.routed * min(1.0, shape.top_k / experts))
+    return _PER_PARAMETER * active
+
+
+def legend(space: Space) -> str:
+    """Return what the columns of the table are."""
+    kind = space.config.precision.param
+    peak = space.cluster.device.peak[kind] / 1e12
+    return (
+        "step s: of an optimizer step. tokens/s: of a device. MFU: the model's FLOPs over the peak of"
+        f" {peak:,.0f} TFLOP/s ({kind}).\nbubble: share of a step in which pipeline ranks wait for one"
+        " another. GiB: reserved on the fullest device, of"
+        f" {capacity(space.cluster) / _GIB:.1f}. micro: samples of a forward."
+    )

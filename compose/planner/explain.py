@@ -1,0 +1,179 @@
+"""Why other compositions lose: differences between records."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.parallel.mesh import AXES
+from compose.planner.candidates import TRIED, Candidate, Space, capacity, fits, shape_for, with_keys
+from compose.planner.estimate import Estimate
+from compose.planner.quick_estimate import micro_batches, quick
+from compose.planner.search import record_all
+
+_MADE = 2  # neighbours of which records are made
+_GIB = 2**30
+_WAITS = {
+    "tp": "messages of tp",
+    "cp": "messages of cp",
+    "ep": "messages to experts",
+    "pp": "messages of the pipeline",
+    "optimizer": "the optimizer",
+}
+_REST = "waiting in the pipeline"
+
+
+def explain(space: Space, recorded: Sequence[Candidate]) -> list[str]:
+    """Return one line for each recorded candidate but the best, and for two neighbours of the best.
+
+    All figures are of records. The neighbours are those that look best by their quick estimates; their
+    records are made here.
+    """
+    best, *others = recorded
+    lines = [f"{differences(best, other)}: {against_best(space, best, other)}" for other in others]
+    chosen = _promising(space, recorded)
+    made = record_all(space, [config for _, config in chosen])
+    for (name, _), result in zip(chosen, made, strict=True):
+        if isinstance(result, ConfigError):
+            lines.append(f"{name}: not legal: {result.problems[0]}")
+        else:
+            lines.append(f"{name}: {against_best(space, best, result)}")
+    return lines
+
+
+def against_best(space: Space, best: Candidate, other: Candidate) -> str:
+    """Return by how much a recorded candidate is slower than the best, or does not fit, and why."""
+    one, two = best.estimate, other.estimate
+    assert one is not None and two is not None
+    if not fits(space, other) and fits(space, best):
+        held, now = (max(e.peaks, key=lambda p: p.reserved).by_category for e in (two, one))
+        most = max(held, key=lambda name: held[name] - now.get(name, 0))
+        more = (held[most] - now.get(most, 0)) / _GIB
+        over = (other.reserved - capacity(space.cluster)) / _GIB
+        why = f" ({most} {more:+.1f} GiB)" if more > 0.05 else ""
+        return f"does not fit by {over:.1f} GiB{why}"
+    change = two.step_seconds - one.step_seconds
+    of_one, of_two = seconds_by_part(one), seconds_by_part(two)
+    moved = {part: of_two.get(part, 0.0) - of_one.get(part, 0.0) for part in {**of_one, **of_two}}
+    # Parts that go the other way do not explain the change.
+    same_way = sorted((p for p in moved if moved[p] * change > 0), key=lambda p: -abs(moved[p]))
+    shown = [f"{part} {moved[part]:+.2f} s" for part in same_way[:2] if abs(moved[part]) >= 0.005]
+    share = f" ({change / one.step_seconds:+.1%})"
+    return f"{change:+.2f} s a step{share}{': ' if shown else ''}{', '.join(shown)}"
+
+
+def seconds_by_part(estimate: Estimate) -> dict[str, float]:
+    """Return the seconds of a step by what the slowest rank does in them; their sum is the step."""
+    work = sum(estimate.work.get(kind, 0.0) for kind in ("product", "attention", "memory"))
+    parts = {"computation": work}
+    for name, seconds in estimate.exposed.items():
+        part = _WAITS.get(name, "messages of data parallel" if name.startswith("dp") else name)
+        parts[part] = parts.get(part, 0.0) + seconds
+    parts[_REST] = estimate.step_seconds - sum(parts.values())
+    return parts
+
+
+def differences(best: Candidate, other: Candidate) -> str:
+    """Return the keys in which a candidate differs from the best, as "tp 2, micro_batch 4"."""
+    names = list(dict.fromkeys([*best.keys, *other.keys, *TRIED]))
+    kept = [name for name in names if name not in ("parallel.dp_shard", "parallel.pp_layers")]
+    if other.config.parallel.pp == 1:
+        kept = [name for name in kept if not name.startswith("parallel.pp_")]
+    parts = [
+        _named(name, value_of(other.config, name))
+        for name in kept
+        if value_of(other.config, name) != value_of(best.config, name)
+    ]
+    return ", ".join(parts) or "the same keys"
+
+
+def _named(name: str, value: Any) -> str:
+    key = name.rpartition(".")[2]
+    if key in (*AXES, "ep") and value == 1:
+        return f"no {key}"
+    return f"{'recompute' if name == 'activation_checkpoint.mode' else key} {value}"
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a key "table.key"."""
+    table, _, key = name.partition(".")
+    return getattr(getattr(config, table), key)
+
+
+def _promising(space: Space, recorded: Sequence[Candidate]) -> list[tuple[str, Config]]:
+    """Return the neighbours of the best candidate whose records are worth most, by quick estimates.
+
+    The quick estimates are corrected by what the record of the best one has over its own.
+    """
+    best, shape, room = recorded[0], shape_for(space), capacity(space.cluster)
+    assert best.estimate is not None
+    size = best.reserved / max(1.0, best.rough.memory)
+    known = [candidate.config for candidate in recorded]
+    ranked: list[tuple[tuple[bool, float], int, str, Config]] = []
+    for name, keys in neighbours(space, best):
+        config = with_keys(best.config, {"parallel.pp_layers": (), **keys})
+        if not micro_batches(config) or any(_same(config, one) for one in known):
+            continue
+        rough = quick(shape, config, space.cluster)
+        too_large = rough.memory * size > room
+        ranked.append(
+            ((too_large, rough.memory if too_large else rough.step), len(ranked), name, config)
+        )
+    results: dict[str, tuple[str, Config]] = {}
+    for _, _, name, config in sorted(ranked, key=lambda row: row[:2]):
+        results.setdefault(_axis(name), (name, config))
+    return list(results.values())[:_MADE]
+
+
+def _axis(name: str) -> str:
+    return name.removeprefix("no ").partition(" ")[0]
+
+
+def _same(one: Config, other: Config) -> bool:
+    """Return whether two configs are one composition; a record has filled in the layers of stages."""
+    return replace(one, parallel=replace(one.parallel, pp_layers=())) == replace(
+        other, parallel=replace(other.parallel, pp_layers=())
+    )
+
+
+def neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the changes of one option that a person would ask about, of keys that are free."""
+    fixed = set(space.fixed)
+    for name, keys in _changes(space, best):
+        if not fixed & set(keys):
+            yield name, keys
+
+
+def _changes(space: Space, best: Candidate) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    config = best.config
+    parallel, node = config.parallel, space.cluster.node
+    for axis in ("tp", "cp", "pp", "dp_replicate"):
+        degree = getattr(parallel, axis)
+        if axis == "dp_replicate" and parallel.zero < 3:
+            continue
+        if parallel.dp_shard % 2 == 0:
+            leaves = " leaves the node" if axis == "tp" and degree * 2 > node >= degree else ""
+            yield (
+                f"{axis} {degree * 2}{leaves}",
+                {f"parallel.{axis}": degree * 2, "parallel.dp_shard": parallel.dp_shard // 2},
+            )
+        for less in dict.fromkeys([1] if degree % 2 else [degree // 2, 1]):
+            if less < degree:
+                keys = {
+                    f"parallel.{axis}": less,
+                    "parallel.dp_shard": parallel.dp_shard * degree // less,
+                }
+                yield f"no {axis}" if less == 1 else f"{axis} {less}", keys
+    for zero in (1, 2, 3):
+        if zero != parallel.zero and parallel.dp_shard * parallel.cp > 1:
+            yield f"zero {zero}", {"parallel.zero": zero}
+    for mode in ("none", "selective", "full"):
+        if mode != config.activation_checkpoint.mode:
+            yield f"recompute {mode}", {"activation_checkpoint.mode": mode}
+    if parallel.offload == "none":
+        yield "offload", {"parallel.offload": "cpu", "parallel.zero": 3}
+    micro = config.train.micro_batch
+    yield f"micro_batch {micro * 2}", {"train.micro_batch": micro * 2}
+    if micro > 1:
+        yield f"micro_batch {micro // 2}", {"train.micro_batch": micro // 2}
