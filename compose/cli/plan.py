@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,23 @@ from compose.cli.command_line import (
     number_of,
     read_arguments,
     read_flags,
-    world_size_of,
     written,
 )
+from compose.cli.question import Question, amount, amount_in_words, read_question
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.tables import TABLES, Config, without_add_ons
-from compose.config.toml import COMMAND_LINE, given_keys, load, values_of
+from compose.config.toml import COMMAND_LINE, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
+from compose.planner.answer import example_tokens, expected, further, legend, sensitivities, sentences
 from compose.planner.candidates import DEGREES, TRIED, Candidate, Space, capacity, fits
 from compose.planner.cluster import Cluster, as_toml, load_cluster
+from compose.planner.explain import explain
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
-from compose.planner.page import page_of
-from compose.planner.report import alternatives, as_data, in_words, table, write_toml
+from compose.planner.page import page_of, seconds
+from compose.planner.report import as_data, command_line, in_words, table, write_toml
 from compose.planner.search import MOST, Searched, fewest, own, search
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group
@@ -50,27 +53,56 @@ def plan(arguments: Sequence[str]) -> int:
     given = read_arguments(arguments, "python -m compose plan", COMMANDS["plan"])
     if "--against" in given.flags:
         return _against(given)
-    space, searched = _space(given), None
+    question = read_question(given)
+    space, searched, answer = _space(given, question), None, {}
     if "--as-is" in given.flags:
-        with refused_in(given.file):
+        with refused_in(question.where):
             results = [own(space)]
     elif space.objective == "devices":
-        space, results = _fewest(given, space)
+        space, results = _fewest(given, question, space)
     else:
-        searched = _search(given, space)
+        searched = _search(given, question, space)
         results = searched.candidates
     best = results[0]
-    print(table(space, results), in_words(space, best), sep="\n\n")
+    if "--as-is" not in given.flags:
+        made = not (searched and searched.capped)
+        answer = _answer(given, question, space, results, made)
+        print(*filter(None, [question.words]), *answer["sentences"], "", sep="\n")
+    print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
     if space.islands > 1:
-        print("", *_between_islands(given, space, best), sep="\n")
+        print("", *_between_islands(question, space, best), sep="\n")
     if searched and searched.capped:
         print(f"capped: {_looked_at(searched)}; without the cap the answer may be another")
     if not fits(space, best):
         print(_short(space, best, searched))
     if "--explain" in given.flags:
-        print("", *alternatives(space, best), sep="\n")
-    _write(given, space, results)
+        print("", "Beside the first one:", *explain(space, results), sep="\n")
+        for one in further(space, best):
+            change = f"{seconds(one.step)} a step" if one.candidate else "does not fit, or is not legal"
+            print(f"with {one.name}: {change}")
+    if "--write" not in given.flags and fits(space, best):
+        file = "" if question.keys else given.file
+        print("", command_line(space, best, file, _set_there(given, question)), sep="\n")
+    _write(given, question, space, results, answer)
     return 0
+
+
+def _answer(
+    given: Words, question: Question, space: Space, results: Sequence[Candidate], made: bool
+) -> dict[str, Any]:
+    """Return the answer in sentences, with what they are made of, for JSON."""
+    tokens = amount(given, "--tokens") if "--tokens" in given.flags else example_tokens(space)
+    what = f"{amount_in_words(tokens)} tokens"
+    if "--tokens" not in given.flags:
+        what += " (20 for each parameter, as in Hoffmann et al. 2022)"
+    others = expected(space, results) if made else []
+    variants = sensitivities(space, results[0]) if made else []
+    return {
+        "sentences": sentences(space, results[0], others, variants, (tokens, what)),
+        "tokens": tokens,
+        "expected": {other.name: other.step for other in others},
+        "sensitivities": {variant.name: variant.step for variant in variants},
+    }
 
 
 def _against(given: Words) -> int:
@@ -86,22 +118,19 @@ def _against(given: Words) -> int:
     return 0
 
 
-def _space(given: Words) -> Space:
-    for flag in ("--cluster", "--world-size"):
-        if not given.flags.get(flag):
-            raise flag_error("plan", f"needs {flag}; see --help")
+def _space(given: Words, question: Question) -> Space:
     objective = given.flags.get("--objective", "time")
     if objective not in _OBJECTIVES:
         near = did_you_mean(objective, _OBJECTIVES)
         raise flag_error("--objective", f"{objective} is none of {', '.join(_OBJECTIVES)}{near}")
-    cluster, world_size = load_cluster(given.flags["--cluster"]), world_size_of(given)
+    cluster, world_size = question.cluster, question.world_size
     if world_size > cluster.node and world_size % cluster.node:
         print(
             f"cluster {cluster.name}: its nodes of {cluster.node} do not divide {world_size} ranks; the"
             " last node is taken as whole",
             file=sys.stderr,
         )
-    keys = given_keys(given.file, given.overrides)
+    keys = question.given
     # The mesh is what is looked for. Only the command line fixes it.
     fixed = {key for key, origin in keys.items() if origin == COMMAND_LINE or key not in DEGREES}
     known = [*DEGREES, *TRIED]
@@ -112,13 +141,13 @@ def _space(given: Words) -> Space:
                 "--free", f"{key} is no key that is tried{near} (known: {', '.join(known)})"
             )
         fixed.discard(key)
-    config, islands = load(given.file, given.overrides), 1
+    config, islands = question.config, 1
     if "outer" in TABLES and config.outer.every:
         islands, all_ranks = config.parallel.dp_replicate, world_size
         if islands < 2 or world_size % islands:
             raise ConfigError(
-                f"{given.file}: outer.every makes islands of the ranks of parallel.dp_replicate; set"
-                f" that to 2 or more that divide {world_size}; it is {islands}"
+                f"{question.where}: outer.every makes islands of the ranks of parallel.dp_replicate;"
+                f" set that to 2 or more that divide {world_size}; it is {islands}"
             )
         world_size, train = world_size // islands, config.train
         check_dealt(train.global_batch, islands)
@@ -132,9 +161,9 @@ def _space(given: Words) -> Space:
     return Space(config, cluster, world_size, frozenset(fixed), objective, islands)
 
 
-def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
+def _between_islands(question: Question, space: Space, best: Candidate) -> list[str]:
     """Return what islands send each other, and how long training waits for it."""
-    outer = load(given.file, given.overrides).outer
+    outer = question.config.outer
     job = make_job(best.config, space.world_size)
     assert best.estimate is not None
     link, seconds = space.cluster.between, best.estimate.step_seconds
@@ -145,42 +174,30 @@ def _between_islands(given: Words, space: Space, best: Candidate) -> list[str]:
     ]
 
 
-def _fewest(given: Words, space: Space) -> tuple[Space, list[Candidate]]:
-    tokens, days = _amount(given, "--tokens"), _amount(given, "--days")
+def _fewest(given: Words, question: Question, space: Space) -> tuple[Space, list[Candidate]]:
+    tokens, days = amount(given, "--tokens"), amount(given, "--days")
     result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
     if not result[1]:
         raise ConfigError(
-            f"{given.file}: {space.world_size} devices of {space.cluster.name} do not see"
+            f"{question.where}: {space.world_size} devices of {space.cluster.name} do not see"
             f" {tokens:g} tokens in {days:g} days; give more of --world-size"
             " or --days"
         )
     return result
 
 
-def _amount(given: Words, flag: str) -> float:
-    text = given.flags.get(flag, "")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        what = f"{text} is not" if text else "--objective devices needs"
-        raise flag_error(flag, f"{what} a number above 0, as 15e12")
-    return value
-
-
 def _progress(began: float, text: str) -> None:
     print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def _search(given: Words, space: Space) -> Searched:
+def _search(given: Words, question: Question, space: Space) -> Searched:
     most = number_of(given, "--candidates", "candidates", MOST)
-    seconds = _amount(given, "--seconds") if "--seconds" in given.flags else math.inf
-    with refused_in(given.file):
+    seconds = amount(given, "--seconds") if "--seconds" in given.flags else math.inf
+    with refused_in(question.where):
         result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:
         raise ConfigError(
-            f"{given.file}: no mesh of {space.world_size} ranks divides train.global_batch ="
+            f"{question.where}: no mesh of {space.world_size} ranks divides train.global_batch ="
             f" {space.config.train.global_batch} and may fit on {space.cluster.name}; use more ranks,"
             " recomputation, or parallel.offload"
         )
@@ -197,19 +214,26 @@ def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
     if searched and not searched.certain:
         more = searched.let_through
         return f"{_looked_at(searched)}, and none fits; {by}; --candidates {more} looks at all of them"
-    cures = ["more devices"]
-    if best.config.activation_checkpoint.mode != "full":
+    cures, config = ["more devices"], best.config
+    if config.activation_checkpoint.mode != "full" and "activation_checkpoint.mode" not in space.fixed:
         cures.append('activation_checkpoint.mode = "full"')
-    if best.config.parallel.offload == "none":
+    if config.parallel.offload == "none" and "parallel.offload" not in space.fixed:
         cures.append('parallel.offload = "cpu" with zero 3')
     return f"nothing fits; {by}; {', '.join(cures)} would help"
 
 
-def _write(given: Words, space: Space, recorded: Sequence[Candidate]) -> None:
+def _write(
+    given: Words,
+    question: Question,
+    space: Space,
+    recorded: Sequence[Candidate],
+    answer: dict[str, Any],
+) -> None:
+    file, there = "" if question.keys else given.file, _set_there(given, question)
     texts: dict[str, Callable[[Path], str]] = {
-        "--json": lambda path: json.dumps(as_data(space, recorded), indent=1),
+        "--json": lambda path: json.dumps(as_data(space, recorded) | answer, indent=1),
         "--report": lambda path: page_of(as_data(space, recorded)),
-        "--write": lambda path: write_toml(space, recorded[0], given.file, _set_there(given), path),
+        "--write": lambda path: write_toml(space, recorded[0], file, there, path),
     }
     for flag, text in texts.items():
         if flag in given.flags:
@@ -217,10 +241,10 @@ def _write(given: Words, space: Space, recorded: Sequence[Candidate]) -> None:
             _write_file(flag, path, text(path))
 
 
-def _set_there(given: Words) -> dict[str, object]:
+def _set_there(given: Words, question: Question) -> dict[str, object]:
     """Return the values of the keys that the command line sets; a table's are those of its keys."""
-    values = {f"{t}.{k}": v for t, k, v in values_of(load(given.file, given.overrides))}
-    names = [name for name, _ in given.overrides]
+    values = {f"{t}.{k}": v for t, k, v in values_of(question.config)}
+    names = dict.fromkeys(name for name, _ in (*question.keys, *given.overrides))
     return {key: values[key] for name in names for key in values if f"{key}.".startswith(f"{name}.")}
 
 

@@ -10,7 +10,7 @@ from compose.checkpoint.hf_folder import model_in
 from compose.cli.command_line import Words, flag_error, named_path, number_of, world_size_of
 from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
 from compose.config.tables import Config
-from compose.config.toml import COMMAND_LINE, load, without_file
+from compose.config.toml import COMMAND_LINE, given_keys, load, without_file
 from compose.errors import did_you_mean, toml_value, whole_number
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
 
@@ -71,8 +71,10 @@ class Question:
     world_size: int
     where: str
     """The file, or the command line: messages about the config begin with it."""
+    given: Mapping[str, str]
+    """The file that sets each key, or the command line."""
     keys: tuple[tuple[str, str], ...] = ()
-    """Keys that the question set, with the text of their values; none for a file."""
+    """Keys that the question sets in place of a file, with the text of their values."""
     batches: tuple[int, ...] = ()
     """Samples of a step by --batch."""
     words: str = ""
@@ -84,9 +86,10 @@ def read_question(given: Words) -> Question:
     cluster, world_size = _devices(given)
     batches = _batches(given)
     if "--model" not in given.flags and given.flags.get("--objective") != "params":
-        sizes = _sizes(given, batches)
-        config = load(given.file, [*given.overrides, *sizes])
-        return Question(config, cluster, world_size, given.file, tuple(sizes), batches)
+        given.overrides.extend(_sizes(given, batches))
+        config, where = load(given.file, given.overrides), given.file
+        origins = given_keys(where, given.overrides)
+        return Question(config, cluster, world_size, where, origins, batches=batches)
     if given.plain:
         raise flag_error("--model", f"takes the place of {given.plain[0]}; give one of them")
     return question_of(given, given.flags.get("--model", "7b"), cluster, world_size, batches)
@@ -115,7 +118,8 @@ def question_of(
         f" a sample, {train.global_batch:,} samples a step"
         f" ({amount_in_words(train.global_batch * train.seq_len)} tokens{rule})"
     )
-    return Question(config, cluster, world_size, COMMAND_LINE, tuple(keys), batches, words)
+    origins = {key: COMMAND_LINE for key, _ in (*keys, *given.overrides)}
+    return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
 
 
 def _devices(given: Words) -> tuple[Cluster, int]:
@@ -144,7 +148,9 @@ def gpus(text: str) -> tuple[str, int]:
         return _NICKNAMES.get(plain, plain), count
     near = [one for one in known if one.startswith(plain)] or [one for one in known if plain in one]
     if len(near) != 1:
-        hint = f"; it may be {' or '.join(near)}" if near else did_you_mean(plain, [*known, *_NICKNAMES])
+        hint = (
+            f"; it may be {' or '.join(near)}" if near else did_you_mean(plain, [*known, *_NICKNAMES])
+        )
         raise flag_error(
             "--gpus",
             f"{name} is no cluster{hint} (known: {', '.join(known)}; or the path of a .toml file)",

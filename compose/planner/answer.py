@@ -1,5 +1,6 @@
 """The answer in sentences: what to run, why not what a reader would expect, and what it costs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.cluster import load_cluster
+from compose.planner.page import seconds
 from compose.planner.quick_estimate import ModelShape, micro_batches, quick
 from compose.planner.search import is_plain, is_textbook, record_all
 
@@ -29,32 +31,20 @@ _MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A composition that a reader would expect."""
+class Compared:
+    """A composition beside the best one: what a reader would expect, or with one thing changed."""
 
     name: str
     candidate: Candidate | None = None
-    """Its record."""
-    why: str = ""
-    """Why there is none."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The step if one thing were different."""
-
-    name: str
-    space: Space
-    candidate: Candidate | None
-    """Its record; None if no composition near the best one is legal and fits."""
-    buys: str = ""
-    """The thing that makes the difference, with its verb, as "more devices are"."""
+    """Its record; None if it is not legal, or does not fit where one thing changed."""
+    note: str = ""
+    """Why there is no record; or the thing that changed and its verb, as "more devices are"."""
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
-        assert self.candidate and self.candidate.estimate
-        return self.candidate.estimate.step_seconds
+        """Seconds of a step; NaN if there is no record."""
+        recorded = self.candidate and self.candidate.estimate
+        return recorded.step_seconds if recorded else math.nan
 
 
 def in_words(space: Space, candidate: Candidate) -> str:
@@ -78,10 +68,9 @@ def in_words(space: Space, candidate: Candidate) -> str:
         parts.append(f"a pipeline of {parallel.pp} ({parallel.pp_schedule})")
     mesh = ", ".join(parts) or "one device"
     again = config.activation_checkpoint
-    mode = {"none": "no", "every_k": f"every {again.every} layers'", "budget": f"budget {again.budget:g}"}
-    micro = config.train.micro_batch
-    samples = "1 sample" if micro == 1 else f"{micro} samples"
-    text = f"{mesh}; {mode.get(again.mode, again.mode)} recomputation, micro-batches of {samples}"
+    mode = {"none": "no", "every_k": f"every_k {again.every}", "budget": f"budget {again.budget:g}"}
+    text = f"{mesh}; {mode.get(again.mode, again.mode)} recomputation"
+    text += f", micro-batches of {config.train.micro_batch}"
     if parallel.offload == "cpu":
         text += ", with parameters and optimizer in host memory"
     elif config.optimizer.offload != "none":
@@ -89,7 +78,7 @@ def in_words(space: Space, candidate: Candidate) -> str:
     return text
 
 
-def expected(space: Space, recorded: Sequence[Candidate]) -> list[Expected]:
+def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     """Return plain FSDP and the textbook's mesh, each with its record or why there is none.
 
     The textbook's mesh has tp over the node, with pp and data parallel between nodes. In one node ZeRO
@@ -103,40 +92,41 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Expected]:
     ):
         mine = [c for c in recorded if whose(space, c)]
         if mine:
-            results.append(Expected(name, mine[0]))
+            results.append(Compared(name, mine[0]))
         elif node > 1 or whose is is_plain:
             named = {f"parallel.{axis}": n for axis, n in {"dp_replicate": 1, "cp": 1, **keys}.items()}
             results.append(_recorded_with(space, name, named))
     return results
 
 
-def _recorded_with(space: Space, name: str, keys: Mapping[str, int]) -> Expected:
+def _recorded_with(space: Space, name: str, keys: Mapping[str, int]) -> Compared:
     """Record the best composition by quick estimates that has these degrees."""
     for key, value in keys.items():
         pinned = getattr(space.config.parallel, key.partition(".")[2])
         if key in space.fixed and pinned not in (value, -1):
-            return Expected(name, why=f"{key} is pinned to {pinned}")
+            return Compared(name, note=f"{key} is pinned to {pinned}")
     data = keys.get("parallel.dp_shard", 1)
     if space.config.train.global_batch % data:
         batch = f"{space.config.train.global_batch:,} samples a step"
-        return Expected(name, why=f"{batch} cannot be dealt to {data:,} devices")
+        return Compared(name, note=f"{batch} cannot be dealt to {data:,} devices")
     here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
     every = sorted(candidates(here, shape_for(space), anyway=True), key=lambda c: order(here, c))
     for candidate in every[:2]:
         [made] = record_all(here, [candidate.config])
         if not isinstance(made, ConfigError):
-            return Expected(name, made)
-    return Expected(name, why="the model cannot be cut so")
+            return Compared(name, made)
+    return Compared(name, note="the model cannot be cut so")
 
 
-def sensitivities(space: Space, best: Candidate) -> list[Variant]:
+def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     """Return the steps with twice the devices, twice the memory, and links twice as fast."""
     cluster = space.cluster
     device = replace(cluster.device, memory=cluster.device.memory * 2)
-    more, roomy = replace(space, world_size=space.world_size * 2), replace(cluster, device=device)
+    more = replace(space, world_size=space.world_size * 2)
+    roomy = replace(space, cluster=replace(cluster, device=device))
     results = [
         _variant("twice the devices", more, _wider(space, best), "more devices are"),
-        _variant("twice the memory", replace(space, cluster=roomy), _roomier(space, best), "more memory is"),
+        _variant("twice the memory", roomy, _roomier(space, best), "more memory is"),
     ]
     if space.world_size > 1:
         over = "between" if space.world_size > cluster.node else "within"
@@ -148,10 +138,12 @@ def sensitivities(space: Space, best: Candidate) -> list[Variant]:
     return results
 
 
-def further(space: Space, best: Candidate) -> list[Variant]:
+def further(space: Space, best: Candidate) -> list[Compared]:
     """Return the step with half the batch, and that of as many of the next device."""
     train = best.config.train
-    half = replace(space.config, train=replace(space.config.train, global_batch=train.global_batch // 2))
+    half = replace(
+        space.config, train=replace(space.config.train, global_batch=train.global_batch // 2)
+    )
     results = []
     if train.global_batch % 2 == 0:
         smaller = [
@@ -166,7 +158,7 @@ def further(space: Space, best: Candidate) -> list[Variant]:
     return results
 
 
-def _variant(name: str, space: Space, configs: Sequence[Config], buys: str = "") -> Variant:
+def _variant(name: str, space: Space, configs: Sequence[Config], buys: str = "") -> Compared:
     """Record the best of some compositions by quick estimates; they are near the best of today."""
     shape = shape_for(space)
     legal = [c for c in configs if micro_batches(c)]
@@ -174,8 +166,8 @@ def _variant(name: str, space: Space, configs: Sequence[Config], buys: str = "")
     for config in legal[:2]:
         [made] = record_all(space, [config])
         if not isinstance(made, ConfigError) and fits(space, made):
-            return Variant(name, space, made, buys)
-    return Variant(name, space, None, buys)
+            return Compared(name, made, buys)
+    return Compared(name, None, buys)
 
 
 def _rank(space: Space, shape: ModelShape, config: Config) -> tuple[bool, float]:
@@ -199,7 +191,7 @@ def _fewer_samples(space: Space, config: Config) -> list[Config]:
     micro = config.train.micro_batch
     if micro == 1 or "train.micro_batch" in space.fixed:
         return []
-    return [replace(config, train=replace(config.train, micro_batch=micro // 2))]
+    return [with_keys(config, {"train.micro_batch": micro // 2})]
 
 
 def _roomier(space: Space, best: Candidate) -> list[Config]:
@@ -219,20 +211,19 @@ def _roomier(space: Space, best: Candidate) -> list[Config]:
 def sentences(
     space: Space,
     best: Candidate,
-    others: Sequence[Expected],
-    variants: Sequence[Variant],
-    tokens: float,
-    of_tokens: str,
+    others: Sequence[Compared],
+    variants: Sequence[Compared],
+    tokens: tuple[float, str],
 ) -> list[str]:
     """Return three sentences: what to run, why not what a reader would expect, what it costs.
 
-    ``of_tokens`` names the tokens, as "1T tokens".
+    ``tokens`` are those of the run, with their words, as "1T tokens".
     """
     estimate, room = best.estimate, capacity(space.cluster) / _GIB
     assert estimate is not None
     whole = fits(space, best)
     takes = (
-        f"a step takes {estimate.step_seconds:.3g} s, at"
+        f"a step takes {seconds(estimate.step_seconds)}, at"
         f" {estimate.tokens_per_second_per_device:,.0f} tokens/s a device and {estimate.mfu:.1%} MFU"
     )
     held = f"{best.reserved / _GIB:.1f} of {room:.1f} GiB"
@@ -242,38 +233,40 @@ def sentences(
     clauses = [_instead(space, best, other) for other in others]
     last = []
     if whole:
-        seconds = tokens / (estimate.tokens_per_second_per_device * space.world_size)
-        hours = seconds * space.world_size / 3600
-        last = [f"{of_tokens} take {span(seconds)}, {hours:,.0f} device-hours"]
-    return [first, f"{'; '.join(clauses)}.", f"{'; '.join([*last, _to_buy(best, whole, variants)])}."]
+        took = tokens[0] / (estimate.tokens_per_second_per_device * space.world_size)
+        hours = took * space.world_size / 3600
+        last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours"]
+    last += [_to_buy(best, whole, variants)] if variants else []
+    texts = [first.removesuffix("."), "; ".join(clauses), "; ".join(last)]
+    return [f"{text[0].upper()}{text[1:]}." for text in texts if text]
 
 
-def _instead(space: Space, best: Candidate, other: Expected) -> str:
+def _instead(space: Space, best: Candidate, other: Compared) -> str:
     candidate, now = other.candidate, best.estimate
     if candidate is None or candidate.estimate is None or now is None:
-        return f"{other.name} is not possible: {other.why}"
+        return f"{other.name} is not possible: {other.note}"
     if candidate.config == best.config:
         return f"{other.name} is this composition"
     if not fits(space, candidate):
         over = (candidate.reserved - capacity(space.cluster)) / _GIB
         return f"{other.name} lacks {over:.1f} GiB a device"
-    seconds = candidate.estimate.step_seconds
-    share = seconds / now.step_seconds - 1
-    return f"{other.name} takes {seconds:.3g} s ({share:+.1%})"
+    step = candidate.estimate.step_seconds
+    return f"{other.name} takes {seconds(step)} ({step / now.step_seconds - 1:+.1%})"
 
 
-def _to_buy(best: Candidate, whole: bool, variants: Sequence[Variant]) -> str:
+def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:
     assert best.estimate is not None
     known = [variant for variant in variants if variant.candidate]
     if not known:
         return "neither twice the devices nor twice the memory helps this composition"
     if not whole:
-        cures = " or ".join(f"{v.name} ({v.step:.3g} s a step)" for v in known)
-        return f"with {cures} it fits"
+        return f"it fits with {' or '.join(variant.name for variant in known)}"
     gains = [best.estimate.step_seconds / variant.step for variant in known]
-    texts = [f"with {v.name} {gain:.2f} times" for v, gain in zip(known, gains, strict=True)]
-    buys = known[gains.index(max(gains))].buys
-    return f"{', '.join(texts)} as fast, so {buys} the next thing to buy"
+    first, *rest = [f"{gain:.2f} times" for gain in gains]
+    texts = [f"{first} as fast with {known[0].name}"]
+    texts += [f"{gain} with {v.name}" for gain, v in zip(rest, known[1:], strict=True)]
+    buys = known[gains.index(max(gains))].note
+    return f"a step is {', '.join(texts)}, so {buys} the next thing to buy"
 
 
 def span(seconds: float) -> str:
@@ -299,8 +292,7 @@ def legend(space: Space) -> str:
     kind = space.config.precision.param
     peak = space.cluster.device.peak[kind] / 1e12
     return (
-        "step s: of an optimizer step. tokens/s: of a device. MFU: the model's FLOPs over the peak of"
-        f" {peak:,.0f} TFLOP/s ({kind}).\nbubble: share of a step in which pipeline ranks wait for one"
-        " another. GiB: reserved on the fullest device, of"
-        f" {capacity(space.cluster) / _GIB:.1f}. micro: samples of a forward."
+        f"step s: an optimizer step; tokens/s: of a device; MFU: of {peak:,.0f} TFLOP/s of {kind}, by"
+        " the model's FLOPs;\nbubble: share of a step that pipeline ranks wait; GiB: reserved on the"
+        f" fullest device, of {capacity(space.cluster) / _GIB:.1f}; micro: samples of a forward"
     )

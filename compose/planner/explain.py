@@ -1,7 +1,6 @@
 """Why other compositions lose: differences between records."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from compose.config.tables import Config
@@ -9,11 +8,13 @@ from compose.errors import ConfigError
 from compose.parallel.mesh import AXES
 from compose.planner.candidates import TRIED, Candidate, Space, capacity, fits, shape_for, with_keys
 from compose.planner.estimate import Estimate
+from compose.planner.page import seconds
 from compose.planner.quick_estimate import micro_batches, quick
 from compose.planner.search import record_all
 
 _MADE = 2  # neighbours of which records are made
 _GIB = 2**30
+_SHOWN = 0.1  # the least part of a difference that is told
 _WAITS = {
     "tp": "messages of tp",
     "cp": "messages of cp",
@@ -45,7 +46,8 @@ def explain(space: Space, recorded: Sequence[Candidate]) -> list[str]:
 def against_best(space: Space, best: Candidate, other: Candidate) -> str:
     """Return by how much a recorded candidate is slower than the best, or does not fit, and why."""
     one, two = best.estimate, other.estimate
-    assert one is not None and two is not None
+    assert one is not None
+    assert two is not None
     if not fits(space, other) and fits(space, best):
         held, now = (max(e.peaks, key=lambda p: p.reserved).by_category for e in (two, one))
         most = max(held, key=lambda name: held[name] - now.get(name, 0))
@@ -58,18 +60,23 @@ def against_best(space: Space, best: Candidate, other: Candidate) -> str:
     moved = {part: of_two.get(part, 0.0) - of_one.get(part, 0.0) for part in {**of_one, **of_two}}
     # Parts that go the other way do not explain the change.
     same_way = sorted((p for p in moved if moved[p] * change > 0), key=lambda p: -abs(moved[p]))
-    shown = [f"{part} {moved[part]:+.2f} s" for part in same_way[:2] if abs(moved[part]) >= 0.005]
-    share = f" ({change / one.step_seconds:+.1%})"
-    return f"{change:+.2f} s a step{share}{': ' if shown else ''}{', '.join(shown)}"
+    shown = [f"{part} {signed(moved[part])}" for part in same_way[:2] if moved[part] / change > _SHOWN]
+    text = f"{signed(change)} a step ({change / one.step_seconds:+.1%})"
+    return f"{text}: {', '.join(shown)}" if shown else text
+
+
+def signed(value: float) -> str:
+    """Return a difference of durations with its sign."""
+    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
 
 
 def seconds_by_part(estimate: Estimate) -> dict[str, float]:
     """Return the seconds of a step by what the slowest rank does in them; their sum is the step."""
     work = sum(estimate.work.get(kind, 0.0) for kind in ("product", "attention", "memory"))
     parts = {"computation": work}
-    for name, seconds in estimate.exposed.items():
+    for name, waited in estimate.exposed.items():
         part = _WAITS.get(name, "messages of data parallel" if name.startswith("dp") else name)
-        parts[part] = parts.get(part, 0.0) + seconds
+        parts[part] = parts.get(part, 0.0) + waited
     parts[_REST] = estimate.step_seconds - sum(parts.values())
     return parts
 
@@ -132,9 +139,7 @@ def _axis(name: str) -> str:
 
 def _same(one: Config, other: Config) -> bool:
     """Return whether two configs are one composition; a record has filled in the layers of stages."""
-    return replace(one, parallel=replace(one.parallel, pp_layers=())) == replace(
-        other, parallel=replace(other.parallel, pp_layers=())
-    )
+    return with_keys(one, {"parallel.pp_layers": ()}) == with_keys(other, {"parallel.pp_layers": ()})
 
 
 def neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -145,7 +150,7 @@ def neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, A
             yield name, keys
 
 
-def _changes(space: Space, best: Candidate) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _changes(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
     config = best.config
     parallel, node = config.parallel, space.cluster.node
     for axis in ("tp", "cp", "pp", "dp_replicate"):

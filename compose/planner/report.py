@@ -1,10 +1,12 @@
 """The result of a search as data, text and a file to start from."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compose.config.toml import values_of
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planner.candidates import (
@@ -14,12 +16,9 @@ from compose.planner.candidates import (
     Space,
     capacity,
     fits,
-    shape_for,
-    with_keys,
 )
 from compose.planner.estimate import RankPeak
 from compose.planner.memory import CATEGORIES
-from compose.planner.quick_estimate import ModelShape, QuickEstimate, micro_batches, quick
 
 _GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words
@@ -154,8 +153,8 @@ def in_words(space: Space, best: Candidate) -> str:
 def write_toml(
     space: Space, best: Candidate, source: str, overrides: Mapping[str, Any], target: Path
 ) -> str:
-    """Return the text of a file that runs the best candidate."""
-    base = os.path.relpath(source, target.parent)
+    """Return the text of a file that runs the best candidate; it extends ``source``, unless empty."""
+    base = os.path.relpath(source, target.parent) if source else ""
     why = reasons(space, best)
     tables: dict[str, list[str]] = {}
     islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
@@ -165,89 +164,22 @@ def write_toml(
         tables.setdefault(head, []).append(f"{key} = {toml_value(value)}{reason}")
     blocks = ["\n".join([f"[{name}]", *lines, ""]) for name, lines in tables.items()]
     head = f"# Planned for {space.world_size * space.islands} ranks of {space.cluster.name}.\n"
-    return "\n".join([f"{head}extends = {toml_value(base)}\n", *blocks])
+    return "\n".join([f"{head}extends = {toml_value(base)}\n" if base else head, *blocks])
 
 
-_WORDS = {
-    "compute": "more computation",
-    "tp": "messages of tp",
-    "cp": "messages of cp that attention does not hide",
-    "ep": "messages to experts",
-    "bubble": "the pipeline's bubble",
-    "dp": "messages of data parallel that computation does not hide",
-    "optimizer": "the optimizer",
-    "offload": "copies from and to host memory",
-}
-
-
-def alternatives(space: Space, best: Candidate) -> list[str]:
-    """Return one line for each neighbour of the best candidate.
-
-    The differences are those of the quick estimates, which are rough.
-    """
-    shape = shape_for(space)
-    now = quick(shape, best.config, space.cluster)
-    lines = []
-    for name, keys in _neighbours(space, best):
-        config = with_keys(best.config, {"parallel.pp_layers": (), **keys})
-        if not micro_batches(config):
-            lines.append(f"{name}: its ranks do not divide the global batch")
-            continue
-        lines.append(f"{name}: {_difference(space, shape, now, quick(shape, config, space.cluster))}")
-    return lines
-
-
-def _difference(space: Space, shape: ModelShape, now: QuickEstimate, other: QuickEstimate) -> str:
-    room = capacity(space.cluster)
-    if other.memory > room >= now.memory:
-        over = (other.memory - room) / 2**30
-        most = max(other.bytes, key=lambda k: other.bytes[k] - now.bytes[k])
-        more = (other.bytes[most] - now.bytes[most]) / 2**30
-        return f"does not fit by {over:.1f} GiB ({most} +{more:.1f} GiB)"
-    change = other.step - now.step
-    part = max(other.seconds, key=lambda k: _more(now, other, k) * (1 if change >= 0 else -1))
-    of_part = _more(now, other, part)
-    each = of_part / max(1, shape.count) * 1000
-    return (
-        f"{change:+.2f} s a step; most of it {_WORDS[part]}: {of_part:+.2f} s, {each:+.1f} ms a layer"
-    )
-
-
-def _more(now: QuickEstimate, other: QuickEstimate, part: str) -> float:
-    return other.seconds.get(part, 0.0) - now.seconds.get(part, 0.0)
-
-
-def _neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
-    parallel, node = best.config.parallel, space.cluster.node
-    for axis in ("tp", "cp", "pp", "dp_replicate"):
-        degree = getattr(parallel, axis)
-        if f"parallel.{axis}" in space.fixed:
-            continue
-        if parallel.dp_shard % 2 == 0:
-            leaves = " leaves the node" if axis == "tp" and degree * 2 > node >= degree else ""
-            yield (
-                f"{axis} {degree * 2}{leaves}",
-                {f"parallel.{axis}": degree * 2, "parallel.dp_shard": parallel.dp_shard // 2},
-            )
-        for less in dict.fromkeys([1] if degree % 2 else [degree // 2, 1]):
-            if less < degree:
-                keys = {
-                    f"parallel.{axis}": less,
-                    "parallel.dp_shard": parallel.dp_shard * degree // less,
-                }
-                yield f"no {axis}" if less == 1 else f"{axis} {less}", keys
-    for zero in (1, 2, 3):
-        if zero != parallel.zero and parallel.dp_shard * parallel.cp > 1:
-            yield f"zero {zero}", {"parallel.zero": zero}
-    for mode in ("none", "selective", "full"):
-        if mode != best.config.activation_checkpoint.mode:
-            yield f"recompute {mode}", {"activation_checkpoint.mode": mode}
-    if parallel.offload == "none":
-        yield "offload", {"parallel.offload": "cpu", "parallel.zero": 3}
-    micro = best.config.train.micro_batch
-    yield f"micro_batch {micro * 2}", {"train.micro_batch": micro * 2}
-    if micro > 1:
-        yield f"micro_batch {micro // 2}", {"train.micro_batch": micro // 2}
+def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
+    """Return the command that runs the best candidate on all nodes; ``file``: a TOML file, or ""."""
+    ranks, node = space.world_size * space.islands, space.cluster.node
+    several = f" --nnodes {-(-ranks // node)} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    there = {f"{t}.{key}": value for t, key, value in values_of(space.config)}
+    changed = {key: value for key, value in best.keys.items() if there[key] != value}
+    islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+    words = [
+        shlex.quote(f"--{key}={value if isinstance(value, str) else toml_value(value)}")
+        for key, value in {**overrides, **changed, **islands}.items()
+    ]
+    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {min(ranks, node)} train.py"
+    return " ".join([start, *filter(None, [file]), *words])
 
 
 def reasons(space: Space, best: Candidate) -> dict[str, str]:

@@ -50,7 +50,7 @@ class RecordQueue:
         if recorded:
             return self._best(recorded, min(most, _NEXT))
         first = [self.next(recorded)]
-        for whose in (_is_plain, _is_textbook):
+        for whose in (is_plain, is_textbook):
             near = [c for c in self._left if whose(self._space, c)]
             if near and not any(c and whose(self._space, c) for c in first):
                 first.append(self._take(min(near, key=lambda c: order(self._space, c))))
@@ -83,14 +83,14 @@ class RecordQueue:
         return candidate
 
 
-def _is_plain(space: Space, candidate: Candidate) -> bool:
+def is_plain(space: Space, candidate: Candidate) -> bool:
     """Return whether a candidate is FSDP alone: all ranks share the parameters."""
     parallel = candidate.config.parallel
     whole = parallel.dp_shard == space.world_size and parallel.ep == 1
     return whole and parallel.zero == 3 and parallel.offload == "none"
 
 
-def _is_textbook(space: Space, candidate: Candidate) -> bool:
+def is_textbook(space: Space, candidate: Candidate) -> bool:
     """Return whether a candidate has tp within nodes, and pp and dp between them."""
     parallel = candidate.config.parallel
     in_node = parallel.tp == space.cluster.node

@@ -151,7 +151,10 @@ MODEL = "command line: --model:"
 BAD = [
     ("--model 7b", "command line: plan: needs --cluster; see --help"),
     ("--model 7b --gpus 16", f"{GPUS} 16 is no number of devices of a cluster, as 16xa100_40gb"),
-    ("--model 7b --gpus 0xh100", f"{GPUS} 0xh100 is no number of devices of a cluster, as 16xa100_40gb"),
+    (
+        "--model 7b --gpus 0xh100",
+        f"{GPUS} 0xh100 is no number of devices of a cluster, as 16xa100_40gb",
+    ),
     ("--model 7b --gpus h100", f"{GPUS} h100 is no number of devices of a cluster, as 16xa100_40gb"),
     ("--model 7b --gpus 8xv100", f"{GPUS} v100 is no cluster; did you mean h100? ({CLUSTERS})"),
     (
@@ -174,7 +177,10 @@ BAD = [
         f"{MODEL} gpt_oss:12b names no preset of gpt_oss; did you mean 120b? (known: gpt_oss:20b,"
         " gpt_oss:120b)",
     ),
-    ("--model 4b --gpus 8xh100", f"{MODEL} 4b is a preset of several models; say gemma3:4b or qwen3:4b"),
+    (
+        "--model 4b --gpus 8xh100",
+        f"{MODEL} 4b is a preset of several models; say gemma3:4b or qwen3:4b",
+    ),
     (
         "--model a/shape.json --gpus 8xh100",
         f"{MODEL} a/shape.json should be a config.json, or a folder with one",

@@ -29,7 +29,6 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.report import alternatives
 from compose.planner.search import RecordQueue, fewest, search
 from tests.support.command_lines import execute
 from tests.support.helpers import ROOT, keys_in
@@ -134,28 +133,6 @@ def test_quick_estimates_are_near_the_recorded_ones() -> None:
     assert candidate.rough.step == pytest.approx(result.step_seconds, rel=0.35)
     most = max(peak.allocated for peak in result.peaks)
     assert candidate.rough.memory == pytest.approx(most, rel=0.35)
-
-
-def _alternatives(tp: int) -> list[str]:
-    where = space(TRAIN, "h100_sxm", 2 * tp, **LLAMA_8B)
-    facts = shape_for(where)
-    keys = {f"parallel.{axis}": 1 for axis in ("pp", "dp_replicate", "cp", "ep")}
-    config = with_keys(where.config, {**keys, "parallel.dp_shard": 2, "parallel.tp": tp})
-    return alternatives(where, Candidate(config, {}, quick(facts, config, where.cluster)))
-
-
-def test_explanations_name_what_decides() -> None:
-    line = next(line for line in _alternatives(tp=8) if line.startswith("tp 16"))
-    assert line.startswith("tp 16 leaves the node: +")
-    assert "messages of tp" in line
-
-
-@pytest.mark.parametrize(
-    ("tp", "names"), [(4, ["tp 8", "tp 2", "no tp"]), (3, ["tp 6", "no tp"]), (2, ["tp 4", "no tp"])]
-)
-def test_explanations_halve_even_degrees_alone(tp: int, names: list[str]) -> None:
-    lines = [line.partition(":")[0] for line in _alternatives(tp)]
-    assert [line for line in lines if "tp" in line.split()] == names
 
 
 @pytest.mark.slow
@@ -375,4 +352,4 @@ def test_where_nothing_fits_it_says_by_how_much() -> None:
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("nothing fits; the best is short of ")
-    assert last.endswith('GiB a device; more devices, parallel.offload = "cpu" with zero 3 would help')
+    assert last.endswith("GiB a device; more devices would help")  # other cures are of pinned keys

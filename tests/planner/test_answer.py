@@ -1,0 +1,165 @@
+"""The answer in sentences: what they say is what the records hold."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from compose.planner import answer
+from compose.planner.answer import Compared, expected, in_words, legend, sentences, span
+from compose.planner.candidates import Candidate, Space, capacity
+from tests.support.planned import GIB, Records, recorded, space_of
+
+SPACE = space_of()
+BEST = recorded(SPACE, 2.0, 20.0)
+TOKENS = (1e12, "1T tokens")
+
+
+def told(
+    best: Candidate, others: Sequence[Compared] = (), changed: Sequence[Compared] = ()
+) -> list[str]:
+    """The three sentences."""
+    return sentences(SPACE, best, others, changed, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "FSDP (ZeRO-3) over 16 devices; no recomputation, micro-batches of 2"),
+        (
+            {"parallel__tp": 8, "parallel__zero": 1, "activation_checkpoint__mode": "full"},
+            "ZeRO-1 over 2 devices, tensor parallel 8 in the node; full recomputation,"
+            " micro-batches of 2",
+        ),
+        (
+            {"parallel__tp": 16, "train__micro_batch": 1},
+            "tensor parallel 16 over nodes; no recomputation, micro-batches of 1",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__dp_replicate": 2, "parallel__offload": "cpu"},
+            "FSDP (ZeRO-3) over 4 devices, 2 replicas, a pipeline of 2 (1F1B); no recomputation,"
+            " micro-batches of 2, with parameters and optimizer in host memory",
+        ),
+    ],
+)
+def test_a_composition_in_words(keys: dict[str, object], words: str) -> None:
+    assert in_words(SPACE, recorded(SPACE, 1.0, 1.0, **keys)) == words
+
+
+def test_the_first_sentence_has_the_figures_of_the_record() -> None:
+    first, *_ = told(BEST)
+    assert BEST.estimate
+    rate = re.search(r"at ([\d,]+) tokens/s a device and ([\d.]+)% MFU", first)
+    held = re.search(r"holds ([\d.]+) of ([\d.]+) GiB", first)
+    assert rate
+    assert held
+    assert first.startswith(f"Run {in_words(SPACE, BEST)}: a step takes 2.00 s, ")
+    assert int(rate[1].replace(",", "")) == round(BEST.estimate.tokens_per_second_per_device)
+    assert float(rate[2]) == 50.0
+    assert (float(held[1]), float(held[2])) == (20.0, round(capacity(SPACE.cluster) / GIB, 1))
+
+
+def test_the_second_says_why_not() -> None:
+    others = [
+        Compared("Plain FSDP", BEST),
+        Compared("One mesh", recorded(SPACE, 3.0, 30.0, parallel__zero=2)),
+        Compared("Another", recorded(SPACE, 1.0, 40.0, parallel__tp=4)),
+        Compared("A third", note="it is too odd"),
+    ]
+    assert told(BEST, others)[1] == (
+        "Plain FSDP is this composition; One mesh takes 3.00 s (+50.0%); Another lacks 1.3 GiB a"
+        " device; A third is not possible: it is too odd."
+    )
+
+
+def test_the_third_says_what_it_costs_and_what_helps() -> None:
+    changed = [
+        Compared("twice the devices", recorded(SPACE, 1.25, 10.0), "more devices are"),
+        Compared("twice the memory", recorded(SPACE, 1.0, 40.0), "more memory is"),
+        Compared("links twice as fast", None, "faster links are"),
+    ]
+    third = told(BEST, changed=changed)[-1]
+    assert BEST.estimate
+    seconds = 1e12 / (BEST.estimate.tokens_per_second_per_device * 16)
+    assert third == (
+        f"1T tokens take {span(seconds)}, {seconds * 16 / 3600:,.0f} device-hours; a step is 1.60"
+        " times as fast with twice the devices, 2.00 times with twice the memory, so more memory is the"
+        " next thing to buy."
+    )
+
+
+def test_where_nothing_fits_the_sentences_say_what_would() -> None:
+    best = recorded(SPACE, 2.0, 40.0)
+    first, third = told(best, changed=[Compared("twice the memory", BEST, "more memory is")])
+    assert first.startswith("Nearest to fit is FSDP")
+    assert first.endswith(f"it needs 40.0 of {capacity(SPACE.cluster) / GIB:.1f} GiB of a device.")
+    assert third == "It fits with twice the memory."
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(3600, "1 hours"), (86400 * 12.34, "12.3 days"), (86400 * 365.25 * 4, "4 years")],
+)
+def test_spans(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_what_is_expected_is_recorded_where_the_search_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Records(3.0, 10.0)
+    monkeypatch.setattr(answer, "record_all", made)
+    plain, textbook = expected(SPACE, [BEST])
+    assert (plain.candidate, textbook.step) == (BEST, 3.0)
+    [(_, config)] = made.asked
+    assert (config.parallel.tp, config.parallel.cp, config.parallel.dp_replicate) == (8, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "batch", "notes"),
+    [
+        (["parallel.tp"], 64, ["", "parallel.tp is pinned to 1"]),
+        ([], 24, ["24 samples a step cannot be dealt to 16 devices", ""]),
+    ],
+)
+def test_what_is_expected_may_not_be_possible(
+    monkeypatch: pytest.MonkeyPatch, pinned: list[str], batch: int, notes: list[str]
+) -> None:
+    monkeypatch.setattr(answer, "record_all", Records())
+    where = space_of(pinned=pinned)
+    keys = {"train.global_batch": batch}
+    where = Space(answer.with_keys(where.config, keys), where.cluster, 16, where.fixed)
+    result = expected(where, [])
+    assert [one.note for one in result] == notes
+    assert [math.isnan(one.step) for one in result] == [bool(note) for note in notes]
+
+
+@pytest.mark.parametrize("pinned", [[], ["train.micro_batch", "activation_checkpoint.mode"]])
+def test_what_could_be_bought(monkeypatch: pytest.MonkeyPatch, pinned: list[str]) -> None:
+    made = Records(1.0, 10.0)
+    monkeypatch.setattr(answer, "record_all", made)
+    where = space_of(pinned=pinned)
+    best = recorded(where, 2.0, 20.0, activation_checkpoint__mode="full")
+    results = [*answer.sensitivities(where, best), *answer.further(where, best)]
+    assert [(one.name, one.step) for one in results] == [
+        ("twice the devices", 1.0),
+        ("twice the memory", 1.0),
+        ("links between nodes twice as fast", 1.0),
+        ("half the batch", 1.0),
+        ("as many of a100_80gb", 1.0),
+    ]
+    spaces = [space for space, _ in made.asked]
+    assert spaces[0].world_size == 32
+    assert spaces[1].cluster.device.memory == 2 * where.cluster.device.memory
+    assert spaces[2].cluster.between.bandwidth == 2 * where.cluster.between.bandwidth
+    assert made.asked[3][1].train.global_batch == 32
+    if pinned:
+        kept = {(c.train.micro_batch, c.activation_checkpoint.mode) for _, c in made.asked}
+        assert kept == {(2, "full")}
+
+
+def test_the_legend_explains_the_columns() -> None:
+    text = legend(SPACE)
+    for column in ("step s", "tokens/s", "MFU", "bubble", "GiB", "micro"):
+        assert f"{column}: " in text
+    assert "312 TFLOP/s of bfloat16" in text
+    assert max(map(len, text.splitlines())) <= 115
