@@ -434,7 +434,6 @@ NO_TEST_MODULE = {
     "checkpoint/loading": "train/test_run_folder",
     "checkpoint/local_shards": "checkpoint/test_dcp_storage",
     "checkpoint/safetensors_files": "checkpoint/test_hf_folder",
-    "cli/plan": "planner/test_measure",
     "composition": "test_structure",
     "compression/gather": "compression/test_reduce",
     "compression/proof_accounts": "compression/test_proof",

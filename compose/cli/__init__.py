@@ -67,7 +67,7 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
     ),
     "plan": Usage(
         "plan",
-        "Find the best mesh: python -m compose plan FILE.toml --cluster NAME --world-size N.",
+        "Find the best mesh: python -m compose plan --model 13b --gpus 16xa100_40gb.",
         _flags(
             "--cluster NAME or FILE.toml, --world-size N, --model NAME, --gpus NxCLUSTER, --seq-len N, "
             "--batch N[,N], --as-is, --explain, "
@@ -76,15 +76,21 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
             "--write FILE.toml"
         ),
         """\
-Looks for the best mesh and options of FILE on a cluster. Prints the best candidates, each with an
-estimate of its memory and step time (docs/planning.md). No GPU is needed.
+Looks for the best mesh and options of a model, or of FILE, on a cluster. Prints an answer in words and
+the best candidates, each with its memory and step time (docs/planning.md). No GPU is needed. A question
+in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T] [--seq-len 4096]
 
+  --model       a size (1b, 7b, 13b, 70b ... 405b), a preset as mixtral:8x7b, or a folder with Hugging
+                Face's config.json, in place of FILE; in bfloat16
+  --gpus        devices of a cluster, as 16xa100_40gb, in place of --cluster and --world-size
+  --seq-len     tokens of a sample; default with --model: 4096
+  --batch       samples of a step; default with --model: as published models of its size had
   --cluster     a cluster of clusters/, or a file like one
   --world-size  ranks
   --as-is       estimate FILE as it is, and look for nothing
-  --explain     say what the best candidate's alternatives cost
+  --explain     say what other compositions, half the batch and the next device cost
   --objective   what is made small: step time (default), memory, or the number of devices
-  --tokens      with --objective devices: tokens to train on
+  --tokens      tokens to train on, as 1T
   --days        with --objective devices: days for them
   --free        keys that FILE sets and the search may change
   --candidates  how many candidates are recorded; default: 6

@@ -263,7 +263,8 @@ def amount(given: Words, flag: str) -> float:
             value = 0.0
     if not 0 < value < math.inf:
         what = f"{text} is not" if text else "--objective devices needs"
-        raise flag_error(flag, f"{what} a number above 0, as 15e12 or 1T")
+        example = "15e12 or 1T" if flag == "--tokens" else "30"
+        raise flag_error(flag, f"{what} a number above 0, as {example}")
     return value
 
 

@@ -87,8 +87,8 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     node = min(space.cluster.node, space.world_size)
     results = []
     for name, whose, keys in (
-        ("Plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1}),
-        (f"Tensor parallel {node} in the node", is_textbook, {"tp": node}),
+        ("plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1}),
+        (f"tensor parallel {node} in the node", is_textbook, {"tp": node}),
     ):
         mine = [c for c in recorded if whose(space, c)]
         if mine:
@@ -294,5 +294,5 @@ def legend(space: Space) -> str:
     return (
         f"step s: an optimizer step; tokens/s: of a device; MFU: of {peak:,.0f} TFLOP/s of {kind}, by"
         " the model's FLOPs;\nbubble: share of a step that pipeline ranks wait; GiB: reserved on the"
-        f" fullest device, of {capacity(space.cluster) / _GIB:.1f}; micro: samples of a forward"
+        f" fullest device, of {capacity(space.cluster) / _GIB:.1f}; micro: samples a forward"
     )

@@ -23,7 +23,8 @@ WORDS = {"model.name", "model.preset"}
 FLAGS = {
     *("--prompt", "--max-tokens", "--temperature", "--top-p", "--seed", "--cache", "--dtype"),
     *("--field", "--end", "--workers", "--world-size", "--objective", "--tokens", "--days", "--free"),
-    *("--candidates", "--classes", "--per-class", "--steps", "--guidance"),
+    *("--candidates", "--classes", "--per-class", "--steps", "--guidance", "--seconds", "--gpus"),
+    *("--model", "--seq-len", "--batch"),
 }
 
 

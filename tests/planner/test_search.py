@@ -12,6 +12,7 @@ import pytest
 
 from compose.cli.command_line import read_words
 from compose.cli.plan import _write, _write_file
+from compose.cli.question import Question
 from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.parallel.mesh import Parallel, crosses_nodes
@@ -156,6 +157,7 @@ def run(*arguments: str) -> Any:
     return execute("-m", "compose", "plan", *arguments)
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("plan.json", "plan.html", "best.toml")]
     words = ["--cluster=h100_sxm", "--world-size=4", "--candidates=2", "--explain"]
@@ -198,10 +200,13 @@ def test_keys_of_every_table_are_written(tmp_path: Path) -> None:
         [TRAIN, f"--write={file}", "--checkpoint.async=false", *lora], {"--write": "FILE"}
     )
     where = space(TRAIN, "cpu", 1)
+    question = Question(load(TRAIN, given.overrides), where.cluster, 1, TRAIN, {})
     _write(
         given,
+        question,
         where,
         [Candidate(where.config, {}, quick(shape_for(where), where.config, where.cluster))],
+        {},
     )
     config = load(str(file))
     assert not config.checkpoint.async_
@@ -229,11 +234,11 @@ BAD = [
     ([*ON_8, "--candidates=0"], "command line: --candidates: 0 is not a number of candidates"),
     (
         [*ON_8, "--objective=devices", "--tokens=many"],
-        "command line: --tokens: many is not a number above 0, as 15e12",
+        "command line: --tokens: many is not a number above 0, as 15e12 or 1T",
     ),
     (
         [*ON_8, "--objective=devices", "--tokens=1e9"],
-        "command line: --days: --objective devices needs a number above 0, as 15e12",
+        "command line: --days: --objective devices needs a number above 0, as 30",
     ),
     (
         [*ON_8, "--as-is", "--parallel.tp=3"],

@@ -1,0 +1,94 @@
+"""The command plan: what it prints and writes, from candidates whose figures the test chooses."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compose.cli import plan as command
+from compose.config.toml import load
+from compose.planner import answer, explain
+from compose.planner.candidates import Space
+from compose.planner.search import Searched
+from tests.support.planned import Records, recorded
+
+QUESTION = ["--model=llama:debug", "--gpus=16xa100_40gb", "--batch=64", "--seq-len=64"]
+
+
+class Search:
+    """Stands for the search: plain FSDP, and tp in the node, which is slower."""
+
+    def __init__(self, size: float = 20.0) -> None:
+        self.size = size
+        self.spaces: list[Space] = []
+
+    def __call__(self, space: Space, *_: Any) -> Searched:
+        """Return two candidates."""
+        self.spaces.append(space)
+        plain = recorded(space, 2.0, self.size, parallel__zero=2)
+        slower = recorded(space, 3.0, self.size, {"tp": 1.0}, parallel__tp=8)
+        return Searched([plain, slower], 40, 2, certain=False)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Search:
+    """The search that stands for the real one."""
+    monkeypatch.setattr(answer, "record_all", Records(2.5, 10.0))
+    monkeypatch.setattr(explain, "record_all", Records(2.5, 10.0))
+    result = Search()
+    monkeypatch.setattr(command, "search", result)
+    return result
+
+
+def test_the_answer_stands_before_the_table(made: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.plan([*QUESTION, "--tokens=1T", "--explain"]) == 0
+    question, run, why, costs, gap, header, *rest = capsys.readouterr().out.splitlines()
+    assert "64 samples a step" in question
+    assert run.startswith("Run ZeRO-2 over 16 devices; ")
+    assert (
+        why == "Plain FSDP takes 2.50 s (+25.0%); tensor parallel 8 in the node takes 3.00 s (+50.0%)."
+    )
+    assert costs.startswith("1T tokens take ")
+    assert (gap, header.split()[:2]) == ("", ["dp_shard", "tp"])
+    assert "tp 8, zero 3: +1.00 s a step (+50.0%): messages of tp +1.00 s" in rest
+    words = shlex.split(rest[-1])
+    assert words[:4] == ["torchrun", "--nnodes", "2", "--rdzv-backend"]
+    assert {"--model.preset=debug", "--train.global_batch=64", "--parallel.zero=2"} <= set(words)
+
+
+def test_the_file_that_is_written_stands_alone(made: Search, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("plan.json", "best.toml")]
+    words = [f"--json={files[0]}", f"--write={files[1]}", "--parallel.sequence=false"]
+    assert command.plan([*QUESTION, *words]) == 0
+    config, data = load(str(files[1])), json.loads(files[0].read_text())
+    assert (config.model.preset, config.precision.param, config.train.seq_len) == (
+        "debug",
+        "bfloat16",
+        64,
+    )
+    assert (config.parallel.dp_shard, config.parallel.zero, config.parallel.sequence) == (16, 2, False)
+    assert len(data["sentences"]) == 3
+    assert data["expected"] == {"plain FSDP": 2.5, "tensor parallel 8 in the node": 3.0}
+    assert set(data["sensitivities"]) == {
+        "twice the devices",
+        "twice the memory",
+        "links between nodes twice as fast",
+    }
+    assert {"cluster", "world_size", "capacity", "candidates"} <= set(data)
+
+
+def test_what_does_not_fit_has_no_command(made: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    made.size = 60.0
+    assert command.plan(QUESTION) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("Nearest to fit is ZeRO-2 over 16 devices; ")
+    assert lines[-1].startswith("2 of 40 candidates that may fit were looked at, and none fits")
+
+
+def test_a_question_pins_what_the_command_line_names(made: Search) -> None:
+    assert command.plan([*QUESTION, "--parallel.tp=2"]) == 0
+    [space] = made.spaces
+    assert "parallel.tp" in space.fixed
+    assert not {"parallel.zero", "activation_checkpoint.mode", "train.micro_batch"} & set(space.fixed)
