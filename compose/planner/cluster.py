@@ -237,6 +237,14 @@ class Cluster(_Table):
     """Between a device and host memory."""
     efficiencies: Efficiencies
     measured: Measured = field(default_factory=Measured)
+    host_memory: NonNegative = 0
+    """Bytes of host memory of a node; 0: unknown."""
+    host_cores: NonNegative = 0
+    """Cores of a node's processors; 0: unknown."""
+    host_bandwidth: Amount = 0.0
+    """Bytes per second of a node's host memory; 0: unknown."""
+    host_power: Amount = 0.0
+    """Watts of a node at work beside its devices; 0: unknown."""
 
 
 def cluster_names() -> list[str]:

@@ -52,6 +52,7 @@ _DTYPES = {
 }
 _SHAPES = 48  # products of a type; a type with less time has fewer
 _HEADS = 8
+_HOST_BYTES = 256 << 20  # read and written by a kernel of the host
 # Among 0, 10, 30 and the values of GPUs, 10 predicted 12 shapes on a busy CPU best, a shape from the
 # others (2026-11). Measured times correct the model.
 _CPU_ATTENTION_HALF = (10.0, 10.0)
@@ -147,6 +148,9 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
         rates[row.dtype] = max(rate, rates.get(row.dtype, 0.0))
     attention = tuple(_attention(sweep, rates, 0.95 if alone else 0.55))
     host = _host(sweep, copies)
+    host_rate = copies[-1].bytes / copies[-1].seconds
+    if device.type == "cuda":
+        host_rate = _HOST_BYTES / sweep.time(_adding(torch.device("cpu"), _HOST_BYTES // 8), 0.2)
     collectives = () if alone else tuple(measure_collectives(sweep, 1.0))
     took = sweep.agreed(time.monotonic() - sweep.started)
     peak = {dtype: max(rate, peaks.get(dtype, 0.0)) for dtype, rate in rates.items()}
@@ -184,6 +188,9 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
             attention_half=GPU_ATTENTION_HALF if gpu else _CPU_ATTENTION_HALF,
         ),
         measured=Measured(ranks, took, products, attention, copies, collectives),
+        host_memory=_memory(torch.device("cpu")),
+        host_cores=_cores(),
+        host_bandwidth=node * host_rate,
     )
 
 

@@ -1,6 +1,7 @@
 """python -m compose measure: a loadable file of what was timed, its fits, and refusals in one line."""
 
 import dataclasses
+import os
 import random
 from pathlib import Path
 
@@ -28,8 +29,12 @@ def _values(cluster: Cluster) -> dict[str, object]:
 
 
 def _check_measured(cluster: Cluster) -> None:
-    """Measured rows cost what was measured."""
+    """Measured rows cost what was measured, and the host is this machine."""
     rows = cluster.measured
+    assert cluster.host_memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert cluster.host_cores == len(os.sched_getaffinity(0))
+    assert cluster.host_bandwidth == pytest.approx(cluster.node * cluster.device.bandwidth)
+    assert cluster.host_power == 0  # unknown
     assert min(len(rows.products), len(rows.attention), len(rows.copies)) >= 2
     for row in rows.products:
         result = product_seconds(cluster, row.m, row.n, row.k, row.batch, row.dtype)
