@@ -38,7 +38,7 @@ from compose.planner.memory import (
 )
 from compose.planner.record import Record
 from compose.planner.record_pool import RecordPool
-from compose.planner.step_time import Seconds, action_seconds, grown, no_wait, seconds_of
+from compose.planner.step_time import Seconds, action_seconds, grown, in_pieces, no_wait, seconds_of
 from compose.planner.trace import RankStep, Traced, trace
 
 
@@ -136,7 +136,8 @@ class Estimate:
     mfu: float
     """Model FLOPs of a step over what all devices would do at the peak of the type of the products."""
     bubble: float
-    """Share of the pipeline's time in which its ranks wait for one another, on average."""
+    """Share of the pipeline's time in which its ranks wait for one another by the schedule alone, on
+    average. The time of messages between them is in ``exposed``, as "pp"."""
     work: Mapping[str, float]
     """Seconds that the slowest rank computes: product, attention, memory (all else), optimizer."""
     exposed: Mapping[str, float]
@@ -195,8 +196,12 @@ def _estimate(
     def parts(action: Action) -> tuple[float, float]:
         return no_wait(_of(of_stage[action.stage], action, count), action.kind)
 
-    slots = simulate(rows, seconds, _message(job, cluster), parts, cluster.device.sharing)
-    return _summary(job, cluster, rows, ranks, peaks, slots)
+    message, sharing = _message(job, cluster), cluster.device.sharing
+    slots = simulate(rows, seconds, message, parts, sharing)
+    # A rank waits for other stages even if messages take no time. The rest is their time.
+    at_once = simulate(rows, seconds, 0.0, parts, sharing) if message else slots
+    shortest = max(slot.end for slot in at_once)
+    return _summary(job, cluster, (rows, ranks, peaks), slots, shortest)
 
 
 def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
@@ -220,11 +225,12 @@ def _message(job: Job, cluster: Cluster) -> float:
 def _summary(
     job: Job,
     cluster: Cluster,
-    rows: list[list[Action]],
-    ranks: list[RankCosts],
-    peaks: list[RankPeak],
+    of_ranks: tuple[list[list[Action]], list[RankCosts], list[RankPeak]],
     slots: list[Slot],
+    shortest: float,
 ) -> Estimate:
+    """Return the estimate; ``shortest`` is the pipeline's time if its messages took none."""
+    rows, ranks, peaks = of_ranks
     count, train = job.micro_batches, job.config.train
     length = max(slot.end for slot in slots)
     update = max(rank.seconds[STEP]["all"] for rank in ranks)
@@ -240,6 +246,8 @@ def _summary(
                 exposed[name.removeprefix("exposed ")] += value
             elif name in work and seconds is not last:
                 work[name] += value
+    if length > shortest:
+        exposed["pp"] += length - shortest
     exposed["optimizer"] = update - sum(v for k, v in last.items() if k.startswith("exposed "))
     step = length + update
     tokens = train.global_batch * train.seq_len
@@ -250,7 +258,7 @@ def _summary(
         step,
         tokens / step / job.world_size,
         flops / (step * job.world_size * rate),
-        1 - sum(busy) / (len(rows) * length),
+        (shortest - sum(busy) / len(rows)) / length,
         work | {"optimizer": exposed["optimizer"]},
         dict(exposed),
         slots,
@@ -411,6 +419,8 @@ def recorded(
     categorize(record, job.resolved.output)
     runs = runs_of(job)
     where = places(job, runs, kept) if runs and kept else {}
+    if job.config.compile.async_tp:
+        in_pieces(record, cluster, job.degrees)
     fused = other.fused if other else job.config.compile.mode != "off"
     seconds = action_seconds(record, cluster, job.degrees, count, fused, compiled=other is None)
     grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator

@@ -21,6 +21,7 @@ Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
 PART = "part"
 """The kind of an operator that is a part of a kernel for many tensors: no launch of its own."""
+_NEAR = 8  # pieces of work between a message and the product that it is split with
 _NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
 
@@ -122,6 +123,30 @@ def seconds_of(known: Mapping[Key, Seconds], key: Key) -> Seconds:
         for name, value in known[each].items():
             whole[name] += value
     return whole
+
+
+def in_pieces(record: Record, cluster: Cluster, degrees: Parallel) -> None:
+    """Leave of tp's gathers and sums what products do not hide, if both go in as many pieces as ranks.
+
+    A gather's piece travels while the product of the one before runs, and a sum's after its own
+    (``compile.async_tp``; Wang et al. 2023, doi:10.1145/3567955.3567959). One piece has no other to
+    hide it.
+    """
+    work, tp = record.work, degrees.tp
+    for place, message in enumerate(work):
+        if not isinstance(message, Message) or axis_of(message, degrees) != "tp":
+            continue
+        if message.kind == "all_gather":
+            near = range(place + 1, min(place + _NEAR, len(work)))
+        elif message.kind == "reduce_scatter":
+            near = range(place - 1, max(place - _NEAR, -1), -1)
+        else:
+            continue
+        beside = (work[i] for i in near)
+        product = next((w for w in beside if isinstance(w, Operator) and w.kind == "product"), None)
+        if product:
+            took, hides = _message(cluster, message), operator_seconds(cluster, product, False)
+            message.bytes = round(message.bytes * max(1 / tp, 1 - (1 - 1 / tp) * hides / took))
 
 
 def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:

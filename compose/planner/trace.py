@@ -80,7 +80,7 @@ def trace(step: RankStep) -> Traced:
     with choice, world as sent:
         mesh = init_mesh(job.degrees, device_type)
         # Operators are recorded one by one; the time model fuses them.
-        options = replace(job.options, compile=replace(config.compile, mode="off"))
+        options = replace(job.options, compile=replace(config.compile, mode="off", async_tp=False))
         if job.degrees.pp > 1:
             layers = step.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))

@@ -1,12 +1,14 @@
 """Estimates do not depend on the GPU of the machine that makes them; few layers stand for all."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
 from compose.planner.cluster import load_cluster
-from compose.planner.estimate import estimate, recorded
+from compose.planner.estimate import RankCosts, _estimate, estimate, recorded
+from compose.planner.memory import STEP, RankMemory
 from tests.support.helpers import make_job, parallel
 
 SLOW = pytest.mark.slow
@@ -47,3 +49,24 @@ def test_reserved_bytes_are_those_of_all_layers(mode: str) -> None:
     whole, _ = recorded(job, cluster, None, 0, None, None)
     (one,) = estimate(job, cluster).peaks
     assert one.reserved == pytest.approx(one.allocated + whole.surplus, rel=0.03)
+
+
+def test_messages_of_a_pipeline_are_no_bubble() -> None:
+    """A forward of 1 s and a backward of 2 s: the bubble is the schedule's, however slow the link."""
+    job = make_job(2, **parallel(pp=2), model__n_layers=2, train__global_batch=8, train__micro_batch=2)
+    keys = [
+        (stage, kind, place)
+        for stage in (0, 1)
+        for kind in "FB"
+        for place in ("first", "middle", "last")
+    ]
+    times = {key: {"all": 1.0 if key[1] == "F" else 2.0} for key in keys}
+    ranks = [RankCosts(RankMemory(), 0, times | {STEP: {"all": 0.0}})] * 2
+    fast = replace(load_cluster("h100_sxm"), node=1)
+    slow = replace(fast, between=replace(fast.between, latency=0.5))
+    with mock.patch("compose.planner.estimate.peak", return_value=(0, {})):
+        one, other = (_estimate(job, cluster, ranks, None) for cluster in (fast, slow))
+    assert one.bubble == pytest.approx(1 / 5, rel=1e-3)  # (p - 1) / (m + p - 1)
+    assert other.step_seconds > 1.1 * one.step_seconds
+    assert other.exposed["pp"] == pytest.approx(other.step_seconds - 15)
+    assert other.bubble == pytest.approx(3 / other.step_seconds, rel=1e-3)

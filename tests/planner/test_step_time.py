@@ -13,7 +13,14 @@ from compose.planner import costs
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.memory import STEP
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
-from compose.planner.step_time import Seconds, action_seconds, axis_of, grown, operator_seconds
+from compose.planner.step_time import (
+    Seconds,
+    action_seconds,
+    axis_of,
+    grown,
+    in_pieces,
+    operator_seconds,
+)
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import ROOT
 
@@ -111,6 +118,18 @@ def test_complex_numbers_are_not_fused() -> None:
         result = action_seconds(record, cluster, Parallel(dp_shard=8), 1, fused=True)[0, "F", "last"]
         moved = kernels * 2**21  # each reads one and writes one
         assert result["memory"] == pytest.approx(costs.memory_seconds(cluster, moved, kernels))
+
+
+def test_pieces_of_products_hide_all_but_one_piece() -> None:
+    """A long product leaves an eighth of a gather in a node; a short one leaves what it cannot hide."""
+    cluster = cluster_of()
+    (long, sent), (short, _) = (product_and_gather(cluster, size) for size in (16384, 2048))
+    assert short < sent < long
+    for size, left in ((16384, 1 / 8), (2048, 1 - 7 / 8 * short / sent)):
+        record = Record([Segment((0, "F", 0), "forward", "")], [gather(0), product(size)])
+        record.work = [replace(work, segment=0) for work in record.work]
+        in_pieces(record, cluster, Parallel(tp=8))
+        assert record.work[0].bytes == pytest.approx(2**30 * left)
 
 
 def test_a_message_keeps_units_while_it_runs() -> None:
