@@ -71,7 +71,7 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
         _flags(
             "--cluster NAME or FILE.toml, --world-size N, --model NAME, --gpus NxCLUSTER, --seq-len N, "
             "--batch N[,N], --as-is, --explain, "
-            "--objective time|memory|devices, --tokens T, --days D, --free KEY[,KEY], "
+            "--objective time|memory|devices|params, --tokens T, --days D, --free KEY[,KEY], "
             "--candidates N, --seconds S, --against RUN_DIR, --json FILE, --report FILE.html, "
             "--write FILE.toml"
         ),
@@ -84,12 +84,14 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
                 Face's config.json, in place of FILE; in bfloat16
   --gpus        devices of a cluster, as 16xa100_40gb, in place of --cluster and --world-size
   --seq-len     tokens of a sample; default with --model: 4096
-  --batch       samples of a step; default with --model: as published models of its size had
+  --batch       samples of a step, or several as 256,512,1024; default with --model: as published
+                models of its size had
   --cluster     a cluster of clusters/, or a file like one
   --world-size  ranks
   --as-is       estimate FILE as it is, and look for nothing
   --explain     say what other compositions, half the batch and the next device cost
-  --objective   what is made small: step time (default), memory, or the number of devices
+  --objective   what is made small: step time (default), memory, or the number of devices; or params:
+                the largest standard size that fits
   --tokens      tokens to train on, as 1T
   --days        with --objective devices: days for them
   --free        keys that FILE sets and the search may change

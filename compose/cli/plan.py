@@ -26,15 +26,33 @@ from compose.cli.command_line import (
     read_flags,
     written,
 )
-from compose.cli.question import Question, amount, amount_in_words, read_question
+from compose.cli.question import STANDARD, Question, amount, amount_in_words, read_question
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.tables import TABLES, Config, without_add_ons
 from compose.config.toml import COMMAND_LINE, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
-from compose.planner.answer import example_tokens, expected, further, legend, sensitivities, sentences
-from compose.planner.candidates import DEGREES, TRIED, Candidate, Space, capacity, fits
+from compose.planner.answer import (
+    batch_table,
+    example_tokens,
+    expected,
+    further,
+    legend,
+    sensitivities,
+    sentences,
+)
+from compose.planner.candidates import (
+    DEGREES,
+    TRIED,
+    Candidate,
+    Space,
+    candidates,
+    capacity,
+    fits,
+    shape_for,
+    with_keys,
+)
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 from compose.planner.explain import explain
 from compose.planner.measure import SECONDS
@@ -45,7 +63,7 @@ from compose.planner.search import MOST, Searched, fewest, own, search
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group
 
-_OBJECTIVES = ("time", "memory", "devices")
+_OBJECTIVES = ("time", "memory", "devices", "params")
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -53,21 +71,32 @@ def plan(arguments: Sequence[str]) -> int:
     given = read_arguments(arguments, "python -m compose plan", COMMANDS["plan"])
     if "--against" in given.flags:
         return _against(given)
-    question = read_question(given)
-    space, searched, answer = _space(given, question), None, {}
-    if "--as-is" in given.flags:
+    largest = given.flags.get("--objective") == "params"
+    question, searched = _largest(given) if largest else (read_question(given), None)
+    space, answer, batches = _space(given, question), {}, []
+    if searched:
+        results = searched.candidates
+    elif "--as-is" in given.flags:
         with refused_in(question.where):
             results = [own(space)]
     elif space.objective == "devices":
         space, results = _fewest(given, question, space)
     else:
-        searched = _search(given, question, space)
+        for batch in question.batches or (space.config.train.global_batch,):
+            keys = {"train.global_batch": batch}
+            one = replace(question, config=with_keys(question.config, keys)) if batches else question
+            here = _space(given, one) if batches else space
+            batches.append((one, here, _search(given, one, here)))
+        question, space, searched = max(batches, key=lambda row: _rate(*row[1:]))
         results = searched.candidates
     best = results[0]
     if "--as-is" not in given.flags:
         made = not (searched and searched.capped)
         answer = _answer(given, question, space, results, made)
         print(*filter(None, [question.words]), *answer["sentences"], "", sep="\n")
+    if len(batches) > 1:
+        rows = [(here, one.candidates[0]) for _, here, one in batches]
+        print(batch_table(rows, answer["tokens"]), "", sep="\n")
     print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
     if space.islands > 1:
         print("", *_between_islands(question, space, best), sep="\n")
@@ -78,7 +107,7 @@ def plan(arguments: Sequence[str]) -> int:
     if "--explain" in given.flags:
         print("", "Beside the first one:", *explain(space, results), sep="\n")
         for one in further(space, best):
-            change = f"{seconds(one.step)} a step" if one.candidate else "does not fit, or is not legal"
+            change = f"{seconds(one.step)} a step" if one.step else "does not fit, or is not legal"
             print(f"with {one.name}: {change}")
     if "--write" not in given.flags and fits(space, best):
         file = "" if question.keys else given.file
@@ -172,6 +201,32 @@ def _between_islands(question: Question, space: Space, best: Candidate) -> list[
         for _, lines in brought("between_workers")
         for line in lines(job, outer, space.islands, link, seconds)
     ]
+
+
+def _rate(space: Space, searched: Searched) -> tuple[bool, float]:
+    """Return whether the best candidate fits, and its tokens a second."""
+    best = searched.candidates[0]
+    assert best.estimate is not None
+    return fits(space, best), best.estimate.tokens_per_second_per_device
+
+
+def _largest(given: Words) -> tuple[Question, Searched]:
+    """Search the standard sizes from the largest on, and return the first that fits."""
+    for what in [*given.plain, *(flag for flag in ("--model",) if flag in given.flags)]:
+        raise flag_error("--objective", f"params looks for a standard size; it goes without {what}")
+    if "--gpus" not in given.flags:
+        raise flag_error("--objective", "params needs --gpus, as 16xa100_40gb")
+    given.overrides.append(("parallel.offload", "none"))
+    for name in reversed([*STANDARD]):
+        given.flags["--model"] = name
+        question = read_question(given)
+        space = _space(given, question)
+        if next(candidates(space, shape_for(space)), None):
+            searched = _search(given, question, space)
+            if fits(space, searched.candidates[0]):
+                return question, searched
+        _progress(time.monotonic(), f"{name} does not fit")
+    raise flag_error("--objective", f"none of {', '.join(STANDARD)} fits on {given.flags['--gpus']}")
 
 
 def _fewest(given: Words, question: Question, space: Space) -> tuple[Space, list[Candidate]]:

@@ -85,14 +85,14 @@ def read_question(given: Words) -> Question:
     """Return the model and the devices of a command line of plan."""
     cluster, world_size = _devices(given)
     batches = _batches(given)
-    if "--model" not in given.flags and given.flags.get("--objective") != "params":
+    if "--model" not in given.flags:
         given.overrides.extend(_sizes(given, batches))
         config, where = load(given.file, given.overrides), given.file
         origins = given_keys(where, given.overrides)
         return Question(config, cluster, world_size, where, origins, batches=batches)
     if given.plain:
         raise flag_error("--model", f"takes the place of {given.plain[0]}; give one of them")
-    return question_of(given, given.flags.get("--model", "7b"), cluster, world_size, batches)
+    return question_of(given, given.flags["--model"], cluster, world_size, batches)
 
 
 def question_of(

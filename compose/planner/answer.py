@@ -1,6 +1,5 @@
 """The answer in sentences: what to run, why not what a reader would expect, and what it costs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from compose.planner.candidates import (
     Space,
     candidates,
     capacity,
+    describe,
     fits,
     order,
     shape_for,
@@ -19,6 +19,7 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.page import seconds
 from compose.planner.quick_estimate import ModelShape, micro_batches, quick
+from compose.planner.report import in_columns
 from compose.planner.search import is_plain, is_textbook, record_all
 
 _GIB = 2**30
@@ -41,10 +42,10 @@ class Compared:
     """Why there is no record; or the thing that changed and its verb, as "more devices are"."""
 
     @property
-    def step(self) -> float:
-        """Seconds of a step; NaN if there is no record."""
+    def step(self) -> float | None:
+        """Seconds of a step; None if there is no record."""
         recorded = self.candidate and self.candidate.estimate
-        return recorded.step_seconds if recorded else math.nan
+        return recorded.step_seconds if recorded else None
 
 
 def in_words(space: Space, candidate: Candidate) -> str:
@@ -256,16 +257,15 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
 
 def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:
     assert best.estimate is not None
-    known = [variant for variant in variants if variant.candidate]
+    known = [(one.name, one.step, one.note) for one in variants if one.step]
     if not known:
         return "neither twice the devices nor twice the memory helps this composition"
     if not whole:
-        return f"it fits with {' or '.join(variant.name for variant in known)}"
-    gains = [best.estimate.step_seconds / variant.step for variant in known]
-    first, *rest = [f"{gain:.2f} times" for gain in gains]
-    texts = [f"{first} as fast with {known[0].name}"]
-    texts += [f"{gain} with {v.name}" for gain, v in zip(rest, known[1:], strict=True)]
-    buys = known[gains.index(max(gains))].note
+        return f"it fits with {' or '.join(name for name, _, _ in known)}"
+    gains = [best.estimate.step_seconds / step for _, step, _ in known]
+    words = [f"{gain:.2f} times{' as fast' * (i == 0)}" for i, gain in enumerate(gains)]
+    texts = [f"{word} with {name}" for word, (name, _, _) in zip(words, known, strict=True)]
+    buys = known[gains.index(max(gains))][2]
     return f"a step is {', '.join(texts)}, so {buys} the next thing to buy"
 
 
@@ -285,6 +285,28 @@ def example_tokens(space: Space) -> float:
         experts = max((n for n, _, _ in kind.experts), default=1)
         active += kind.count * (kind.dense + kind.routed * min(1.0, shape.top_k / experts))
     return _PER_PARAMETER * active
+
+
+def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
+    """Return the best candidate of each global batch, with the days that ``tokens`` take."""
+    cells = [["batch", "tokens", "step s", "tokens/s", "GiB", "days", "device-hours", "composition"]]
+    for space, best in rows:
+        estimate, train = best.estimate, space.config.train
+        assert estimate is not None
+        took = tokens / (estimate.tokens_per_second_per_device * space.world_size)
+        figures = [f"{took / _DAY:,.2f}", f"{took * space.world_size / 3600:,.0f}"]
+        cells.append(
+            [
+                f"{train.global_batch:,}",
+                f"{train.global_batch * train.seq_len:,}",
+                f"{estimate.step_seconds:.3f}",
+                f"{estimate.tokens_per_second_per_device:,.0f}",
+                f"{best.reserved / _GIB:.1f}",
+                *(figures if fits(space, best) else ["does not fit", ""]),
+                describe(replace(best, estimate=None)),
+            ]
+        )
+    return in_columns(cells)
 
 
 def legend(space: Space) -> str:

@@ -59,8 +59,10 @@ def against_best(space: Space, best: Candidate, other: Candidate) -> str:
     of_one, of_two = seconds_by_part(one), seconds_by_part(two)
     moved = {part: of_two.get(part, 0.0) - of_one.get(part, 0.0) for part in {**of_one, **of_two}}
     # Parts that go the other way do not explain the change.
-    same_way = sorted((p for p in moved if moved[p] * change > 0), key=lambda p: -abs(moved[p]))
-    shown = [f"{part} {signed(moved[part])}" for part in same_way[:2] if moved[part] / change > _SHOWN]
+    most = sorted(
+        (p for p in moved if change and moved[p] / change > _SHOWN), key=lambda p: -abs(moved[p])
+    )
+    shown = [f"{part} {signed(moved[part])}" for part in most[:2]]
     text = f"{signed(change)} a step ({change / one.step_seconds:+.1%})"
     return f"{text}: {', '.join(shown)}" if shown else text
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from compose.cli import plan as command
 from compose.config.toml import load
 from compose.planner import answer, explain
 from compose.planner.candidates import Space
+from compose.planner.quick_estimate import ModelShape
 from compose.planner.search import Searched
+from tests.support.helpers import refusal
 from tests.support.planned import Records, recorded
 
 QUESTION = ["--model=llama:debug", "--gpus=16xa100_40gb", "--batch=64", "--seq-len=64"]
@@ -92,3 +95,54 @@ def test_a_question_pins_what_the_command_line_names(made: Search) -> None:
     [space] = made.spaces
     assert "parallel.tp" in space.fixed
     assert not {"parallel.zero", "activation_checkpoint.mode", "train.micro_batch"} & set(space.fixed)
+
+
+def test_batches_are_compared(made: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step takes 2 s whatever the batch here, so the largest is the best."""
+    words = ["--model=llama:debug", "--gpus=16xa100_40gb", "--seq-len=64", "--batch=64,128,32"]
+    assert command.plan([*words, "--tokens=1B"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("")
+    header, *rows = [line.split()[:7] for line in lines[start + 1 : start + 5]]
+    assert header[:2] == ["batch", "tokens"]
+    assert [row[0] for row in rows] == ["64", "128", "32"]
+    for samples, row in zip((64, 128, 32), rows, strict=True):
+        days = 1e9 / (samples * 64 / 2.0) / 86400
+        assert row[5:] == [f"{days:.2f}", f"{days * 24 * 16:,.0f}"]
+    assert any(f"{1e9 / (128 * 64 / 2) / 86400:.3g} days" in line for line in lines[:4])
+
+
+def test_the_largest_size_that_fits(
+    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest has no candidate, and the next one has one that does not fit by its record."""
+    sizes = {28: 60.0, 16: 20.0}
+
+    def search(space: Space, *rest: Any) -> Searched:
+        made.size = sizes[space.config.model.config.n_layers]
+        return made(space, *rest)
+
+    def candidates(space: Space, shape: ModelShape) -> Iterator[int]:
+        yield from [1] if shape.count in sizes else []
+
+    monkeypatch.setattr(command, "STANDARD", ("1b", "3b", "8b"))
+    monkeypatch.setattr(command, "candidates", candidates)
+    monkeypatch.setattr(command, "search", search)
+    assert command.plan(["--objective=params", "--gpus=16xa100_40gb", "--batch=64"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("1b: 1.24B parameters")
+    refused = [line.split()[2] for line in shown.err.splitlines() if "does not fit" in line]
+    assert refused == ["8b", "3b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--model=7b", "--gpus=8xh100"], "params looks for a standard size; it goes without --model"),
+        (["a.toml", "--gpus=8xh100"], "params looks for a standard size; it goes without a.toml"),
+        (["--cluster=h100_sxm"], "params needs --gpus, as 16xa100_40gb"),
+    ],
+)
+def test_the_largest_size_takes_no_model(words: list[str], line: str) -> None:
+    text = refusal(command.plan, ["--objective=params", *words])
+    assert text == f"command line: --objective: {line}"

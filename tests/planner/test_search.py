@@ -229,7 +229,7 @@ BAD = [
     (["--cluster=h100_sxm"], "command line: plan: needs --world-size; see --help"),
     (
         [*ON_8, "--objective=tim"],
-        "command line: --objective: tim is none of time, memory, devices; did you mean time?",
+        "command line: --objective: tim is none of time, memory, devices, params; did you mean time?",
     ),
     ([*ON_8, "--candidates=0"], "command line: --candidates: 0 is not a number of candidates"),
     (
