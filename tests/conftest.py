@@ -16,6 +16,14 @@ def pool() -> Iterator[Pool]:
     ranks.close(patience=10.0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The planner's records of a user's own runs are not for tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", type=int, default=300, help="odd inputs that tests/whole/test_fuzz.py draws"

@@ -58,6 +58,7 @@ from compose.planner.explain import explain
 from compose.planner.measure import SECONDS
 from compose.planner.measure import measure as measure_machine
 from compose.planner.page import page_of, seconds
+from compose.planner.record_cache import default_folder
 from compose.planner.report import as_data, command_line, in_words, table, write_toml
 from compose.planner.search import MOST, Searched, fewest, own, search
 from compose.train.metrics import peak_flops
@@ -187,7 +188,8 @@ def _space(given: Words, question: Question) -> Space:
         )
         fixed.add("parallel.dp_replicate")
         print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
-    return Space(config, cluster, world_size, frozenset(fixed), objective, islands)
+    pinned = frozenset(fixed)
+    return Space(config, cluster, world_size, pinned, objective, islands, default_folder())
 
 
 def _between_islands(question: Question, space: Space, best: Candidate) -> list[str]:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from compose.config.job import make_job
@@ -35,6 +36,8 @@ class Space:
     """"time", "memory" or "devices"."""
     islands: int = 1
     """Islands of the job; all else here is of one of them."""
+    cache: Path | None = None
+    """The folder of records that were made before; None: none is used."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Pipeline ranks whose stages are equal have equal estimates, so one of them is re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from compose.planner.memory import (
     replay,
 )
 from compose.planner.record import Record
+from compose.planner.record_cache import RecordFile
 from compose.planner.record_pool import RecordPool
 from compose.planner.step_time import Seconds, action_seconds, grown, in_pieces, no_wait, seconds_of
 from compose.planner.trace import RankStep, Traced, trace
@@ -155,30 +157,37 @@ def schedule_rows(job: Job) -> list[list[Action]]:
 
 
 def estimate(
-    job: Job, cluster: Cluster, workers: int = 0, other: OtherProgram | None = None
+    job: Job,
+    cluster: Cluster,
+    workers: int = 0,
+    other: OtherProgram | None = None,
+    cache: Path | None = None,
 ) -> Estimate:
-    """Return the memory and the time of a job's step on a cluster."""
-    return _estimate(job, cluster, rank_costs(job, cluster, schedule_rows(job), workers, other), other)
+    """Return the memory and the time of a job's step on a cluster.
+
+    ``cache`` is a folder for records (record_cache.py); None: all are made.
+    """
+    ranks = rank_costs(job, cluster, schedule_rows(job), workers, other, cache)
+    return _estimate(job, cluster, ranks, other)
 
 
 def estimates(
-    jobs: Sequence[Job], cluster: Cluster, workers: int = 0, other: OtherProgram | None = None
+    jobs: Sequence[Job], cluster: Cluster, workers: int = 0, cache: Path | None = None
 ) -> Iterator[tuple[int, Estimate | ConfigError]]:
     """Yield the place of each job with its estimate, or with why it has none, as they end.
 
     The records of all jobs share the processes, of which there are ``workers``; 0: as many as cores.
     """
     plans = [_JobRecords(job, schedule_rows(job)) for job in jobs]
-    for place, ranks in _costs(plans, cluster, workers, other):
-        job = jobs[place]
-        yield (
-            place,
-            ranks if isinstance(ranks, ConfigError) else _estimate(job, cluster, ranks, other),
-        )
+    for place, ranks in _costs(plans, cluster, workers, None, cache):
+        if isinstance(ranks, ConfigError):
+            yield place, ranks
+        else:
+            yield place, _estimate(jobs[place], cluster, ranks)
 
 
 def _estimate(
-    job: Job, cluster: Cluster, ranks: list[RankCosts], other: OtherProgram | None
+    job: Job, cluster: Cluster, ranks: list[RankCosts], other: OtherProgram | None = None
 ) -> Estimate:
     rows = schedule_rows(job)
     count = job.micro_batches
@@ -316,16 +325,21 @@ def rank_costs(
     rows: Sequence[Sequence[Action]],
     workers: int = 0,
     other: OtherProgram | None = None,
+    cache: Path | None = None,
 ) -> list[RankCosts]:
     """Return the costs of each pipeline rank."""
-    [(_, result)] = _costs([_JobRecords(job, rows)], cluster, workers, other)
+    [(_, result)] = _costs([_JobRecords(job, rows)], cluster, workers, other, cache)
     if isinstance(result, ConfigError):
         raise result
     return result
 
 
 def _costs(
-    plans: Sequence[_JobRecords], cluster: Cluster, workers: int, other: OtherProgram | None
+    plans: Sequence[_JobRecords],
+    cluster: Cluster,
+    workers: int,
+    other: OtherProgram | None,
+    cache: Path | None,
 ) -> Iterator[tuple[int, list[RankCosts] | ConfigError]]:
     """Yield the place of each job with the costs of its pipeline ranks, as they end."""
     left = set(range(len(plans)))
@@ -333,7 +347,7 @@ def _costs(
 
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
             plan = plans[place]
-            task = plan.job, cluster, other, rank, plan.kept[rank][number], stream
+            task = plan.job, cluster, other, rank, plan.kept[rank][number], stream, cache
             pool.submit((place, rank, number), recorded, *task)
 
         for place in left:
@@ -404,15 +418,23 @@ def recorded(
     pp_rank: int,
     kept: LayerRuns | None,
     stream: Any,
+    cache: Path | None = None,
 ) -> tuple[RankCosts, Any]:
     """Make the record of a rank, and return what it costs; of all layers unless some are ``kept``.
 
     ``stream`` is what stages send, as the first rank of the pipeline broadcast it. It is returned too.
+    ``cache`` is a folder in which the record may be, and is put if it is not.
     """
     count = len(few_micro_batches(job))
     objects = None if pp_rank == 0 else [stream]
     rank = pp_rank * job.world_size // job.degrees.pp
-    traced = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects)
+    of = pp_rank, stream, cluster.backend, other is None
+    file = RecordFile(cache, job, kept, *of) if cache else None
+    traced = file.read() if file else None
+    if traced is None:
+        traced = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects)
+        if file:
+            file.write(traced)
     record, sent = traced.record, traced.broadcast
     if other:
         other.change(record, job)

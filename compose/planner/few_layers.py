@@ -15,7 +15,7 @@ from itertools import groupby
 from torch import nn
 
 from compose.config.job import Job
-from compose.pipeline.schedules import build_table
+from compose.pipeline.schedules import Action, build_table
 from compose.pipeline.split import layer_names
 from compose.plan import Pipeline
 
@@ -62,7 +62,7 @@ def runs_of(job: Job) -> LayerRuns | None:
         return None
     without_float8 = set(job.resolved.float8_except)
     kinds = [
-        (_kind(layer), any(f"{pipeline.layers}.{name}" == other for other in without_float8))
+        (kind_of(layer), any(f"{pipeline.layers}.{name}" == other for other in without_float8))
         for name, layer in job.model.get_submodule(pipeline.layers).named_children()
     ]
     stages = job.degrees.pp_layers if job.degrees.pp > 1 else (len(kinds),)
@@ -98,7 +98,19 @@ def _of_table(schedule: str, pp: int, virtual_stages: int, count: int) -> tuple[
     return tuple(sorted({0, *chosen.values(), count - 1}))
 
 
-def _kind(layer: nn.Module) -> tuple[object, ...]:
+def few_rows(job: Job) -> list[list[Action]]:
+    """Return a pipeline's table with those micro-batches alone, which have new numbers."""
+    parallel, number = job.degrees, {which: i for i, which in enumerate(few_micro_batches(job))}
+    table = build_table(
+        parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages, job.micro_batches
+    )
+    return [
+        [Action(a.stage, a.kind, number[a.micro_batch]) for a in row if a.micro_batch in number]
+        for row in table
+    ]
+
+
+def kind_of(layer: nn.Module) -> tuple[object, ...]:
     """Return what two layers have in common if they cost equally much."""
     modules = tuple(
         # Attention has options, and a window costs less than all keys.

@@ -140,7 +140,7 @@ def own(space: Space) -> Candidate:
     keys = {key: getattr(degrees, key.partition(".")[2]) for key in DEGREES}
     job = rules.check(config, space.world_size)
     rough = quick(shape_for(space), job.config, space.cluster)
-    return Candidate(job.config, keys, rough, estimate(job, space.cluster))
+    return Candidate(job.config, keys, rough, estimate(job, space.cluster, cache=space.cache))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _recorded(
         except ConfigError as error:
             yield place, error
     places = list(jobs)
-    for number, result in estimates(list(jobs.values()), space.cluster, workers):
+    for number, result in estimates(list(jobs.values()), space.cluster, workers, space.cache):
         place = places[number]
         if isinstance(result, ConfigError):
             yield place, result

@@ -24,10 +24,10 @@ from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
 from compose.parallel.mesh import init_mesh
-from compose.pipeline.schedules import Action, Table, build_table
+from compose.pipeline.schedules import Table
 from compose.plan import Resolved, resolve
 from compose.planner.fake_world import OnMeta, fake_world, slots
-from compose.planner.few_layers import few_micro_batches
+from compose.planner.few_layers import few_micro_batches, few_rows
 from compose.planner.record import Record, Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
@@ -262,18 +262,12 @@ def _few(job: Job, micro_batches: int) -> Iterator[None]:
 
     Those are of :func:`few_micro_batches`, if they are fewer than all.
     """
-    chosen = few_micro_batches(job)
-    if job.degrees.pp == 1 or micro_batches != len(chosen):
+    if job.degrees.pp == 1 or micro_batches != len(few_micro_batches(job)):
         yield
         return
-    number = {which: i for i, which in enumerate(chosen)}
 
-    def table(name: str, pp: int, per_rank: int, micro_batches: int) -> Table:
-        whole = build_table(name, pp, per_rank, job.micro_batches)
-        return [
-            [Action(a.stage, a.kind, number[a.micro_batch]) for a in row if a.micro_batch in number]
-            for row in whole
-        ]
+    def table(*unused: Any) -> Table:
+        return few_rows(job)
 
     with mock.patch.object(compose.pipeline.pipeline_parallel, "build_table", table):
         yield

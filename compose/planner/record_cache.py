@@ -1,0 +1,265 @@
+"""Records on disk, so that a composition of equal layers is recorded once.
+
+A file's name is a hash of all that decides a record: shapes and options of the layers, degrees, keys of
+the config, versions, and the sources of the code. Neither the depth of the model nor a cluster's speeds
+decide it. A file is JSON, compressed, with its own hash before it; one that is broken is made anew.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compose.config.job import Job
+from compose.errors import write_whole
+from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
+from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
+from compose.planner.trace import Traced
+
+_LIMIT = 512 * 2**20  # bytes of all files; the oldest go first
+_LENGTH = 32  # of the hash before the content
+# Tables and keys that do not decide what a step does on meta.
+_TABLES = ("run", "data", "checkpoint", "metrics", "profile", "source", "model", "parallel")
+_KEYS = {
+    "train": ("steps", "stop_after", "global_batch", "validate_every", "seed"),
+    "optimizer": (
+        "lr",
+        "beta1",
+        "beta2",
+        "eps",
+        "warmup",
+        "schedule",
+        "decay",
+        "min_lr",
+        "offload_dir",
+    ),
+    "compile": ("mode",),
+}
+_DEPTH = "n_layers"
+
+
+def default_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of records of this user, made if need be; None if it cannot be written."""
+    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "dtensor-compose" / "records"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError):
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+class RecordFile:
+    """The file of one record, and how the layers of its job are named in it."""
+
+    def __init__(self, folder: Path, job: Job, kept: LayerRuns | None, *others: object) -> None:
+        """Name the file of a record with ``kept`` layers of each stage; None: all.
+
+        ``others`` tell the rest of what decides the record: the rank of the pipeline first.
+        """
+        rank, *_ = others
+        assert isinstance(rank, int)
+        row = few_rows(job)[rank] if job.degrees.pp > 1 else []
+        self._names = _names(job, kept, sorted({action.stage for action in row} or {0}))
+        whole = "\n".join([*_texts(job, self._names), repr(others)])
+        # The address of an object in a text is another in each process.
+        self._path = None if " at 0x" in whole else folder / f"{_digest(whole)}.record"
+
+    def read(self) -> Traced | None:
+        """Return the record; None if there is none, or if its file is not whole."""
+        if self._path is None:
+            return None
+        try:
+            content = self._path.read_bytes()
+            data = content[_LENGTH:]
+            if hashlib.sha256(data).digest() != content[:_LENGTH]:
+                return None
+            os.utime(self._path)
+            return _traced(json.loads(zlib.decompress(data)), list(self._names))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):
+            return None
+
+    def write(self, traced: Traced) -> None:
+        """Keep a record. If the file cannot be written, nothing happens."""
+        if self._path is None:
+            return
+        data = zlib.compress(json.dumps(_data(traced, self._names), separators=(",", ":")).encode(), 1)
+        with contextlib.suppress(OSError):
+            write_whole(self._path, hashlib.sha256(data).digest() + data)
+            _remove_oldest(self._path.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove the files that were not used for the longest time, if all are too large together."""
+    files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
+    size = sum(stat.st_size for stat, _ in files)
+    for stat, path in sorted(files, key=lambda each: each[0].st_mtime):
+        if size <= _LIMIT:
+            break
+        size -= stat.st_size
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _names(job: Job, kept: LayerRuns | None, stages: Sequence[int]) -> dict[str, int]:
+    """Return the number of each recorded layer of the rank, by its name in the model."""
+    pipeline, result = job.resolved.pipeline, {}
+    if pipeline is None:
+        return {}
+    every = [name for name, _ in job.model.get_submodule(pipeline.layers).named_children()]
+    counts = job.degrees.pp_layers if job.degrees.pp > 1 else (len(every),)
+    if job.config.activation_checkpoint.mode in ("every_k", "budget"):
+        stages = range(len(counts))  # which layers are recomputed is chosen from the whole model
+    runs, chosen = runs_of(job), list[str]()
+    for stage in stages:
+        start = sum(counts[:stage])
+        if kept is None or runs is None:
+            chosen += every[start : start + counts[stage]]
+            continue
+        for length, few in zip(runs.lengths[stage], kept.lengths[stage], strict=True):
+            chosen += every[start : start + few]
+            start += length
+    for name in chosen:
+        result[f"{pipeline.layers}.{name}"] = len(result)
+    return result
+
+
+def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
+    """Return all that decides the record of a rank, as texts."""
+    config, pipeline, resolved = job.config, job.resolved.pipeline, job.resolved
+    tables = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TABLES}
+    for table, keys in _KEYS.items():
+        tables[table] = {k: v for k, v in asdict(tables[table]).items() if k not in keys}
+    shape = config.model.config
+    depth = (_DEPTH,) if pipeline else ()
+    shape = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in depth}
+    degrees = {k: v for k, v in asdict(job.degrees).items() if k != "pp_layers"}
+    inside = f"{pipeline.layers}." if pipeline else ""
+    modules = [kind_of(job.model.get_submodule(name)) for name in names]
+    ends = [
+        (name, type(module).__name__)
+        for name, module in job.model.named_modules()
+        if not (inside and name.startswith(inside))
+    ]
+
+    def number(name: str) -> str | None:
+        """Return a module's name with its layer's number; None for one in a layer that is not here."""
+        if not inside or not name.startswith(inside):
+            return name
+        layer, _, rest = name.removeprefix(inside).partition(".")
+        place = names.get(inside + layer)
+        return None if place is None else f"{place}.{rest}"
+
+    parts = []
+    for part in fields(resolved):
+        value = getattr(resolved, part.name)
+        if isinstance(value, list):
+            value = [[each] if isinstance(each, str) else each for each in value]
+            value = [[number(n) for n in each if isinstance(n, str)] for each in value]
+            value = [each for each in value if any(n is not None for n in each)]
+        parts.append((part.name, value))
+    rows = few_rows(job) if job.degrees.pp > 1 else len(few_micro_batches(job))
+    return [
+        _sources(),
+        torch.__version__,
+        config.model.name,
+        repr((job.world_size, degrees, tables, shape, asdict(config.model.lora))),
+        repr((modules, ends, parts, rows)),
+    ]
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a hash of the sources that make records."""
+    folders = [Path(__file__).parents[1], *map(Path, importlib.import_module("models").__path__)]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return _digest("".join(_digest(path.read_bytes()) for path in files))
+
+
+def _digest(content: bytes | str) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
+    """Return a record as data for JSON, in columns."""
+    record, groups = traced.record, dict[tuple[int, ...], int]()
+
+    def unit(name: str) -> str:
+        return f"#{names[name]}" if name in names else name
+
+    def work(one: Operator | Message | Wait) -> list[Any]:
+        row = [getattr(one, name) for name in one.__slots__]
+        if isinstance(one, Message):
+            row[_RANKS] = groups.setdefault(one.ranks, len(groups))
+        return [_KINDS.index(type(one)), *row]
+
+    rows = [work(one) for one in record.work]
+    sent = [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in traced.broadcast[:1]]
+    return {
+        "segments": [(s.action, s.phase, unit(s.unit)) for s in record.segments],
+        "work": rows,
+        "groups": [_packed(ranks) for ranks in groups],
+        "events": list(record.events.items()),
+        "event_streams": list(record.event_streams.items()),
+        "allocations": [[getattr(a, name) for name in a.__slots__] for a in record.allocations],
+        "changes": record.changes,
+        "sent": sent,
+    }
+
+
+_KINDS = (Operator, Message, Wait)
+_RANKS = Message.__slots__.index("ranks")
+
+
+def _packed(ranks: Sequence[int]) -> list[int]:
+    """Return ranks as runs of (first, step, number)."""
+    result: list[int] = []
+    place = 0
+    while place < len(ranks):
+        step = ranks[place + 1] - ranks[place] if place + 1 < len(ranks) else 1
+        end = place + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        result += [ranks[place], step, end - place]
+        place = end
+    return result
+
+
+def _unpacked(runs: Sequence[int]) -> tuple[int, ...]:
+    triples = zip(runs[::3], runs[1::3], runs[2::3], strict=True)
+    return tuple(first + step * i for first, step, count in triples for i in range(count))
+
+
+def _traced(data: Any, names: Sequence[str]) -> Traced:
+    """Return the record that :func:`_data` made; the errors of a foreign file are Python's own."""
+
+    def unit(name: str) -> str:
+        return names[int(name[1:])] if name.startswith("#") else name
+
+    groups = [_unpacked(runs) for runs in data["groups"]]
+
+    def work(kind: int, *row: Any) -> Operator | Message | Wait:
+        values = [tuple(value) if isinstance(value, list) else value for value in row]
+        if kind == 1:
+            values[_RANKS] = groups[values[_RANKS]]
+        return _KINDS[kind](*values)
+
+    record = Record(
+        [Segment((s, k, m), phase, unit(name)) for (s, k, m), phase, name in data["segments"]],
+        [work(*row) for row in data["work"]],
+        dict(data["events"]),
+        dict(data["event_streams"]),
+        [Allocation(*row) for row in data["allocations"]],
+        [(segment, place, change) for segment, place, change in data["changes"]],
+    )
+    sent = [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in data["sent"]]
+    return Traced(record, sent)

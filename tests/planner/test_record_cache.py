@@ -1,0 +1,110 @@
+"""Records on disk: what is read is what was written, and what decides a record is in its name."""
+
+import hashlib
+import json
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from compose.config.job import Job
+from compose.planner import record_cache
+from compose.planner.few_layers import few_micro_batches, runs_of
+from compose.planner.record_cache import RecordFile, default_folder
+from compose.planner.trace import RankStep, Traced, trace
+from tests.support.helpers import keys_in, make_job
+
+SMALL = "dp_shard=2 model.n_layers=6 model.dim=64 train.seq_len=64 train.global_batch=16"
+STAGES = "pp=2 dp_shard=1 model.n_layers=10"
+
+
+def of(keys: str = "", ranks: int = 2) -> Job:
+    return make_job(ranks, **(keys_in(SMALL) | keys_in(keys)))
+
+
+def name_of(folder: Path, job: Job, rank: int = 0) -> Path | None:
+    runs = runs_of(job)
+    return RecordFile(folder, job, runs and runs.fewest(), rank)._path
+
+
+def made(job: Job) -> Traced:
+    return trace(RankStep(job, micro_batches=len(few_micro_batches(job)), device_type="cpu"))
+
+
+def test_what_was_written_is_read_bitwise(tmp_path: Path) -> None:
+    job = of(f"{STAGES} model.n_layers=2")
+    traced, file = made(job), RecordFile(tmp_path, job, None, 0)
+    assert file.read() is None
+    file.write(traced)
+    assert file.read() == traced
+    assert traced.broadcast
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    foreign = zlib.compress(json.dumps({"segments": 3}).encode())
+    for broken in (b"", whole[:-5], whole[:40] + b"x" + whole[41:], _signed(foreign), _signed(b"no")):
+        path.write_bytes(broken)
+        assert file.read() is None
+    file.write(traced)
+    assert path.read_bytes() == whole
+
+
+def _signed(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + content
+
+
+@pytest.mark.parametrize(
+    "keys",
+    ["model.n_layers=9", "train.global_batch=32", "optimizer.lr=1", "run.dir=x"],
+)
+def test_depth_and_length_of_a_run_share_a_record(tmp_path: Path, keys: str) -> None:
+    assert name_of(tmp_path, of()) == name_of(tmp_path, of(keys))
+
+
+def test_a_deeper_pipeline_shares_records(tmp_path: Path) -> None:
+    first, deeper = of(STAGES), of(f"{STAGES} model.n_layers=16")
+    assert first.degrees.pp_layers != deeper.degrees.pp_layers
+    assert name_of(tmp_path, first) == name_of(tmp_path, deeper)
+    assert name_of(tmp_path, first) != name_of(tmp_path, first, 1)
+
+
+OTHERS = (
+    "model.n_heads=2",
+    "model.dim=128",
+    "train.seq_len=128",
+    "train.micro_batch=1",
+    "train.loss_chunk=32",
+    "dp_shard=1 tp=2",
+    "zero=1",
+    "precision.param=bfloat16",
+    "activation_checkpoint.mode=full",
+    "optimizer.name=muon",
+    "train.global_batch=4",
+    'model.lora.rank=2 model.lora.targets=["layers.*.attention.w*"]',
+)
+
+
+def test_what_decides_a_record_is_in_its_name(tmp_path: Path) -> None:
+    names = [name_of(tmp_path, of(keys)) for keys in ("", *OTHERS)]
+    assert len(set(names)) == len(names)
+
+
+def test_other_code_makes_other_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = name_of(tmp_path, of())
+    monkeypatch.setattr(record_cache, "_sources", lambda: "other")
+    assert name_of(tmp_path, of()) != before
+
+
+def test_the_oldest_records_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        (tmp_path / str(number)).write_bytes(b"x" * 100)
+        os.utime(tmp_path / str(number), (number, number))
+    monkeypatch.setattr(record_cache, "_LIMIT", 250)
+    record_cache._remove_oldest(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_a_home_that_cannot_be_written_has_no_records(tmp_path: Path) -> None:
+    assert default_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "dtensor-compose/records"
+    (tmp_path / "file").touch()
+    assert default_folder({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
