@@ -348,7 +348,7 @@ def _costs(
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
             plan = plans[place]
             task = plan.job, cluster, other, rank, plan.kept[rank][number], stream, cache
-            pool.submit((place, rank, number), recorded, *task)
+            pool.submit((place, rank, number), _recorded, *task)
 
         for place in left:
             for number in range(len(plans[place].kept[0])):
@@ -411,7 +411,7 @@ def _stream(
     return _record(job, cluster, other, kept, micro_batches=0).broadcast[0]
 
 
-def recorded(
+def _recorded(
     job: Job,
     cluster: Cluster,
     other: OtherProgram | None,
