@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compose.planner.cluster import load_cluster
-from compose.planner.estimate import RankCosts, _estimate, estimate, recorded
+from compose.planner.estimate import RankCosts, _estimate, _recorded, estimate
 from compose.planner.memory import STEP, RankMemory
 from tests.support.helpers import make_job, parallel
 
@@ -46,7 +46,7 @@ def test_reserved_bytes_are_those_of_all_layers(mode: str) -> None:
         train__global_batch=32,
     )
     cluster = load_cluster("h100_sxm")
-    whole, _ = recorded(job, cluster, None, 0, None, None)
+    whole, _ = _recorded(job, cluster, None, 0, None, None)
     (one,) = estimate(job, cluster).peaks
     assert one.reserved == pytest.approx(one.allocated + whole.surplus, rel=0.03)
 
