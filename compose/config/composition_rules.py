@@ -174,7 +174,8 @@ def _float8(setup: Setup) -> None:
     recipe = setup.options.precision.float8
     if recipe == "off" or not setup.resolved.float8:
         return
-    choice = select_layers(setup.model, setup.resolved, setup.degrees.tp, recipe, setup.device_type)
+    degrees, device = setup.degrees, setup.device_type
+    choice = select_layers(setup.model, setup.resolved, degrees.tp, recipe, device, setup.float8)
     if not choice.converted:
         reasons = list(choice.left.values())
         shape = next((reason for reason in reasons if reason != EXCEPTED), "")

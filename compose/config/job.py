@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from compose.composition import Options
 from compose.config.addons import brought
 from compose.config.models import Task, batch_on_meta, find_model
+from compose.config.setup import Target
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import adapt
@@ -33,6 +34,8 @@ class Job:
     islands: int = 1
     """Groups of ranks that train alone: the ranks of dp_replicate with [outer]. The tables are those of
     all; what is computed from them here is of one."""
+    target: Target | None = None
+    """The devices that the run is planned for; None: those of this machine."""
 
     @property
     def degrees(self) -> Parallel:
@@ -47,12 +50,14 @@ class Job:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the run is on a GPU, as far as this machine can tell."""
+        """Whether the run is on a GPU: the target's, or else as far as this machine can tell."""
+        if self.target:
+            return self.target.device_type == "cuda"
         return self.config.run.device != "cpu" and torch.cuda.is_available()
 
     @property
     def device_type(self) -> str:
-        """The device's type, as far as this machine can tell."""
+        """The device's type: the target's, or else as far as this machine can tell."""
         return "cuda" if self.on_cuda else "cpu"
 
     @property

@@ -17,7 +17,7 @@ from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION
 from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
-from compose.config.setup import Rule, Rules, Setup
+from compose.config.setup import Rule, Rules, Setup, Target
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
@@ -223,18 +223,24 @@ RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
     asked = Setup(
-        job.model, job.resolved, job.options, job.world_size, job.device_type, job.micro_batches
+        job.model,
+        job.resolved,
+        job.options,
+        job.world_size,
+        job.device_type,
+        job.micro_batches,
+        job.target and job.target.float8,
     )
     return [*setup.problems_of(COMPOSITION, asked), *setup.problems_of(RUN, job)]
 
 
-def check(config: Config, world_size: int) -> Job:
+def check(config: Config, world_size: int, target: Target | None = None) -> Job:
     """Return the job of a config on a number of ranks, with its degrees and its stages' layers.
 
-    Raises ConfigError, with all problems, if it is not legal.
+    ``target`` are the devices that it is planned for; None: those of this machine. Raises ConfigError, with all problems, if it is not legal.
     """
     degrees = resolve_degrees(config.parallel, world_size)
-    job = make_job(replace(config, parallel=degrees), world_size)
+    job = replace(make_job(replace(config, parallel=degrees), world_size), target=target)
     if problems := problems_of(job):
         raise ConfigError(*problems)
     if degrees.pp == 1:

@@ -16,6 +16,16 @@ Asked = TypeVar("Asked")
 
 
 @dataclass(frozen=True)
+class Target:
+    """The devices that a run is planned for. They may be others than this machine's."""
+
+    device_type: str
+    """The type, "cpu" or "cuda"."""
+    float8: bool
+    """Whether they have products of 8 bits."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """A plan for a model, with the options of ``compose.apply`` and the number of ranks."""
 
@@ -31,6 +41,8 @@ class Setup:
     """The type of the ranks' devices."""
     micro_batches: int = 0
     """Micro-batches of one rank in a step; 0 if unknown."""
+    float8: bool | None = None
+    """Whether the devices have products of 8 bits; None: as this machine's have."""
 
     @property
     def degrees(self) -> Parallel:

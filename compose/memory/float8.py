@@ -96,10 +96,16 @@ def emulated(device_type: str) -> bool:
 
 
 def select_layers(
-    model: nn.Module, plan: "Resolved", tp: int, recipe: Recipe, device_type: str
+    model: nn.Module,
+    plan: "Resolved",
+    tp: int,
+    recipe: Recipe,
+    device_type: str,
+    has_float8: bool | None = None,
 ) -> Choice:
     """Choose which linear layers of a plan compute in float8.
 
+    ``has_float8`` tells whether the devices have its products; None: as this machine's have.
     A layer is left out if the plan excepts it, or if a side of the part that each tp rank holds is no
     multiple of 16. Unless float8 is emulated, it is left out too if CROSSOVERS has that part as too
     small to gain.
@@ -111,7 +117,7 @@ def select_layers(
             "precision.float8: needs torchao; pip install 'dtensor-compose[float8]', or use"
             ' precision.float8 = "off"'
         )
-    emulate = emulated(device_type)
+    emulate = emulated(device_type) if has_float8 is None else not has_float8
     placed = dict(plan.tensor) if tp > 1 else {}
     excepted = set(plan.float8_except)
     converted: dict[str, int] = {}

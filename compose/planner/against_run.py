@@ -91,7 +91,7 @@ def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     """Predict a run that was made, and compare."""
     config = load(str(folder / "config.toml"), alone=True)
     ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
-    job, rate = rules.check(config, ranks), _rate(folder)
+    job, rate = rules.check(config, ranks, cluster.target), _rate(folder)
     tokens = config.train.global_batch * config.train.seq_len
     traces = folder / "traces"
     refuse_link_out(traces, folder)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from compose.config.setup import Target
 from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
 from compose.ops.kernel_table import KERNELS
 
@@ -245,6 +246,12 @@ class Cluster(_Table):
     """Bytes per second of a node's host memory; 0: unknown."""
     host_power: Amount = 0.0
     """Watts of a node at work beside its devices; 0: unknown."""
+
+    @property
+    def target(self) -> Target:
+        """The devices, as rules ask for them."""
+        on_gpu = self.backend == "nccl"
+        return Target("cuda" if on_gpu else "cpu", on_gpu and "float8" in self.device.peak)
 
 
 def cluster_names() -> list[str]:

@@ -459,6 +459,7 @@ def _record(
     if runs and kept:
         options["model"] = reduced(job, runs, kept)
         options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
-    device_type = "cpu" if cluster.backend == "gloo" else "cuda"
+    target = cluster.target
+    options |= {"device_type": target.device_type, "float8": target.float8}
     options["capability"] = (8, 0) if other and other.flash2 else cluster.device.capability
-    return trace(RankStep(job, device_type=device_type, documents=other is None, **options))
+    return trace(RankStep(job, documents=other is None, **options))

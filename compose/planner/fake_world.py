@@ -372,8 +372,12 @@ def fake_world(
     recorder: Recorder,
     kernels: str = "cuda",
     objects: list[Any] | None = None,
+    float8: bool = True,
 ) -> Iterator[list[Any]]:
-    """Start a fake process group, in which a composition runs on meta tensors."""
+    """Start a fake process group, in which a composition runs on meta tensors.
+
+    ``float8`` tells whether the devices have products of 8 bits.
+    """
     send = _batch(recorder)
     streams, sent, left = _Streams(recorder), [], list(objects or ())
 
@@ -405,7 +409,7 @@ def fake_world(
         for owner, name, other in (
             (FSDPParamGroup, "_validate_no_meta_params", _nothing),
             (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", _nothing),
-            (torch.cuda, "get_device_capability", lambda *args: (9, 0)),  # it has products of 8 bits
+            (torch.cuda, "get_device_capability", lambda *args: (9, 0) if float8 else (8, 0)),
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
             # Optimizers ask a machine's GPU whether its current stream captures a graph.

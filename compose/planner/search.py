@@ -138,7 +138,7 @@ def own(space: Space) -> Candidate:
     degrees = resolve_degrees(space.config.parallel, space.world_size)
     config = replace(space.config, parallel=degrees)
     keys = {key: getattr(degrees, key.partition(".")[2]) for key in DEGREES}
-    job = rules.check(config, space.world_size)
+    job = rules.check(config, space.world_size, space.cluster.target)
     rough = quick(shape_for(space), job.config, space.cluster)
     return Candidate(job.config, keys, rough, estimate(job, space.cluster, cache=space.cache))
 
@@ -178,7 +178,7 @@ def _recorded(
     jobs: dict[int, Job] = {}
     for place, candidate in enumerate(chosen):
         try:
-            jobs[place] = rules.check(candidate.config, space.world_size)
+            jobs[place] = rules.check(candidate.config, space.world_size, space.cluster.target)
         except ConfigError as error:
             yield place, error
     places = list(jobs)

@@ -62,6 +62,8 @@ class RankStep:
     """Whether the batch tells where documents begin, as that of a training run does."""
     capability: tuple[int, ...] = (8, 0)
     """The compute capability of that device, by which attention's kernel is chosen."""
+    float8: bool = True
+    """Whether that device has products of 8 bits."""
     objects: list[Any] | None = None
     """The objects that the first rank of the pipeline broadcast; None for that rank itself."""
 
@@ -74,7 +76,7 @@ def trace(step: RankStep) -> Traced:
     here = {name for name, _ in model.named_modules()}
     # A plan may name single layers, which are gone if layers were left out.
     resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
-    world = fake_world(step.rank, job.world_size, recorder, device_type, step.objects)
+    world = fake_world(step.rank, job.world_size, recorder, device_type, step.objects, step.float8)
     planned = kernel_table.planned_for(step.capability, packed_rows(config.data))
     choice = mock.patch.object(kernel_table, "planned", return_value=planned)
     with choice, world as sent:

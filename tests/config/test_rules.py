@@ -3,16 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from compose import Options, Parallel, Precision, apply
 from compose.config import rules
+from compose.config.setup import Target
 from compose.config.tables import Config
 from compose.config.toml import load
+from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model, plan
-from tests.support.helpers import ROOT, SMALL, agreed, prove_step, refusal
+from tests.support.helpers import ROOT, SMALL, agreed, overrides, prove_step, refusal
 from tests.support.pool import Pool, make_mesh
 
 RANKS = 8
@@ -25,8 +28,8 @@ KEYS: dict[str, object] = {
 
 
 def config() -> Config:
-    overrides = SMALL | {name.replace("__", "."): value for name, value in KEYS.items()}
-    return load(str(ROOT / "train.toml"), [(k, str(v).lower()) for k, v in overrides.items()])
+    given = SMALL | {name.replace("__", "."): value for name, value in KEYS.items()}
+    return load(str(ROOT / "train.toml"), [(k, str(v).lower()) for k, v in given.items()])
 
 
 def prove(pool: Pool, degrees: dict[str, int]) -> None:
@@ -117,4 +120,43 @@ def test_a_caller_of_the_library_meets_the_same_rules(pool: Pool) -> None:
         ' precision.param = "bfloat16"',
         "parallel.zero: 2 keeps whole parameters on the device, and parallel.offload ="
         ' "cpu" none; use parallel.zero = 3, or parallel.offload = "none"',
+    ]
+
+
+def _for(target: Target | None, ranks: int, **keys: object) -> list[str]:
+    try:
+        rules.check(load(str(ROOT / "train.toml"), overrides(keys)), ranks, target)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+H100, A100, CPU = Target("cuda", float8=True), Target("cuda", float8=False), Target("cpu", float8=False)
+
+
+def test_rules_ask_the_devices_that_a_run_is_planned_for() -> None:
+    fused = {"parallel__tp": 2, "compile__mode": "block", "compile__async_tp": True}
+    assert _for(H100, 2, **fused) == _for(A100, 2, **fused) == []
+    for target in (CPU, None):  # this machine may have GPUs
+        if target or not torch.cuda.is_available():
+            assert _for(target, 2, **fused) == [
+                "compile.async_tp: true needs CUDA; use compile.async_tp = false"
+            ]
+    # A file for a CPU may be planned for a GPU.
+    assert _for(H100, 2, run__device="cpu", **fused) == []
+
+
+def test_float8_is_refused_by_the_devices_that_a_run_is_planned_for() -> None:
+    small = {"precision__float8": "rowwise", "parallel__dp_shard": 2}
+    assert _for(H100, 2, **small) == [
+        "precision.float8: rowwise would change none of 14 linear layers: the first's part of 64 x 64 is"
+        ' too small to gain; use precision.float8 = "off"'
+    ]
+    assert _for(A100, 2, **small) == _for(CPU, 2, **small) == []  # it is emulated there
+    moved = small | {"precision__float8": "tensorwise", "parallel__offload": "cpu"}
+    sides = {"model__dim": 2048, "model__hidden_dim": 8192}
+    assert _for(CPU, 2, **moved, **sides) == []
+    assert _for(H100, 2, **moved, **sides) == [
+        'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of weights in'
+        ' host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
     ]

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from compose.config.rules import check
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import RankCosts, _estimate, _recorded, estimate
 from compose.planner.memory import STEP, RankMemory
@@ -70,3 +71,18 @@ def test_messages_of_a_pipeline_are_no_bubble() -> None:
     assert other.step_seconds > 1.1 * one.step_seconds
     assert other.exposed["pp"] == pytest.approx(other.step_seconds - 15)
     assert other.bubble == pytest.approx(3 / other.step_seconds, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h100_sxm", "a100_80gb"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_float8_of_any_number_of_tokens(name: str, recipe: str) -> None:
+    """Operands are padded where tokens are no multiple of 16; an A100 emulates float8."""
+    pytest.importorskip("torchao")
+    cluster = load_cluster(name)
+    keys = {"model__dim": 2048, "model__hidden_dim": 8192, "model__n_layers": 3}
+    keys |= {"precision__float8": recipe, "precision__param": "bfloat16"}
+    keys |= {"train__seq_len": 101, "train__micro_batch": 1, "train__global_batch": 1}
+    config = make_job(1, **parallel(dp_shard=1), **keys).config
+    result = estimate(check(config, 1, cluster.target), cluster)
+    assert result.step_seconds > 0
