@@ -237,7 +237,8 @@ def problems_of(job: Job) -> list[str]:
 def check(config: Config, world_size: int, target: Target | None = None) -> Job:
     """Return the job of a config on a number of ranks, with its degrees and its stages' layers.
 
-    ``target`` are the devices that it is planned for; None: those of this machine. Raises ConfigError, with all problems, if it is not legal.
+    ``target`` are the devices that it is planned for; None: those of this machine.
+    Raises ConfigError, with all problems, if it is not legal.
     """
     degrees = resolve_degrees(config.parallel, world_size)
     job = replace(make_job(replace(config, parallel=degrees), world_size), target=target)

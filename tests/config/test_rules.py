@@ -149,8 +149,8 @@ def test_rules_ask_the_devices_that_a_run_is_planned_for() -> None:
 def test_float8_is_refused_by_the_devices_that_a_run_is_planned_for() -> None:
     small = {"precision__float8": "rowwise", "parallel__dp_shard": 2}
     assert _for(H100, 2, **small) == [
-        "precision.float8: rowwise would change none of 14 linear layers: the first's part of 64 x 64 is"
-        ' too small to gain; use precision.float8 = "off"'
+        "precision.float8: rowwise would change none of 14 linear layers: the first's part of 64 x 64"
+        ' is too small to gain; use precision.float8 = "off"'
     ]
     assert _for(A100, 2, **small) == _for(CPU, 2, **small) == []  # it is emulated there
     moved = small | {"precision__float8": "tensorwise", "parallel__offload": "cpu"}
