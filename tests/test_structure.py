@@ -463,7 +463,6 @@ NO_TEST_MODULE = {
     "planner/fake_world": "planner/test_memory",
     "planner/few_layers": "planner/test_memory",
     "planner/quick_estimate": "planner/test_search",
-    "planner/report": "planner/test_search",
     "planner/trace": "planner/test_step_time",
     "profiling/options": "profiling/test_profiler",
     "profiling/trace": "profiling/test_summary",

@@ -35,6 +35,7 @@ from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
     batch_table,
+    composition_in_words,
     example_tokens,
     expected,
     further,
@@ -130,7 +131,8 @@ def _answer(
     return {
         "sentences": sentences(space, results[0], others, variants, (tokens, what)),
         "tokens": tokens,
-        "expected": {other.name: other.step for other in others},
+        "composition": composition_in_words(space, results[0]),
+        "expected": {other.name: other.as_data(space) for other in others},
         "sensitivities": {variant.name: variant.step for variant in variants},
     }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
@@ -19,7 +20,7 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.page import seconds
 from compose.planner.quick_estimate import ModelShape, micro_batches, quick
-from compose.planner.report import in_columns
+from compose.planner.report import in_columns, recomputation
 from compose.planner.search import is_plain, is_textbook, record_all
 
 _GIB = 2**30
@@ -47,8 +48,19 @@ class Compared:
         recorded = self.candidate and self.candidate.estimate
         return recorded.step_seconds if recorded else None
 
+    def as_data(self, space: Space) -> dict[str, Any]:
+        """Return the composition, its step and whether it fits, for JSON."""
+        if self.candidate is None:
+            return {"step_seconds": None, "why": self.note}
+        return {
+            "step_seconds": self.step,
+            "composition": composition_in_words(space, self.candidate),
+            "fits": fits(space, self.candidate),
+            "reserved": self.candidate.reserved,
+        }
 
-def in_words(space: Space, candidate: Candidate) -> str:
+
+def composition_in_words(space: Space, candidate: Candidate) -> str:
     """Return a composition in plain words."""
     config, node = candidate.config, space.cluster.node
     parallel, inner = config.parallel, config.parallel.tp
@@ -68,9 +80,8 @@ def in_words(space: Space, candidate: Candidate) -> str:
     if parallel.pp > 1:
         parts.append(f"a pipeline of {parallel.pp} ({parallel.pp_schedule})")
     mesh = ", ".join(parts) or "one device"
-    again = config.activation_checkpoint
-    mode = {"none": "no", "every_k": f"every_k {again.every}", "budget": f"budget {again.budget:g}"}
-    text = f"{mesh}; {mode.get(again.mode, again.mode)} recomputation"
+    again = config.activation_checkpoint.mode
+    text = f"{mesh}; {'no' if again == 'none' else recomputation(config)} recomputation"
     text += f", micro-batches of {config.train.micro_batch}"
     if parallel.offload == "cpu":
         text += ", with parameters and optimizer in host memory"
@@ -88,7 +99,7 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     node = min(space.cluster.node, space.world_size)
     results = []
     for name, whose, keys in (
-        ("plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1}),
+        ("plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
         (f"tensor parallel {node} in the node", is_textbook, {"tp": node}),
     ):
         mine = [c for c in recorded if whose(space, c)]
@@ -228,9 +239,9 @@ def sentences(
         f" {estimate.tokens_per_second_per_device:,.0f} tokens/s a device and {estimate.mfu:.1%} MFU"
     )
     held = f"{best.reserved / _GIB:.1f} of {room:.1f} GiB"
-    first = f"Run {in_words(space, best)}: {takes}, and the fullest device holds {held}."
+    first = f"Run {composition_in_words(space, best)}: {takes}, and the fullest device holds {held}."
     if not whole:
-        first = f"Nearest to fit is {in_words(space, best)}: it needs {held} of a device."
+        first = f"Nearest to fit is {composition_in_words(space, best)}: it needs {held} of a device."
     clauses = [_instead(space, best, other) for other in others]
     last = []
     if whole:

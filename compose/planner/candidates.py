@@ -141,6 +141,12 @@ def with_keys(config: Config, keys: dict[str, Any]) -> Config:
     return replace(config, **changed)
 
 
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a key "table.key"."""
+    table, _, key = name.partition(".")
+    return getattr(getattr(config, table), key)
+
+
 def _keys(space: Space, shape: ModelShape) -> Iterator[dict[str, Any]]:
     config, fixed = space.config, set(space.fixed)
     for degrees in _meshes(space, shape):

@@ -6,7 +6,16 @@ from typing import Any
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES
-from compose.planner.candidates import TRIED, Candidate, Space, capacity, fits, shape_for, with_keys
+from compose.planner.candidates import (
+    TRIED,
+    Candidate,
+    Space,
+    capacity,
+    fits,
+    shape_for,
+    value_of,
+    with_keys,
+)
 from compose.planner.estimate import Estimate
 from compose.planner.page import seconds
 from compose.planner.quick_estimate import micro_batches, quick
@@ -102,12 +111,6 @@ def _named(name: str, value: Any) -> str:
     if key in (*AXES, "ep") and value == 1:
         return f"no {key}"
     return f"{'recompute' if name == 'activation_checkpoint.mode' else key} {value}"
-
-
-def value_of(config: Config, name: str) -> Any:
-    """Return the value of a key "table.key"."""
-    table, _, key = name.partition(".")
-    return getattr(getattr(config, table), key)
 
 
 def _promising(space: Space, recorded: Sequence[Candidate]) -> list[tuple[str, Config]]:

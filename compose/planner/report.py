@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compose.config.tables import Config
 from compose.config.toml import values_of
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
@@ -16,12 +17,20 @@ from compose.planner.candidates import (
     Space,
     capacity,
     fits,
+    value_of,
 )
 from compose.planner.estimate import RankPeak
 from compose.planner.memory import CATEGORIES
 
 _GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words
+# Keys that have columns of their own in a table, or say how a schedule is laid out.
+_SHOWN_KEYS = {
+    *(f"parallel.{key}" for key in (*AXES, "ep", "zero", "zero3_reshard")),
+    *(f"parallel.pp_{key}" for key in ("schedule", "virtual_stages", "layers")),
+    *(f"activation_checkpoint.{key}" for key in ("mode", "every", "budget", "segment")),
+    "train.micro_batch",
+}
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
 
 
@@ -87,10 +96,16 @@ def _bytes(peak: RankPeak) -> dict[str, Any]:
 
 
 def table(space: Space, recorded: Sequence[Candidate]) -> str:
-    """Return the candidates as a table of text."""
+    """Return the candidates as a table of text.
+
+    A key of no column of its own has one if some candidate changes it.
+    """
     axes = [a for a in (*AXES, "ep") if any(getattr(c.config.parallel, a) > 1 for c in recorded)]
+    names = dict.fromkeys(name for c in recorded for name in c.keys if name not in _SHOWN_KEYS)
+    usual = Config()
+    more = [n for n in names if any(value_of(c.config, n) != value_of(usual, n) for c in recorded)]
     figures = ("step s", "tokens/s", "MFU", "bubble", "GiB", "")
-    rows = [[*axes, "zero", "schedule", "recompute", "micro", *figures]]
+    rows = [[*axes, "zero", "schedule", "recompute", "micro", *map(short_name, more), *figures]]
     for candidate in recorded:
         estimate, parallel = candidate.estimate, candidate.config.parallel
         assert estimate is not None
@@ -100,8 +115,9 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
                 *(str(getattr(parallel, axis)) for axis in axes),
                 str(parallel.zero),
                 parallel.pp_schedule if parallel.pp > 1 else "-",
-                candidate.config.activation_checkpoint.mode,
+                recomputation(candidate.config),
                 str(candidate.config.train.micro_batch),
+                *(str(value_of(candidate.config, name)) for name in more),
                 f"{estimate.step_seconds:.3f}",
                 f"{estimate.tokens_per_second_per_device:,.0f}",
                 f"{estimate.mfu:.1%}",
@@ -111,6 +127,18 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
             ]
         )
     return in_columns(rows)
+
+
+def recomputation(config: Config) -> str:
+    """Return what backward computes again, as "full" or "budget 0.5"."""
+    again = config.activation_checkpoint
+    detail = {"every_k": f" {again.every}", "budget": f" {again.budget:g}"}
+    return f"{again.mode}{detail.get(again.mode, '')}"
+
+
+def short_name(key: str) -> str:
+    """Return the name of a key "table.key" without its table, but for the optimizer's."""
+    return key if key.startswith("optimizer.") else key.rpartition(".")[2]
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
@@ -179,7 +207,7 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
         for key, value in {**overrides, **changed, **islands}.items()
     ]
     start = f"torchrun{several if ranks > node else ''} --nproc-per-node {min(ranks, node)} train.py"
-    return " ".join([start, *filter(None, [file]), *words])
+    return " ".join([start, *([shlex.quote(file)] if file else []), *words])
 
 
 def reasons(space: Space, best: Candidate) -> dict[str, str]:

@@ -73,7 +73,10 @@ def test_the_file_that_is_written_stands_alone(made: Search, tmp_path: Path) -> 
     )
     assert (config.parallel.dp_shard, config.parallel.zero, config.parallel.sequence) == (16, 2, False)
     assert len(data["sentences"]) == 3
-    assert data["expected"] == {"plain FSDP": 2.5, "tensor parallel 8 in the node": 3.0}
+    assert data["sentences"][0].startswith(f"Run {data['composition']}: ")
+    steps = {name: one["step_seconds"] for name, one in data["expected"].items()}
+    assert steps == {"plain FSDP": 2.5, "tensor parallel 8 in the node": 3.0}
+    assert data["expected"]["plain FSDP"]["composition"].startswith("FSDP (ZeRO-3) over 16 devices; ")
     assert set(data["sensitivities"]) == {
         "twice the devices",
         "twice the memory",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from compose.planner import answer
-from compose.planner.answer import Compared, expected, in_words, legend, sentences, span
+from compose.planner.answer import Compared, composition_in_words, expected, legend, sentences, span
 from compose.planner.candidates import Candidate, Space, capacity
 from tests.support.planned import GIB, Records, recorded, space_of
 
@@ -43,7 +43,7 @@ def told(
     ],
 )
 def test_a_composition_in_words(keys: dict[str, object], words: str) -> None:
-    assert in_words(SPACE, recorded(SPACE, 1.0, 1.0, **keys)) == words
+    assert composition_in_words(SPACE, recorded(SPACE, 1.0, 1.0, **keys)) == words
 
 
 def test_the_first_sentence_has_the_figures_of_the_record() -> None:
@@ -53,7 +53,7 @@ def test_the_first_sentence_has_the_figures_of_the_record() -> None:
     held = re.search(r"holds ([\d.]+) of ([\d.]+) GiB", first)
     assert rate
     assert held
-    assert first.startswith(f"Run {in_words(SPACE, BEST)}: a step takes 2.00 s, ")
+    assert first.startswith(f"Run {composition_in_words(SPACE, BEST)}: a step takes 2.00 s, ")
     assert int(rate[1].replace(",", "")) == round(BEST.estimate.tokens_per_second_per_device)
     assert float(rate[2]) == 50.0
     assert (float(held[1]), float(held[2])) == (20.0, round(capacity(SPACE.cluster) / GIB, 1))

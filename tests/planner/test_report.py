@@ -1,0 +1,56 @@
+"""The table of candidates, and the command that runs one."""
+
+import shlex
+
+import pytest
+
+from compose.planner.report import command_line, table
+from tests.support.planned import recorded, space_of
+
+SPACE = space_of()
+
+
+def test_a_key_has_a_column_only_if_some_candidate_changes_it() -> None:
+    plain = recorded(SPACE, 1.0, 20.0, parallel__offload="none")
+    header, *_ = table(SPACE, [plain]).splitlines()
+    assert "offload" not in header
+    moved = recorded(SPACE, 2.0, 40.0, parallel__offload="cpu", optimizer__offload="cpu")
+    header, one, other = [line.split("  ") for line in table(SPACE, [plain, moved]).splitlines()]
+    columns = [name.strip() for name in header if name]
+    assert columns[-7:-5] == ["offload", "optimizer.offload"]
+    assert [part.strip() for part in one if part].count("none") == 3
+    assert [part.strip() for part in other if part].count("cpu") == 2
+    assert other[-1] == "does not fit"
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"mode": "none"}, "none"),
+        ({"mode": "budget", "budget": 0.25}, "budget 0.25"),
+        ({"mode": "every_k", "every": 3}, "every_k 3"),
+    ],
+)
+def test_recomputation_has_its_amount(keys: dict[str, object], text: str) -> None:
+    named = {f"activation_checkpoint__{key}": value for key, value in keys.items()}
+    header, row = table(SPACE, [recorded(SPACE, 1.0, 1.0, **named)]).splitlines()
+    end = header.index("recompute") + len("recompute")
+    assert row[:end].endswith(f" {text}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start"), [(4, "--nproc-per-node 4"), (16, "--nnodes 2 --rdzv-backend")]
+)
+def test_the_command_names_what_differs(ranks: int, start: str) -> None:
+    where = space_of(ranks)
+    best = recorded(where, 1.0, 1.0, parallel__zero=3, parallel__tp=2, train__micro_batch=4)
+    words = shlex.split(command_line(where, best, "a b.toml", {"model.name": "llama"}))
+    assert " ".join(words).startswith(f"torchrun {start}")
+    keys = [word for word in words if word.startswith("--") and "=" in word]
+    assert words[words.index("train.py") + 1] == "a b.toml"
+    assert keys == [
+        "--model.name=llama",
+        "--parallel.tp=2",
+        f"--parallel.dp_shard={ranks // 2}",
+        "--train.micro_batch=4",
+    ]
