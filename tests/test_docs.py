@@ -64,7 +64,7 @@ LEFT = [
     if ("torchrun" in line and (page != "README.md" or "verify" not in line))
     or ("recipes/" in line and "--dry-run" in line)
 ]
-LONG = ("torchrun", "profile", "--candidates")
+LONG = ("torchrun", "profile", "--candidates", "--gpus")
 CASES = [
     pytest.param(
         page, line, id=line, marks=tier(slow=any(word in line for word in LONG), full=line in LEFT)
