@@ -177,6 +177,12 @@ def techniques(job: Job) -> list[Technique]:
             {},
         ),
         recompute("full", lambda s: s.per_token(s.A - s.D)),
+        Technique(
+            "segments of 2",
+            {"activation_checkpoint.mode": "full", "activation_checkpoint.segment": 2},
+            lambda s: s.per_token(s.A - s.D / 2),
+            {},
+        ),
         recompute("every_k", lambda s: s.per_token(s.A - s.D) / 2, every=2),
         recompute("selective", lambda s: s.per_token(s.A - (5 * s.D + 2 * s.GK + 2 * s.F + s.H))),
         recompute("budget", lambda s: _budget(s, job), budget=BUDGET),

@@ -20,6 +20,7 @@ from compose.memory.activation_checkpointing import apply_activation_checkpointi
 from compose.memory.activation_offload import ActivationOffload
 from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
+from compose.memory.segments import apply_segments, segments_of
 from compose.ops.dropout import Masks, dropouts
 from compose.parallel.context_parallel import Balance, ContextParallel
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
@@ -109,13 +110,19 @@ def apply(
     if cp > 1:
         _parallelize(model, resolved.context, mesh["cp"])
     mine = {name: kept for name, kept in recomputed.items() if name in set(resolved.checkpoint)}
-    apply_activation_checkpointing(model, mine, dropout.in_recomputation if dropout else None)
+    again = dropout.in_recomputation if dropout else None
+    if recompute.segment == 1:
+        apply_activation_checkpointing(model, mine, again)
+    experts = [name for name, _ in resolved.expert]
+    apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
+    if recompute.segment > 1:  # a graph of one layer cannot hold several
+        for stage in stages:
+            here = resolved.without(stage.absent).checkpoint
+            apply_segments(model, segments_of(here, recompute.segment), again)
     activations = ActivationOffload(model) if recompute.offload else None
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
-    experts = [name for name, _ in resolved.expert]
-    apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
     hpz = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
     data = [DataParallel(stage.module, zero) for stage in stages]
     # A lone process in full precision has nothing to shard, reduce or cast.

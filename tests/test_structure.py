@@ -334,7 +334,7 @@ OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize memory.activation_checkpointing.unit_costs"
         " pipeline.split.try_first_stage pipeline.split._not_by_number pipeline.stage.plain_stream"
-        " pipeline.pipeline_parallel._try_stream"
+        " pipeline.pipeline_parallel._try_stream memory.segments._run"
     ),
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"

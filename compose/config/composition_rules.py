@@ -32,7 +32,8 @@ def _offload_compiled(setup: Setup) -> None:
 
 
 STEP.add(
-    "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective)",
+    "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective), and"
+    " segment with full",
     "the other modes would not read it",
 )(all_keys_read("activation_checkpoint", lambda setup: setup.options.activation_checkpoint))
 
@@ -76,6 +77,51 @@ def _recompute_split(setup: Setup) -> None:
             f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
             f" {degrees.pp_schedule} runs backward in two parts; use"
             ' activation_checkpoint.mode = "full" or "every_k"'
+        )
+
+
+@STEP.add(
+    "activation_checkpoint.segment is at most the units of the longest stage",
+    "a segment does not cross stages, so a longer one would be cut without a word",
+)
+def check_segment(setup: Setup) -> None:
+    """Raise ConfigError if a segment is longer than every stage, whose layers are known."""
+    length, units = setup.options.activation_checkpoint.segment, len(setup.resolved.checkpoint)
+    layers = setup.degrees.pp_layers if setup.degrees.pp > 1 else ()
+    most, where = (max(layers), "longest stage") if layers else (units, "model")
+    if length > most > 0:
+        raise ConfigError(
+            f"activation_checkpoint.segment: {length} is more than the {most} units of the {where};"
+            f" nearest: {most}"
+        )
+
+
+@STEP.add(
+    "with activation_checkpoint.segment, the schedule runs backward in one piece (not the zero-bubble"
+    " schedules and DualPipeV)",
+    "each part, and each weight of the second, would compute the layers of a segment again",
+    upstream="torch/utils/checkpoint.py, _checkpoint_hook, which recomputes once for each backward",
+)
+def _segment_split(setup: Setup) -> None:
+    length, schedule = setup.options.activation_checkpoint.segment, setup.degrees.pp_schedule
+    if length > 1 and _backward_in_two_parts(setup):
+        raise ConfigError(
+            f"activation_checkpoint.segment: {length} would be computed again for each part of a"
+            f" backward, and {schedule} runs it in two; use activation_checkpoint.segment = 1, or"
+            ' parallel.pp_schedule = "Interleaved1F1B"'
+        )
+
+
+@STEP.add(
+    'activation_checkpoint.segment goes without compile.mode "model"',
+    "a segment is computed again between graphs, so a graph has one layer at most",
+)
+def _segment_compiled(setup: Setup) -> None:
+    length = setup.options.activation_checkpoint.segment
+    if length > 1 and setup.options.compile.mode == "model":
+        raise ConfigError(
+            f'activation_checkpoint.segment: {length} and compile.mode = "model", which makes one graph'
+            ' of all layers, do not go together; use compile.mode = "block"'
         )
 
 

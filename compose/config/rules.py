@@ -14,7 +14,7 @@ from typing import Any
 
 from compose.config import setup
 from compose.config.addons import brought
-from compose.config.composition_rules import COMPOSITION
+from compose.config.composition_rules import COMPOSITION, check_segment
 from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
 from compose.config.setup import Rule, Rules, Setup, Target
@@ -222,7 +222,11 @@ RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
-    asked = Setup(
+    return [*setup.problems_of(COMPOSITION, _asked(job)), *setup.problems_of(RUN, job)]
+
+
+def _asked(job: Job) -> Setup:
+    return Setup(
         job.model,
         job.resolved,
         job.options,
@@ -231,7 +235,6 @@ def problems_of(job: Job) -> list[str]:
         job.micro_batches,
         job.target and job.target.float8,
     )
-    return [*setup.problems_of(COMPOSITION, asked), *setup.problems_of(RUN, job)]
 
 
 def check(config: Config, world_size: int, target: Target | None = None) -> Job:
@@ -252,6 +255,7 @@ def check(config: Config, world_size: int, target: Target | None = None) -> Job:
         layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
         job = replace(job, config=replace(job.config, parallel=replace(degrees, pp_layers=layers)))
     check_adapters(job)
+    check_segment(_asked(job))
     return job
 
 

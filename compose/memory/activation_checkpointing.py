@@ -1,7 +1,8 @@
 """Activation checkpointing: what of a unit's forward is kept for backward, and what is computed again.
 
-    full       keeps each unit's input alone (Chen et al. 2016, arXiv:1604.06174)
-    every_k    does the same for every k-th unit; the others keep everything
+    full       keeps each unit's input alone (Chen et al. 2016, arXiv:1604.06174); with segment = k
+               that of every k-th unit alone (compose/memory/segments.py)
+    every_k    recomputes every k-th unit from its input; the others keep everything
     selective  keeps the input and the results of chosen operators: with products and attention kept,
                only cheap operations run again (after Korthikanti et al. 2022, arXiv:2205.05198,
                section 5)
@@ -73,8 +74,10 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
     """Backward computes again: full: all but each unit's input; every_k: the same of every k-th unit;
     selective: all but the input and what keep names; budget: what does not fit in it."""
+    segment: Annotated[Positive, ReadWith(_MODE, mode=("full",))] = 1
+    """With full: the number of units in a row that keep one input and are recomputed together."""
     every: Annotated[Positive, ReadWith(_MODE, mode=("every_k",))] = 2
-    """With every_k: k."""
+    """With every_k: every k-th unit is recomputed, and the others keep everything."""
     keep: Annotated[tuple[str, ...], ReadWith(_MODE, mode=("selective",))] = (
         "matmul",
         "attention",

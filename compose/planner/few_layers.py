@@ -56,9 +56,10 @@ def runs_of(job: Job) -> LayerRuns | None:
     """Return the runs of a job's stages; None if its layers are not known or may not be left out.
 
     Which layers are recomputed is chosen from the whole model, so it must be the same for all of them.
+    Layers of a segment that is recomputed together cost differently, by their place in it.
     """
-    pipeline = job.resolved.pipeline
-    if pipeline is None or job.config.activation_checkpoint.mode in ("every_k", "budget"):
+    pipeline, recompute = job.resolved.pipeline, job.config.activation_checkpoint
+    if pipeline is None or recompute.mode in ("every_k", "budget") or recompute.segment > 1:
         return None
     without_float8 = set(job.resolved.float8_except)
     kinds = [

@@ -161,6 +161,7 @@ def _proof(options: Options, layers: int = 2, plan: Plan = PLAN) -> Report:
 P = Parallel
 FULL, SELECTIVE = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
 OFFLOAD = ActivationCheckpoint("full", offload=True)
+SEGMENT = ActivationCheckpoint("full", segment=2)
 
 
 def _recomputed(parallel: Parallel, how: ActivationCheckpoint = FULL) -> Options:
@@ -177,6 +178,7 @@ CASES: dict[str, tuple[Options, int, Plan]] = {
         4,
         PLAN,
     ),
+    "zero 3, segment": (_recomputed(P(dp_shard=2), SEGMENT), 2, PLAN),
     "zero bubble, full": (_recomputed(P(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble")), 4, PLAN),
     "offload": (_recomputed(P(dp_shard=2), OFFLOAD), 2, PLAN),
     "tp sequence": (_recomputed(P(tp=2, dp_shard=1)), 2, TENSOR["sequence"]),

@@ -57,6 +57,8 @@ ROWS = {
     " model.n_kv_heads=2 model.head_dim=16 activation_checkpoint.mode=budget train.seq_len=144"
     " activation_checkpoint.budget=0.8 precision.param=bfloat16 precision.master=bfloat16"
     " precision.reduce=bfloat16 optimizer.implementation=fused",
+    "segments": "dp_shard=2 model.n_layers=8 activation_checkpoint.mode=full"
+    " activation_checkpoint.segment=3",
     "hsdp": "dp_replicate=2 dp_shard=2 zero=2",
 }
 LONG = ("the turn of a V", "budget", "tp and chunks of the loss", "experts")

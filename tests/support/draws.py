@@ -300,6 +300,9 @@ def _memory(rng: random.Random, mesh: Keys, model: Keys, compiled: bool) -> Keys
     if mode == "selective":
         keep = rng.choice([["matmul", "attention", "messages"], ["attention"], ["matmul"]])
         keys["activation_checkpoint__keep"] = keep
+    if mode == "full":
+        # A generator of its own, so that what is drawn after it stays as it was.
+        keys["activation_checkpoint__segment"] = random.Random(str(mesh)).choice([1, 1, 2])
     if mode == "budget":
         keys["activation_checkpoint__budget"] = rng.choice([0.2, 0.5, 0.8])
     if compiled:

@@ -3,6 +3,11 @@
 from tests.proof.sensitivity.row import Keys, table
 
 ONE: Keys = {"train__global_batch": 8}
+THREE: Keys = ONE | {
+    "model__n_layers": 3,
+    "activation_checkpoint__mode": "full",
+    "activation_checkpoint__segment": 2,
+}
 # Enough of a micro-batch that its activations are worth a copy.
 LARGE: Keys = ONE | {"train__seq_len": 128, "train__micro_batch": 4}
 
@@ -29,6 +34,17 @@ no layer runs again | train__global_batch=8 activation_checkpoint__mode=full | o
 the last layer does not run again, on stages | train__global_batch=8 parallel__pp=2 parallel__dp_shard=1 model__n_layers=4 activation_checkpoint__mode=selective | runs again | layers.3
     in compose.memory.activation_checkpointing:recomputed_units with untouched='runs again/layers.[012]'
     dict.fromkeys(units, operators(options.keep)) => dict.fromkeys(units[:-1], operators(options.keep))
+
+[activation_checkpoint.segment]
+the second layer of a segment hands no gradient back | THREE | gradient | layers.0.*
+    in compose.memory.segments:_Segment._run with ranks=1 untouched='loss/step 1'
+    else inputs[x.first] => else inputs[x.first].detach()
+a layer is computed again from another input | THREE | gradient | layers.1.*
+    in compose.memory.segments:_Segment._run with ranks=1 untouched='gradient/output.weight'
+    return given[x.index] if => return given[x.index] * 1.01 if
+the last segment is forgotten if it is short | THREE | runs again | layers.2
+    in compose.memory.segments:segments_of with ranks=1 untouched='runs again/layers.[01]'
+    range(0, len(units), length) => range(0, len(units) - 1, length)
 
 [activation_checkpoint.every]
 the first layers run again, not the second ones | train__global_batch=8 activation_checkpoint__mode=every_k activation_checkpoint__every=2 | runs again | layers.0
