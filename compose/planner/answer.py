@@ -15,11 +15,13 @@ from compose.planner.candidates import (
     fits,
     order,
     shape_for,
+    value_of,
     with_keys,
 )
 from compose.planner.cluster import load_cluster
+from compose.planner.explain import neighbours, promise
 from compose.planner.page import seconds
-from compose.planner.quick_estimate import ModelShape, micro_batches, quick
+from compose.planner.quick_estimate import micro_batches
 from compose.planner.report import in_columns, recomputation
 from compose.planner.search import is_plain, is_textbook, record_all
 
@@ -29,7 +31,6 @@ _PER_PARAMETER = 20
 """Tokens for each parameter at which loss is least for the FLOPs (Hoffmann et al. 2022, table 3)."""
 # The next device up, with nodes of the same size.
 _NEXT = {"a100_40gb": "a100_80gb", "a100_80gb": "h100_sxm", "h100_sxm": "h200", "h200": "b200"}
-_MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -132,92 +133,61 @@ def _recorded_with(space: Space, name: str, keys: Mapping[str, int]) -> Compared
 
 def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     """Return the steps with twice the devices, twice the memory, and links twice as fast."""
-    cluster = space.cluster
+    cluster, config = space.cluster, best.config
     device = replace(cluster.device, memory=cluster.device.memory * 2)
-    more = replace(space, world_size=space.world_size * 2)
     roomy = replace(space, cluster=replace(cluster, device=device))
+    over = "between" if space.world_size > cluster.node else "within"
+    link = getattr(cluster, over)
+    fast = replace(cluster, **{over: replace(link, bandwidth=link.bandwidth * 2)})
+    wider = [
+        with_keys(config, {key: value_of(config, key) * 2, "parallel.pp_layers": ()})
+        for key in ("parallel.dp_shard", "parallel.dp_replicate")
+        if key not in space.fixed and (key == "parallel.dp_shard" or config.parallel.zero in (0, 3))
+    ]
+    more = replace(space, world_size=space.world_size * 2)
     results = [
-        _variant("twice the devices", more, _wider(space, best), "more devices are"),
-        _variant("twice the memory", roomy, _roomier(space, best), "more memory is"),
+        _variant("twice the devices", more, best, [c for one in wider for c in _near(space, one)]),
+        _variant("twice the memory", roomy, best, _near(space, config)),
     ]
     if space.world_size > 1:
-        over = "between" if space.world_size > cluster.node else "within"
-        link = getattr(cluster, over)
-        fast = replace(link, bandwidth=link.bandwidth * 2)
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
-        faster = replace(space, cluster=replace(cluster, **{over: fast}))
-        results.append(_variant(name, faster, [best.config], "faster links are"))
-    return results
+        results.append(_variant(name, replace(space, cluster=fast), best, [config]))
+    notes = ("more devices are", "more memory is", "faster links are")
+    return [replace(one, note=note) for one, note in zip(results, notes, strict=False)]
 
 
 def further(space: Space, best: Candidate) -> list[Compared]:
     """Return the step with half the batch, and that of as many of the next device."""
-    train = best.config.train
-    half = replace(
-        space.config, train=replace(space.config.train, global_batch=train.global_batch // 2)
-    )
-    results = []
-    if train.global_batch % 2 == 0:
-        smaller = [
-            replace(one, train=replace(one.train, global_batch=train.global_batch // 2))
-            for one in [best.config, *_fewer_samples(space, best.config)]
-        ]
-        results.append(_variant("half the batch", replace(space, config=half), smaller))
-    name = _NEXT.get(space.cluster.name)
-    if name:
+    results, batch = [], {"train.global_batch": best.config.train.global_batch // 2}
+    if best.config.train.global_batch % 2 == 0:
+        half = replace(space, config=with_keys(space.config, batch))
+        near = _near(space, with_keys(best.config, batch))
+        results.append(_variant("half the batch", half, best, near))
+    if name := _NEXT.get(space.cluster.name):
         other = replace(space, cluster=load_cluster(name))
-        results.append(_variant(f"as many of {name}", other, _roomier(space, best)))
+        results.append(_variant(f"as many of {name}", other, best, _near(space, best.config)))
     return results
 
 
-def _variant(name: str, space: Space, configs: Sequence[Config], buys: str = "") -> Compared:
-    """Record the best of some compositions by quick estimates; they are near the best of today."""
+def _near(space: Space, config: Config) -> list[Config]:
+    """Return a composition, and the same with other recomputation or micro-batches."""
+    changes = [
+        keys
+        for name, keys in neighbours(space, config)
+        if name.startswith(("recompute", "micro_batch"))
+    ]
+    return [config, *(with_keys(config, keys) for keys in changes)]
+
+
+def _variant(name: str, space: Space, best: Candidate, configs: Sequence[Config]) -> Compared:
+    """Record the best of some compositions in another space, by quick estimates."""
     shape = shape_for(space)
-    legal = [c for c in configs if micro_batches(c)]
-    legal.sort(key=lambda c: _rank(space, shape, c))
-    for config in legal[:2]:
+    legal = [config for config in configs if micro_batches(config)]
+    for config in sorted(legal, key=lambda one: promise(space, shape, best, one))[:2]:
         [made] = record_all(space, [config])
         if not isinstance(made, ConfigError) and fits(space, made):
-            return Compared(name, made, buys)
-    return Compared(name, None, buys)
-
-
-def _rank(space: Space, shape: ModelShape, config: Config) -> tuple[bool, float]:
-    rough = quick(shape, config, space.cluster)
-    too_large = rough.memory > capacity(space.cluster)
-    return too_large, rough.memory if too_large else rough.step
-
-
-def _wider(space: Space, best: Candidate) -> list[Config]:
-    """Return the composition with twice the data parallel ranks."""
-    parallel, results = best.config.parallel, []
-    for key in ("dp_shard", "dp_replicate"):
-        if f"parallel.{key}" not in space.fixed and (key == "dp_shard" or parallel.zero in (0, 3)):
-            wide = replace(parallel, pp_layers=(), **{key: getattr(parallel, key) * 2})
-            one = replace(best.config, parallel=wide)
-            results += [one, *_fewer_samples(space, one)]
-    return results
-
-
-def _fewer_samples(space: Space, config: Config) -> list[Config]:
-    micro = config.train.micro_batch
-    if micro == 1 or "train.micro_batch" in space.fixed:
-        return []
-    return [with_keys(config, {"train.micro_batch": micro // 2})]
-
-
-def _roomier(space: Space, best: Candidate) -> list[Config]:
-    """Return the composition, and the same with less recomputation or larger micro-batches."""
-    config = best.config
-    mode, micro = config.activation_checkpoint.mode, config.train.micro_batch
-    less = _MODES[: _MODES.index(mode)] if mode in _MODES else _MODES[:2]
-    modes = (mode,) if "activation_checkpoint.mode" in space.fixed else (mode, *less)
-    micros = (micro,) if "train.micro_batch" in space.fixed else (micro, micro * 2)
-    return [
-        with_keys(config, {"activation_checkpoint.mode": one, "train.micro_batch": samples})
-        for one in modes
-        for samples in micros
-    ]
+            return Compared(name, made)
+    return Compared(name)
 
 
 def sentences(

@@ -18,7 +18,7 @@ from compose.planner.candidates import (
 )
 from compose.planner.estimate import Estimate
 from compose.planner.page import seconds
-from compose.planner.quick_estimate import micro_batches, quick
+from compose.planner.quick_estimate import ModelShape, micro_batches, quick
 from compose.planner.search import record_all
 
 _MADE = 2  # neighbours of which records are made
@@ -114,32 +114,29 @@ def _named(name: str, value: Any) -> str:
 
 
 def _promising(space: Space, recorded: Sequence[Candidate]) -> list[tuple[str, Config]]:
-    """Return the neighbours of the best candidate whose records are worth most, by quick estimates.
-
-    The quick estimates are corrected by what the record of the best one has over its own.
-    """
-    best, shape, room = recorded[0], shape_for(space), capacity(space.cluster)
-    assert best.estimate is not None
-    size = best.reserved / max(1.0, best.rough.memory)
-    known = [candidate.config for candidate in recorded]
-    ranked: list[tuple[tuple[bool, float], int, str, Config]] = []
-    for name, keys in neighbours(space, best):
+    """Return the neighbours of the best candidate that look best, one of each axis."""
+    best, shape = recorded[0], shape_for(space)
+    known, near = [candidate.config for candidate in recorded], []
+    for name, keys in neighbours(space, best.config):
         config = with_keys(best.config, {"parallel.pp_layers": (), **keys})
-        if not micro_batches(config) or any(_same(config, one) for one in known):
-            continue
-        rough = quick(shape, config, space.cluster)
-        too_large = rough.memory * size > room
-        ranked.append(
-            ((too_large, rough.memory if too_large else rough.step), len(ranked), name, config)
-        )
+        if micro_batches(config) and not any(_same(config, one) for one in known):
+            near.append((name, config))
+    near.sort(key=lambda pair: promise(space, shape, best, pair[1]))
     results: dict[str, tuple[str, Config]] = {}
-    for _, _, name, config in sorted(ranked, key=lambda row: row[:2]):
-        results.setdefault(_axis(name), (name, config))
+    for name, config in near:
+        results.setdefault(name.removeprefix("no ").partition(" ")[0], (name, config))
     return list(results.values())[:_MADE]
 
 
-def _axis(name: str) -> str:
-    return name.removeprefix("no ").partition(" ")[0]
+def promise(space: Space, shape: ModelShape, best: Candidate, config: Config) -> tuple[bool, float]:
+    """Return what compositions near the best one are sorted by, from quick estimates.
+
+    Their memory is corrected by what the record of the best one has over its own quick estimate.
+    """
+    rough = quick(shape, config, space.cluster)
+    size = rough.memory * best.reserved / max(1.0, best.rough.memory)
+    too_large = size > capacity(space.cluster)
+    return too_large, size if too_large else rough.step
 
 
 def _same(one: Config, other: Config) -> bool:
@@ -147,16 +144,13 @@ def _same(one: Config, other: Config) -> bool:
     return with_keys(one, {"parallel.pp_layers": ()}) == with_keys(other, {"parallel.pp_layers": ()})
 
 
-def neighbours(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
+def neighbours(space: Space, config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the changes of one option that a person would ask about, of keys that are free."""
     fixed = set(space.fixed)
-    for name, keys in _changes(space, best):
-        if not fixed & set(keys):
-            yield name, keys
+    yield from (pair for pair in _changes(space, config) if not fixed & set(pair[1]))
 
 
-def _changes(space: Space, best: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
-    config = best.config
+def _changes(space: Space, config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     parallel, node = config.parallel, space.cluster.node
     for axis in ("tp", "cp", "pp", "dp_replicate"):
         degree = getattr(parallel, axis)

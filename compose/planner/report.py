@@ -133,6 +133,8 @@ def recomputation(config: Config) -> str:
     """Return what backward computes again, as "full" or "budget 0.5"."""
     again = config.activation_checkpoint
     detail = {"every_k": f" {again.every}", "budget": f" {again.budget:g}"}
+    if again.mode == "full" and again.segment > 1:
+        return f"full of {again.segment}"
     return f"{again.mode}{detail.get(again.mode, '')}"
 
 

@@ -66,10 +66,10 @@ def test_a_neighbour_that_is_not_legal_says_why(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("pinned", [*DEGREES, *TRIED, "parallel.offload"])
 def test_no_pinned_key_is_named(pinned: str) -> None:
-    keys = [set(keys) for _, keys in neighbours(space_of(pinned=[pinned]), BEST)]
+    keys = [set(keys) for _, keys in neighbours(space_of(pinned=[pinned]), BEST.config)]
     assert keys
     assert not [one for one in keys if pinned in one]
-    free = [set(keys) for _, keys in neighbours(SPACE, BEST)]
+    free = [set(keys) for _, keys in neighbours(SPACE, BEST.config)]
     assert len(free) >= len(keys)
 
 
@@ -79,7 +79,7 @@ def test_no_pinned_key_is_named(pinned: str) -> None:
 )
 def test_even_degrees_alone_are_halved(tp: int, names: list[str]) -> None:
     best = recorded(space_of(2 * tp), 1.0, 1.0, parallel__tp=tp)
-    lines = [name for name, _ in neighbours(space_of(2 * tp), best)]
+    lines = [name for name, _ in neighbours(space_of(2 * tp), best.config)]
     assert [" ".join(line.split()[:2]) for line in lines if "tp" in line.split()] == names
     assert [line for line in lines if "leaves the node" in line] == ["tp 16 leaves the node"] * (
         tp == 8

@@ -29,6 +29,7 @@ def test_a_key_has_a_column_only_if_some_candidate_changes_it() -> None:
         ({"mode": "none"}, "none"),
         ({"mode": "budget", "budget": 0.25}, "budget 0.25"),
         ({"mode": "every_k", "every": 3}, "every_k 3"),
+        ({"mode": "full", "segment": 4}, "full of 4"),
     ],
 )
 def test_recomputation_has_its_amount(keys: dict[str, object], text: str) -> None:
