@@ -72,8 +72,8 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
             "--cluster NAME or FILE.toml, --world-size N, --model NAME, --gpus NxCLUSTER, --seq-len N, "
             "--batch N[,N], --as-is, --explain, "
             "--objective time|memory|devices|params, --tokens T, --days D, --free KEY[,KEY], "
-            "--candidates N, --seconds S, --against RUN_DIR, --json FILE, --report FILE.html, "
-            "--write FILE.toml"
+            "--keep KEY[,KEY], --candidates N, --seconds S, --against RUN_DIR, --json FILE, "
+            "--report FILE.html, --write FILE.toml"
         ),
         """\
 Looks for the best mesh and options of a model, or of FILE, on a cluster. Prints an answer in words and
@@ -94,7 +94,8 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
                 the largest standard size that fits
   --tokens      tokens to train on, as 1T
   --days        with --objective devices: days for them
-  --free        keys that FILE sets and the search may change
+  --free        keys that FILE or the command line pins and the search may change
+  --keep        keys that stay as they are in FILE; those that differ from their defaults do anyway
   --candidates  how many candidates are recorded; default: 6
   --seconds     end the search after so many seconds; the answer then depends on the machine
   --against     folder of a run: compare its time and memory with the estimate

@@ -26,6 +26,7 @@ from compose.cli.command_line import (
     read_flags,
     written,
 )
+from compose.cli.pinned import for_devices, freed, pinned, pinned_words
 from compose.cli.question import STANDARD, Question, amount, amount_in_words, read_question
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
@@ -44,8 +45,6 @@ from compose.planner.answer import (
     sentences,
 )
 from compose.planner.candidates import (
-    DEGREES,
-    TRIED,
     Candidate,
     Space,
     candidates,
@@ -75,6 +74,8 @@ def plan(arguments: Sequence[str]) -> int:
         return _against(given)
     largest = given.flags.get("--objective") == "params"
     question, searched = _largest(given) if largest else (read_question(given), None)
+    if "--as-is" not in given.flags:
+        question = for_devices(given, question)
     space, answer, batches = _space(given, question), {}, []
     if searched:
         results = searched.candidates
@@ -102,6 +103,8 @@ def plan(arguments: Sequence[str]) -> int:
     print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
     if space.islands > 1:
         print("", *_between_islands(question, space, best), sep="\n")
+    if words := "--as-is" not in given.flags and pinned_words(space.config, pinned(given, question)):
+        print("", words, sep="\n")
     if searched and searched.capped:
         print(f"capped: {_looked_at(searched)}; without the cap the answer may be another")
     if not fits(space, best):
@@ -162,17 +165,7 @@ def _space(given: Words, question: Question) -> Space:
             " last node is taken as whole",
             file=sys.stderr,
         )
-    keys = question.given
-    # The mesh is what is looked for. Only the command line fixes it.
-    fixed = {key for key, origin in keys.items() if origin == COMMAND_LINE or key not in DEGREES}
-    known = [*DEGREES, *TRIED]
-    for key in filter(None, given.flags.get("--free", "").split(",")):
-        if key not in known:
-            near = did_you_mean(key, known)
-            raise flag_error(
-                "--free", f"{key} is no key that is tried{near} (known: {', '.join(known)})"
-            )
-        fixed.discard(key)
+    fixed = set(pinned(given, question))
     config, islands = question.config, 1
     if "outer" in TABLES and config.outer.every:
         islands, all_ranks = config.parallel.dp_replicate, world_size
@@ -190,8 +183,8 @@ def _space(given: Words, question: Question) -> Space:
         )
         fixed.add("parallel.dp_replicate")
         print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
-    pinned = frozenset(fixed)
-    return Space(config, cluster, world_size, pinned, objective, islands, default_folder())
+    pins, cache = frozenset(fixed), default_folder()
+    return Space(config, cluster, world_size, pins, objective, islands, freed(given), cache)
 
 
 def _between_islands(question: Question, space: Space, best: Candidate) -> list[str]:
@@ -303,7 +296,9 @@ def _write(
 def _set_there(given: Words, question: Question) -> dict[str, object]:
     """Return the values of the keys that the command line sets; a table's are those of its keys."""
     values = {f"{t}.{k}": v for t, k, v in values_of(question.config)}
-    names = dict.fromkeys(name for name, _ in (*question.keys, *given.overrides))
+    names = dict.fromkeys(name for name, _ in (*question.keys, *given.overrides)) | dict.fromkeys(
+        question.changed
+    )
     return {key: values[key] for name in names for key in values if f"{key}.".startswith(f"{name}.")}
 
 

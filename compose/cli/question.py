@@ -79,6 +79,8 @@ class Question:
     """Samples of a step by --batch."""
     words: str = ""
     """The question, with what it left open."""
+    changed: tuple[str, ...] = ()
+    """Keys of a file that have another value here, for the devices."""
 
 
 def read_question(given: Words) -> Question:

@@ -1,7 +1,9 @@
 """The compositions that the search may take, each with a quick estimate."""
 
+import copy
+import heapq
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ class Space:
     """"time", "memory" or "devices"."""
     islands: int = 1
     """Islands of the job; all else here is of one of them."""
+    freed: Collection[str] = ()
+    """Keys of FREED that the search may change."""
     cache: Path | None = None
     """The folder of records that were made before; None: none is used."""
 
@@ -70,10 +74,16 @@ def order(
     room, size = capacity(space.cluster), candidate.reserved * size_factor
     step = candidate.estimate.step_seconds if candidate.estimate else candidate.rough.step
     step *= step_factor
+    step /= candidate.config.train.global_batch / space.config.train.global_batch
     too_large = size > room
     if too_large or space.objective == "memory":
-        return (too_large, size, step)
-    return (False, step, size)
+        return (too_large, False, size, step)
+    return (False, size > TIGHT * room, step, size)
+
+
+TIGHT = 0.95
+"""The part of a device's capacity above which a candidate comes after those below: assumed, since the
+predicted peak is within 1.3% and other programs and libraries hold memory too."""
 
 
 def fits(space: Space, candidate: Candidate) -> bool:
@@ -86,9 +96,32 @@ DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")
 TRIED: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (3, 2, 1),
     "activation_checkpoint.mode": ("none", "selective", "full"),
-    "train.micro_batch": (1, 2, 4, 8),
+    "train.micro_batch": (1, 2, 4, 8, 16, 32, 64),
     "parallel.pp_schedule": ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
 }
+# More values, which are tried of the best few recorded.
+REFINED: dict[str, tuple[Any, ...]] = {
+    "activation_checkpoint.budget": (0.3, 0.5, 0.7, 0.9),
+    "train.loss_chunk": (2048,),
+    "optimizer.offload": ("cpu",),
+}
+# Values of keys that change what a run learns, which are tried if they are freed. Those of global_batch
+# are factors.
+FREED: dict[str, tuple[Any, ...]] = {
+    "train.global_batch": (0.5, 2, 4),
+    "comm.weights": ("int8",),
+    "comm.gradients": ("bfloat16", "int8"),
+    "comm.activations": ("int8",),
+}
+# The values of them that tell which meshes are worth more.
+_FEW: dict[str, tuple[Any, ...]] = {
+    "parallel.zero": (3, 1),
+    "parallel.offload": ("none", "cpu"),
+    "activation_checkpoint.mode": ("none", "full"),
+    "train.micro_batch": (1, 4),
+    "parallel.pp_schedule": ("1F1B",),
+}
+_MESHES = 100  # meshes that are looked at in full
 _MOST_TP = 2  # nodes over which tp is tried
 _LEAST_TOKENS = 2048  # of a sequence on each rank of cp
 
@@ -96,37 +129,130 @@ _LEAST_TOKENS = 2048  # of a sequence on each rank of cp
 def candidates(
     space: Space, shape: ModelShape, offload: bool = False, anyway: bool = False
 ) -> Iterator[Candidate]:
-    """Yield the candidates whose quick estimate says that they may fit."""
-    room = capacity(space.cluster)
-    for keys in _keys(space, shape):
-        if offload:
-            if keys.get("parallel.zero", space.config.parallel.zero) != 3:
-                continue
-            keys["parallel.offload"] = "cpu"
-        config = with_keys(space.config, keys)
-        if not micro_batches(config):
-            continue
-        if config.parallel.pp > 1 and not _pipelines(config, shape):
-            continue
-        rough = quick(shape, config, space.cluster)
-        if anyway or rough.memory / MEMORY_ERROR <= room:
-            yield Candidate(config, keys, rough)
+    """Yield the candidates whose quick estimate says that they may fit; with ``anyway``: all.
+
+    If meshes are many, the best by a few of their candidates are looked at in full. Where less
+    recomputation surely fits, more of it is left out.
+    """
+    meshes = list(_meshes(space, shape))
+    if len(meshes) > _MESHES:
+        meshes = _promising(space, shape, meshes, offload, anyway)
+    for degrees in meshes:
+        yield from _of_mesh(space, shape, degrees, _free(space, degrees, offload), anyway)
 
 
-def _pipelines(config: Config, shape: ModelShape) -> bool:
-    """Return whether there are layers for all stages, and micro-batches for all ranks."""
-    parallel = config.parallel
+def _promising(
+    space: Space, shape: ModelShape, meshes: list[dict[str, int]], offload: bool, anyway: bool
+) -> list[dict[str, int]]:
+    """Return the meshes with the best candidates among a few of each, plain FSDP and the textbook's."""
+    ranked: list[tuple[Any, ...]] = []
+    for number, degrees in enumerate(meshes):
+        free = _free(space, degrees, offload)
+        few = {key: [v for v in values if v in _FEW[key]] or values for key, values in free.items()}
+        best = min(
+            (order(space, c) for c in _of_mesh(space, shape, degrees, few, anyway)), default=None
+        )
+        if best:
+            ranked.append((not _is_known(space, degrees), *best, number))
+    return [meshes[number] for *_, number in heapq.nsmallest(_MESHES, ranked)]
+
+
+def _is_known(space: Space, degrees: dict[str, int]) -> bool:
+    """Return whether a mesh is plain FSDP's, or the textbook's: tp has the node, pp and dp the rest."""
+    plain = degrees["parallel.dp_shard"] == space.world_size and degrees["parallel.ep"] == 1
+    alone = degrees["parallel.cp"] == degrees["parallel.dp_replicate"] == 1
+    return plain or (alone and degrees["parallel.tp"] == space.cluster.node)
+
+
+def _free(space: Space, degrees: dict[str, int], offload: bool) -> dict[str, tuple[Any, ...]]:
+    """Return the values of the free keys that are tried with a mesh."""
+    pp, replicas = degrees["parallel.pp"], degrees["parallel.dp_replicate"]
+    free = {key: values for key, values in TRIED.items() if key not in space.fixed}
+    if pp == 1:
+        free.pop("parallel.pp_schedule", None)
+    if "parallel.zero" in free:
+        if pp * degrees["parallel.tp"] == space.world_size:
+            del free["parallel.zero"]  # no ranks share anything
+        elif offload or replicas > 1:
+            free["parallel.zero"] = (3,)
+    if offload or "parallel.offload" not in space.fixed:
+        free["parallel.offload"] = ("cpu",) if offload else ("none",)
+    return free
+
+
+def _of_mesh(
+    space: Space,
+    shape: ModelShape,
+    degrees: dict[str, int],
+    free: dict[str, Sequence[Any]],
+    anyway: bool,
+) -> Iterator[Candidate]:
+    """Yield the candidates of one mesh."""
+    config, room = space.config, capacity(space.cluster)
+    of_parallel = [key for key in free if key.startswith("parallel.")]
+    modes = free.get("activation_checkpoint.mode", (config.activation_checkpoint.mode,))
+    micros = free.get("train.micro_batch", (config.train.micro_batch,))
+    for values in itertools.product(*(free[key] for key in of_parallel)):
+        keys = {**degrees, **dict(zip(of_parallel, values, strict=True)), **_reset(space, free)}
+        parallel = with_keys(config, keys)
+        if parallel.parallel.offload == "cpu" and parallel.parallel.zero != 3:
+            continue
+        sure: set[int] = set()
+        for mode in modes:
+            for micro in micros:
+                one = _with(
+                    parallel, activation_checkpoint=("mode", mode), train=("micro_batch", micro)
+                )
+                if micro in sure or not _divides(one, shape):
+                    continue
+                rough = quick(shape, one, space.cluster)
+                if not anyway and rough.memory > room * MEMORY_ERROR:
+                    break  # a larger micro-batch takes more
+                if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
+                    sure.add(micro)
+                named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
+                yield Candidate(one, keys | {k: v for k, v in named.items() if k in free}, rough)
+
+
+def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
+    """Return the keys of the file's own mesh that other meshes do without."""
+    keys: dict[str, Any] = {}
+    if "parallel.pp_schedule" in free:
+        keys["parallel.pp_virtual_stages"] = 0
+    if space.config.parallel.pp_layers:
+        keys["parallel.pp_layers"] = ()
+    if space.config.parallel.zero3_reshard:
+        keys["parallel.zero3_reshard"] = 0
+    return {key: value for key, value in keys.items() if key not in space.fixed}
+
+
+def _with(config: Config, **changes: tuple[str, Any]) -> Config:
+    """Return ``config`` with one key of some tables changed; it is checked before it is recorded."""
+    tables = {}
+    for name, (key, value) in changes.items():
+        tables[name] = copy.copy(getattr(config, name))
+        object.__setattr__(tables[name], key, value)
+    result = copy.copy(config)
+    for name, table in tables.items():
+        object.__setattr__(result, name, table)
+    return result
+
+
+def _divides(config: Config, shape: ModelShape) -> bool:
+    """Return whether ranks divide the batch, and there are layers and micro-batches for a pipeline."""
+    parallel, count = config.parallel, micro_batches(config)
+    if not count or parallel.pp == 1:
+        return bool(count)
     stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
-    return stages - 2 <= shape.count and micro_batches(config) >= parallel.pp
+    return stages - 2 <= shape.count and count >= parallel.pp
 
 
 def candidate_of(space: Space, shape: ModelShape, config: Config) -> Candidate:
     """Return a config with known degrees as a candidate."""
     keys = {}
-    for name in (*DEGREES, *TRIED, "parallel.offload"):
-        table, _, key = name.partition(".")
-        value = getattr(getattr(config, table), key)
-        if name in DEGREES or value != getattr(getattr(space.config, table), key):
+    for name in (*DEGREES, *TRIED, *REFINED, *FREED, "parallel.offload"):
+        value = value_of(config, name)
+        if name in DEGREES or value != value_of(space.config, name):
             keys[name] = value
     return Candidate(config, keys, quick(shape, config, space.cluster))
 
@@ -145,31 +271,6 @@ def value_of(config: Config, name: str) -> Any:
     """Return the value of a key "table.key"."""
     table, _, key = name.partition(".")
     return getattr(getattr(config, table), key)
-
-
-def _keys(space: Space, shape: ModelShape) -> Iterator[dict[str, Any]]:
-    config, fixed = space.config, set(space.fixed)
-    for degrees in _meshes(space, shape):
-        pp, data = degrees["parallel.pp"], degrees["parallel.dp_shard"] * degrees["parallel.cp"]
-        data *= degrees["parallel.dp_replicate"]
-        free = {
-            key: values
-            for key, values in TRIED.items()
-            if key not in fixed
-            and not (key == "parallel.pp_schedule" and pp == 1)
-            and not (key == "parallel.zero" and data == 1)
-        }
-        for values in itertools.product(*free.values()):
-            keys = {**degrees, **dict(zip(free, values, strict=True))}
-            if keys.get("parallel.zero") in (1, 2) and degrees["parallel.dp_replicate"] > 1:
-                continue
-            if "parallel.pp_schedule" in keys and "parallel.pp_virtual_stages" not in fixed:
-                keys["parallel.pp_virtual_stages"] = 0
-            if "parallel.pp_layers" not in fixed:
-                keys["parallel.pp_layers"] = ()
-            if config.parallel.zero3_reshard and "parallel.zero3_reshard" not in fixed:
-                keys["parallel.zero3_reshard"] = 0
-            yield keys
 
 
 def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
@@ -236,6 +337,9 @@ def describe(candidate: Candidate) -> str:
         parts.append(parallel.pp_schedule)
     parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
     parts.append(f"micro_batch {candidate.config.train.micro_batch}")
+    parts += [f"{key} {value}" for key, value in candidate.keys.items() if key in (*REFINED, *FREED)]
+    if parallel.offload != "none":
+        parts.append(f"offload {parallel.offload}")
     text = ", ".join(parts)
     if candidate.estimate:
         text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"

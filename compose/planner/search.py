@@ -23,10 +23,12 @@ from compose.planner.candidates import (
 )
 from compose.planner.estimate import estimate, estimates
 from compose.planner.quick_estimate import quick
+from compose.planner.refine import ranked, refinements
 
 MOST = 6
 """Candidates that are recorded."""
 _FIRST, _NEXT = 3, 2  # candidates of the first round of records, and of each later one
+_REFINED = 2  # of all, finer variants of the best ones
 _SHORT = 3  # candidates that are recorded if nothing fits
 _OF_A_MESH = 2  # candidates of one mesh that are recorded before those of other meshes
 _Traits = tuple[object, ...]
@@ -99,7 +101,8 @@ def is_textbook(space: Space, candidate: Candidate) -> bool:
 
 def _mesh(candidate: Candidate) -> _Traits:
     parallel = candidate.config.parallel
-    return parallel.pp, parallel.cp, parallel.tp, parallel.ep, parallel.zero
+    replicas = parallel.dp_replicate
+    return parallel.pp, replicas, parallel.cp, parallel.tp, parallel.ep, parallel.zero
 
 
 def _kind(candidate: Candidate) -> _Traits:
@@ -218,13 +221,17 @@ def search(
     results: list[Candidate] = []
     refused: list[str] = []
     capped = False
-    turns = RecordQueue(space, every)
+    turns, made = RecordQueue(space, every), dict[int, Candidate]()
     try:
         while len(results) < most and not capped:
             chosen = turns.next_round(results, most - len(results))
+            if len(results) >= max(_FIRST, most - _REFINED):
+                finer = refinements(space, shape, results)
+                finer = [c for c in finer if all(c.config != other.config for other in results)]
+                chosen = [*finer, *chosen][: most - len(results)]
             if not chosen:
                 break
-            made: dict[int, Candidate] = {}
+            made = {}
             for place, result in _recorded(space, chosen, workers):
                 if isinstance(result, ConfigError):
                     refused += result.problems
@@ -238,13 +245,12 @@ def search(
             results += [made[place] for place in sorted(made)]
     except KeyboardInterrupt:
         capped = True
-        results += [made[place] for place in sorted(made)]
+        results += [one for _, one in sorted(made.items()) if one not in results]
         progress("interrupted: these are the best so far")
     if every and not results:
         raise ConfigError(*dict.fromkeys(refused))
-    results.sort(key=lambda c: order(space, c))
     certain = let_through <= 0 or len(results) >= let_through
-    return Searched(results, max(0, let_through), len(results), capped, certain)
+    return Searched(ranked(space, results), max(0, let_through), len(results), capped, certain)
 
 
 def fewest(

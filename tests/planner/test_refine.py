@@ -1,0 +1,87 @@
+"""Finer variants of what was recorded, and the choice between what takes equally long."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from compose.config.toml import load
+from compose.planner.candidates import Candidate, Space, capacity, order, shape_for, with_keys
+from compose.planner.cluster import load_cluster
+from compose.planner.estimate import Estimate, RankPeak
+from compose.planner.quick_estimate import QuickEstimate, quick
+from compose.planner.refine import complexity, ranked, refinements
+from tests.support.helpers import ROOT
+
+
+def space(**changes: Any) -> Space:
+    config = load(str(ROOT / "train.toml"), [("train.global_batch", "64"), ("train.seq_len", "8192")])
+    return replace(Space(config, load_cluster("h100_sxm"), 16), **changes)
+
+
+def made(where: Space, step: float, full: float, **keys: Any) -> Candidate:
+    """A candidate that was recorded: seconds, and its part of a device's memory."""
+    named = {name.replace("__", "."): value for name, value in keys.items()}
+    size = int(full * capacity(where.cluster))
+    estimate = Estimate([RankPeak(size, size, {})], step, 1.0, 0.5, 0.0, {}, {}, [])
+    rough = QuickEstimate({"compute": step}, {"weights": float(size)})
+    return Candidate(with_keys(where.config, named), named, rough, estimate)
+
+
+def test_a_simpler_one_wins_within_two_percent() -> None:
+    where = space()
+    simple = made(where, 1.015, 0.5)
+    cut = made(where, 1.0, 0.5, parallel__tp=2, parallel__pp=2)
+    assert ranked(where, [cut, simple]) == [simple, cut]
+    slower = made(where, 1.03, 0.5)
+    assert ranked(where, [cut, slower]) == [cut, slower]
+    assert ranked(replace(where, objective="memory"), [simple, cut])[0] is cut
+
+
+def test_what_fills_the_device_comes_after_what_leaves_room() -> None:
+    where = space()
+    full, roomy, large = (made(where, *of) for of in ((1.0, 0.97), (1.5, 0.94), (0.5, 1.01)))
+    assert ranked(where, [large, full, roomy]) == [roomy, full, large]
+    assert ranked(where, [large, full])[0] is full
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"parallel__pp": 2},
+        {"parallel__ep": 2},
+        {"parallel__dp_replicate": 2},
+        {"parallel__offload": "cpu"},
+        {"train__loss_chunk": 64},
+        {"activation_checkpoint__mode": "budget"},
+        {"comm__gradients": "int8"},
+    ],
+)
+def test_each_option_makes_a_composition_less_simple(keys: dict[str, Any]) -> None:
+    where = space()
+    assert complexity(made(where, 1.0, 0.5, **keys)) > complexity(made(where, 1.0, 0.5))
+
+
+def test_refinements_are_better_by_corrected_estimates() -> None:
+    keys = {"parallel__dp_shard": 16, "activation_checkpoint__mode": "full"}
+    where, shape = space(), None
+    shape = shape_for(where)
+    base = made(where, 1.0, 0.5, **keys)
+    base = replace(base, rough=quick(shape, base.config, where.cluster))
+    slow = replace(base, estimate=replace(base.estimate, step_seconds=2 * base.rough.step))
+    finer = refinements(where, shape, [slow])
+    assert finer
+    assert {c.config.activation_checkpoint.mode for c in finer} >= {"budget"}
+    for one in finer:
+        factor = slow.estimate.step_seconds / slow.rough.step if slow.estimate else 1.0
+        assert order(where, one, slow.reserved / slow.rough.memory, factor) < order(where, slow)
+    pinned = replace(
+        where,
+        fixed=frozenset(
+            ("activation_checkpoint.mode", "activation_checkpoint.budget", "train.micro_batch")
+        ),
+    )
+    assert not [c for c in refinements(pinned, shape, [slow]) if c.config.train.micro_batch != 2]
+    freed = replace(pinned, freed=frozenset(("train.global_batch",)))
+    batches = {c.config.train.global_batch for c in refinements(freed, shape, [slow])}
+    assert batches - {64}
