@@ -428,7 +428,8 @@ def _recorded(
     count = len(few_micro_batches(job))
     objects = None if pp_rank == 0 else [stream]
     rank = pp_rank * job.world_size // job.degrees.pp
-    of = pp_rank, stream, cluster.backend, other is None
+    target, float8 = cluster.target, job.config.precision.float8 != "off"
+    of = pp_rank, stream, target.device_type, float8 and target.float8, other is None
     file = RecordFile(cache, job, kept, *of) if cache else None
     traced = file.read() if file else None
     if traced is None:

@@ -234,6 +234,11 @@ class Recorder(TorchDispatchMode):
         self._place_of: dict[int, int] = {}
         self._host: set[int] = set()
         self._shapes = ElementwiseResults()
+        self._ended = False
+
+    def end(self) -> None:
+        """End the record: what is freed later, when no one needs it, does not belong to it."""
+        self._ended = True
 
     def begin(self, action: tuple[int, str, int] | None = None, unit: str | None = None) -> None:
         """Begin a segment, if action, unit or phase are others than before."""
@@ -324,7 +329,7 @@ class Recorder(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         record, place = self.record_of, self._place_of.pop(key, None)
-        if place is not None:
+        if place is not None and not self._ended:
             allocation = record.allocations[place]
             allocation.end, allocation.freed = len(record.changes), self._segment()
             allocation.freed_within = self.within

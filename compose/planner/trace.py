@@ -125,6 +125,7 @@ def trace(step: RankStep) -> Traced:
             optimizer.step()
             recorder.begin((-1, "step", 1), "")
             optimizer.zero_grad()
+        recorder.end()
     return Traced(recorder.record_of, sent)
 
 
