@@ -398,6 +398,7 @@ def test_nothing_but_a_rule_refuses_a_composition() -> None:
 HEAVY = (
     "compose.cli.commands",
     "compose.cli.generate",
+    "compose.cli.measure",
     "compose.cli.plan",
     "compose.diloco.loop",
     "compose.pipeline.pipeline_parallel",
@@ -434,6 +435,7 @@ NO_TEST_MODULE = {
     "checkpoint/loading": "train/test_run_folder",
     "checkpoint/local_shards": "checkpoint/test_dcp_storage",
     "checkpoint/safetensors_files": "checkpoint/test_hf_folder",
+    "cli/measure": "planner/test_measure",
     "composition": "test_structure",
     "compression/gather": "compression/test_reduce",
     "compression/proof_accounts": "compression/test_proof",

@@ -191,7 +191,7 @@ it can be
         file=False,
     ),
     "measure": Usage(
-        "plan",
+        "measure",
         "Measure this machine for the planner: [torchrun] -m compose measure --out FILE.toml.",
         _flags("--out FILE.toml"),
         """\

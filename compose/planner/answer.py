@@ -169,6 +169,15 @@ def further(space: Space, best: Candidate) -> list[Compared]:
     return results
 
 
+def further_in_words(best: Candidate, other: Compared) -> str:
+    """Return one of those steps, with its tokens a second beside the best candidate's."""
+    one, now = other.candidate and other.candidate.estimate, best.estimate
+    if one is None or now is None:
+        return f"with {other.name}: this composition and its neighbours do not fit"
+    rate = one.tokens_per_second_per_device / now.tokens_per_second_per_device
+    return f"with {other.name}: {seconds(one.step_seconds)} a step, {rate:.2f} times the tokens/s"
+
+
 def _near(space: Space, config: Config) -> list[Config]:
     """Return a composition, and the same with other recomputation or micro-batches."""
     changes = [

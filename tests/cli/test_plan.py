@@ -56,6 +56,8 @@ def test_the_answer_stands_before_the_table(made: Search, capsys: pytest.Capture
     assert costs.startswith("1T tokens take ")
     assert (gap, header.split()[:2]) == ("", ["dp_shard", "tp"])
     assert "tp 8, zero 3: +1.00 s a step (+50.0%): messages of tp +1.00 s" in rest
+    assert "with as many of a100_80gb: 2.50 s a step, 0.80 times the tokens/s" in rest
+    assert "with half the batch: 2.50 s a step, 0.40 times the tokens/s" in rest
     words = shlex.split(rest[-1])
     assert words[:4] == ["torchrun", "--nnodes", "2", "--rdzv-backend"]
     assert {"--model.preset=debug", "--train.global_batch=64", "--parallel.zero=2"} <= set(words)
