@@ -119,6 +119,8 @@ class Device(_Table):
     are faster."""
     dispatch: Amount = 0.0
     """Seconds that the host takes to issue one operator; 0: its times include it."""
+    spread: Amount = 0.0
+    """Standard deviation of the speeds of equal devices, over their mean. All wait for the slowest."""
     power: Rate = 1.0
     """Watts at which the efficiencies were measured."""
     power_limit: Rate = 1.0
@@ -146,6 +148,8 @@ class Efficiencies(_Table):
     """The parts that forward and backward of other kernels reach."""
     attention_half: Pair = GPU_ATTENTION_HALF
     """FLOPs per byte at which attention's forward and backward have half of that."""
+    kernels: Share = 1.0
+    """Part of ``memory`` that kernels reach which do more than copy: norms, losses, fused ones."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import NormalDist
 from typing import NamedTuple
 
 from compose.errors import ConfigError, did_you_mean
@@ -59,12 +60,25 @@ _SWITCH_START = 23.0e-6  # of a sum in switches (the same, NVLS)
 def power_factor(cluster: Cluster) -> float:
     """Return the clock that the power limit allows, relative to that of the measured efficiencies.
 
-    The power that depends on the clock is C V² f, and the voltage V grows with the frequency f. So the
-    clock goes with the cube root of the power above that of an idle device.
+    The power that depends on the clock is C V² f. Near its limit a device is not far above its least
+    voltage V, so V falls less than the clock f does. The clock is taken to go with the root of the
+    power above that of an idle device: between f³ (V goes with f) and f (V stays).
     """
     device = cluster.device
     allowed = (device.power_limit - device.power_idle) / (device.power - device.power_idle)
-    return min(1.0, allowed ** (1 / 3))
+    return min(1.0, math.sqrt(allowed))
+
+
+@functools.lru_cache(maxsize=1024)
+def slowest(cluster: Cluster, ranks: int) -> float:
+    """Return how much longer the slowest of some devices computes than the mean of all.
+
+    Equal devices differ in speed by what chips need of the power that all are allowed (Sinha et al.
+    2022, arXiv:2208.11035). This is the expected largest of ``ranks`` normal numbers (Blom 1958).
+    """
+    if ranks <= 1:
+        return 1.0
+    return 1.0 + cluster.device.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _peak(cluster: Cluster, dtype: str) -> float:

@@ -6,6 +6,7 @@ to the axis of the message that is waited for. The host issues work in order too
 it a time. While the device is busy for longer, that costs nothing.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,6 +22,7 @@ Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
 PART = "part"
 """The kind of an operator that is a part of a kernel for many tensors: no launch of its own."""
+_COPIES = ("copy", "to_copy", "cat", "split", "foreach", "fused_adam", "contiguous", "clone", "chunk")
 _NEAR = 8  # pieces of work between a message and the product that it is split with
 _NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
@@ -49,6 +51,7 @@ def action_seconds(
     sent: dict[int, str] = {}
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
+    slowest = costs.slowest(cluster, math.prod(getattr(degrees, axis) for axis in AXES))
     for place, work in enumerate(_joined(record) if fused else record.work):
         while taken < len(events) and events[taken][0] <= place:
             number = events[taken][1]
@@ -82,7 +85,8 @@ def action_seconds(
                 seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
-            took = operator_seconds(cluster, work, record.segments[work.segment].phase == BACKWARD)
+            backward = record.segments[work.segment].phase == BACKWARD
+            took = operator_seconds(cluster, work, backward) * slowest
             host += (work.kind != PART) * (1 + waiting) * cluster.device.dispatch
             late = max(0.0, host - clock[work.stream])
             running = max((clock[stream] for stream in sent if stream), default=0.0)
@@ -160,7 +164,9 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
         return costs.attention_seconds(known, *sizes, backward)
     if work.name in _NO_KERNEL or not work.bytes:
         return 0.0
-    took = costs.memory_seconds(cluster, work.bytes)
+    copies = work.name.rpartition(".")[2].strip("_").startswith(_COPIES)
+    share = 1.0 if copies else cluster.efficiencies.kernels
+    took = costs.memory_seconds(cluster, work.bytes / share)
     return max(0.0, took - cluster.device.launch) if work.kind == PART else took
 
 

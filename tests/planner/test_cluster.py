@@ -154,7 +154,7 @@ WRONG = {
     ("cudnn = [0.66, 0.55]", "cudnn = 0.66"): [
         "efficiencies.attention.cudnn: expected a list, got 0.66"
     ],
-    ("message_units = 16", "message_units = 132"): ["device.message_units: 132 leaves none of 132"],
+    ("message_units = 21", "message_units = 132"): ["device.message_units: 132 leaves none of 132"],
     ("power_limit = 700.0", "power_limit = 50.0"): ["device.power_limit: 50.0 is not above power_idle"],
     ("[host]", "[hosts]"): ["hosts: unknown key; did you mean host?", "host: missing table"],
     ("node = 8", "node = 8\nmeasured = 3"): ["measured: expected a table, got 3"],
@@ -251,12 +251,13 @@ def test_one_rank_and_nothing_cost_nothing() -> None:
 
 
 # (m, n, k) and the published TFLOP/s. The second are short runs' best, for which the files name shapes.
+# The A100's is of a short run, times the clock that it keeps for hours.
 PUBLISHED = [
     ("h100_sxm", "bfloat16", (8192, 8192, 8192), 720, 0.10),
     ("h100_sxm", "bfloat16", (2048, 2048, 13312), 794.5, 0.10),
     ("h100_sxm", "float8", (1024, 9216, 14336), 1402.6, 0.10),
     ("h200", "bfloat16", (8192, 8192, 8192), 785, 0.05),
-    ("a100_80gb", "bfloat16", (1024, 10240, 5120), 271.2, 0.06),
+    ("a100_80gb", "bfloat16", (1024, 10240, 5120), 271.2 * 0.926, 0.06),
     ("b200", "bfloat16", (1792, 16128, 3072), 1745, 0.10),
 ]
 
@@ -349,7 +350,7 @@ def test_experts_share_waves() -> None:
 def test_less_power_is_slower() -> None:
     cluster = load_cluster("h100_sxm")
     capped = replace(cluster, device=replace(cluster.device, power_limit=500.0))
-    factor = ((500 - 70) / (700 - 70)) ** (1 / 3)
+    factor = ((500 - 70) / (700 - 70)) ** (1 / 2)
     for of in (_product_of, _attention_of):
         assert of(cluster) / of(capped) == pytest.approx(factor, rel=0.03)
 

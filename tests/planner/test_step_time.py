@@ -40,8 +40,9 @@ def test_what_is_exposed_does_not_fall_below_nothing() -> None:
 def cluster_of(dispatch: float = 0.0, message_units: int = 0) -> Cluster:
     """An H100 node."""
     cluster = load_cluster("h100_sxm")
-    device = replace(cluster.device, dispatch=dispatch, message_units=message_units)
-    return replace(cluster, device=device)
+    device = replace(cluster.device, dispatch=dispatch, message_units=message_units, spread=0.0)
+    plain = replace(cluster.efficiencies, kernels=1.0)
+    return replace(cluster, device=device, efficiencies=plain)
 
 
 def product(size: int) -> Operator:
@@ -130,6 +131,28 @@ def test_pieces_of_products_hide_all_but_one_piece() -> None:
         record.work = [replace(work, segment=0) for work in record.work]
         in_pieces(record, cluster, Parallel(tp=8))
         assert record.work[0].bytes == pytest.approx(2**30 * left)
+
+
+def test_all_wait_for_the_slowest_of_many() -> None:
+    """Of 8 and of 512 normal numbers the largest is 1.42 and 3.04 deviations above the mean."""
+    cluster = load_cluster("h100_sxm")
+    assert costs.slowest(cluster, 1) == 1
+    for ranks, deviations in ((8, 1.42), (512, 3.04)):
+        assert costs.slowest(cluster, ranks) == pytest.approx(1 + 0.015 * deviations, abs=5e-4)
+    slow = replace(cluster_of(), device=replace(cluster_of().device, spread=0.1))
+    work = [product(4096)]
+    times = [seconds_of([*work], c)["all"] for c in (cluster_of(), slow)]
+    assert times[1] / times[0] == pytest.approx(1.142, abs=2e-3)
+
+
+def test_kernels_that_do_more_than_copy_take_longer() -> None:
+    cluster, size = load_cluster("h100_sxm"), 2**30
+    add, copy = (
+        replace(elementwise(size), name=name) for name in ("aten.native_layer_norm", "aten.copy_")
+    )
+    launch = cluster.device.launch
+    norm, copied = (operator_seconds(cluster, work, False) - launch for work in (add, copy))
+    assert norm / copied == pytest.approx(1 / 0.75)
 
 
 def test_a_message_keeps_units_while_it_runs() -> None:
