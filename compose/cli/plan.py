@@ -274,7 +274,7 @@ def _write(
     file, there = "" if question.keys else given.file, _set_there(given, question)
     texts: dict[str, Callable[[Path], str]] = {
         "--json": lambda path: json.dumps(as_data(space, recorded) | answer, indent=1),
-        "--report": lambda path: page_of(as_data(space, recorded)),
+        "--report": lambda path: page_of(as_data(space, recorded) | answer),
         "--write": lambda path: write_toml(space, recorded[0], file, there, path),
     }
     for flag, text in texts.items():

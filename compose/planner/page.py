@@ -419,6 +419,7 @@ def headline(result: Mapping[str, Any]) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(amount)}<small>{escape(more)}</small></dd></div>"
         for name, amount, more in figures
     )
+    note += "".join(f"<p>{escape(sentence)}</p>" for sentence in result.get("sentences", ()))
     return (
         f'<p class="quiet">{escape(job)}</p><h1>{escape(title)}</h1>{note}'
         f"<p>{escape(words_of(best['keys']))}.</p><p>{escape(best['why'])}</p>"

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,12 @@ from compose.config.toml import without_file
 from compose.planner.cluster import cluster_names
 from models.llama.hf import hf_config
 from models.llama.model import PRESETS
-from tests.support.helpers import refusal
+from tests.support.helpers import ROOT, refusal
 
 CLUSTERS = f"known: {', '.join(cluster_names())}; or the path of a .toml file"
 
 
-def ask(words: str) -> object:
+def ask(words: str) -> Any:
     """Read a command line of plan."""
     return read_question(read_words(words.split(), COMMANDS["plan"].flags))
 
@@ -127,6 +128,14 @@ def test_a_question_is_a_config() -> None:
     assert (config.train.seq_len, config.train.global_batch, config.parallel.tp) == (1024, 64, 2)
     assert (question.batches, question.world_size, question.cluster.node) == ((64, 128), 16, 8)
     assert "64 samples a step" in question.words
+
+
+def test_a_file_on_devices_in_short() -> None:
+    question = ask(f"{ROOT / 'train.toml'} --gpus 8x4090 --seq-len 512 --batch 32 --parallel.tp=2")
+    train = question.config.train
+    assert (question.cluster.name, question.world_size) == ("rtx4090", 8)
+    assert (train.seq_len, train.global_batch, train.micro_batch) == (512, 32, 2)
+    assert (question.given["train.seq_len"], question.keys) == ("command line", ())
 
 
 def test_a_table_of_positions_bounds_a_sample() -> None:

@@ -169,8 +169,10 @@ def test_headline() -> None:
     result["candidates"][0].update(keys=keys, fits=True, step_seconds=9.87654, mfu=0.4321)
     result["candidates"][0]["tokens_per_second_per_device"] = 1234.4
     result["candidates"][0]["memory"] = memory_of(71.2 * GIB, weights=GIB)
+    result["sentences"] = ["Run it so.", "This takes 3 & more days."]
     text = Reader(page_of(result)).text
     for words in [
+        *result["sentences"],
         "Best: pp 4 \u00d7 dp_shard 16 \u00d7 tp 8",
         "4 pipeline stages, 16 data-parallel shards, 8 tensor-parallel ranks.",
         "9.88 s",
