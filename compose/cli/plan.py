@@ -43,6 +43,7 @@ from compose.planner.candidates import (
     candidates,
     capacity,
     fits,
+    lack_of_node,
     shape_for,
     with_keys,
 )
@@ -253,6 +254,8 @@ def _looked_at(searched: Searched) -> str:
 def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
     over = (best.reserved - capacity(space.cluster)) / 2**30
     by = f"the best is short of {over:.1f} GiB a device"
+    if lack := lack_of_node(space, best):
+        by = f"the best {lack}"
     if searched and not searched.certain:
         more = searched.let_through
         return f"{_looked_at(searched)}, and none fits; {by}; --candidates {more} looks at all of them"

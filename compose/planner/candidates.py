@@ -14,6 +14,7 @@ from compose.parallel.mesh import AXES
 from compose.pipeline.schedules import stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.estimate import Estimate
+from compose.planner.node import lack_of_host
 from compose.planner.quick_estimate import (
     MEMORY_ERROR,
     ModelShape,
@@ -75,7 +76,7 @@ def order(
     step = candidate.estimate.step_seconds if candidate.estimate else candidate.rough.step
     step *= step_factor
     step /= candidate.config.train.global_batch / space.config.train.global_batch
-    too_large = size > room
+    too_large = size > room or bool(lack_of_node(space, candidate))
     if too_large or space.objective == "memory":
         return (too_large, False, size, step)
     return (False, size > TIGHT * room, step, size)
@@ -87,8 +88,23 @@ predicted peak is within 1.3% and other programs and libraries hold memory too."
 
 
 def fits(space: Space, candidate: Candidate) -> bool:
-    """Return whether the fullest rank of a candidate fits on a device."""
-    return candidate.reserved <= capacity(space.cluster)
+    """Return whether the fullest rank of a candidate fits on a device, and its node in host memory.
+
+    Host memory that is not known is taken to be enough.
+    """
+    return candidate.reserved <= capacity(space.cluster) and not lack_of_node(space, candidate)
+
+
+def lack_of_node(space: Space, candidate: Candidate) -> str:
+    """Return what host memory a candidate lacks, in words; empty if it lacks none."""
+    return lack_of_host(space.cluster, host_bytes_of(space, candidate))
+
+
+def host_bytes_of(space: Space, candidate: Candidate) -> float:
+    """Return the bytes of host memory that a candidate takes of a node."""
+    if candidate.estimate:
+        return candidate.estimate.host_bytes
+    return candidate.rough.host * min(space.cluster.node, space.world_size)
 
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")

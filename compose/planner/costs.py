@@ -27,6 +27,9 @@ _SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 # kernels do.
 _HALF_INTENSITY = 30.0
 _DEPTH = 16  # least k of an instruction of tensor cores in 16 bits (NVIDIA, PTX ISA: mma, wgmma)
+_HOST_MEMORY = 50e9  # bytes per second of host memory that a rank has, if a file has none; assumed
+_HOST_SHARE = 0.8  # of host memory's bandwidth that simple loops of all cores reach; assumed
+_CORE_MEMORY = 12e9  # bytes per second that one core moves from and to memory; assumed
 _HEAD_DIM = 128  # of the heads for which the efficiencies of attention hold
 
 
@@ -208,6 +211,20 @@ def memory_seconds(cluster: Cluster, bytes_moved: float, kernels: int = 1) -> fl
         sizes, seconds = [row.bytes for row in copies], [row.seconds for row in copies]
         return kernels * _between(sizes, seconds, bytes_moved / kernels, seconds[-1] / sizes[-1])
     return kernels * device.launch + bytes_moved / (device.bandwidth * cluster.efficiencies.memory)
+
+
+def processor_seconds(cluster: Cluster, bytes: float) -> float:
+    """Return the seconds of one rank's host to read and write ``bytes``, while all ranks of a node do.
+
+    An optimizer's step moves 28 bytes for each parameter and computes little, so that memory limits it.
+    The ranks of a node share its memory and its cores: each may use the cores of its share.
+    """
+    rates = [_HOST_MEMORY]
+    if cluster.host_bandwidth:
+        rates = [_HOST_SHARE * cluster.host_bandwidth / cluster.node]
+    if cluster.host_cores:
+        rates.append(_CORE_MEMORY * max(1.0, cluster.host_cores / cluster.node))
+    return bytes / min(rates)
 
 
 def host_seconds(cluster: Cluster, bytes: float) -> float:

@@ -15,7 +15,7 @@ from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.pipeline.schedules import Action, build_table
 from compose.pipeline.timeline import Slot, simulate
-from compose.planner import costs
+from compose.planner import costs, node
 from compose.planner.cluster import Cluster
 from compose.planner.few_layers import (
     FEWEST,
@@ -40,7 +40,16 @@ from compose.planner.memory import (
 from compose.planner.record import Record
 from compose.planner.record_cache import RecordFile
 from compose.planner.record_pool import RecordPool
-from compose.planner.step_time import Seconds, action_seconds, grown, in_pieces, no_wait, seconds_of
+from compose.planner.step_time import (
+    PART,
+    PROCESSOR,
+    Seconds,
+    action_seconds,
+    grown,
+    in_pieces,
+    no_wait,
+    seconds_of,
+)
 from compose.planner.trace import RankStep, Traced, trace
 
 
@@ -52,6 +61,8 @@ class RankCosts:
     surplus: int = 0
     """Bytes that the allocator has beyond the tensors, at the peaks of the record."""
     seconds: dict[Key, Seconds] = field(default_factory=dict)
+    host: RankMemory = field(default_factory=RankMemory)
+    """What it has in host memory, in place of a GPU's."""
 
 
 def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
@@ -60,8 +71,12 @@ def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
     def key(of: Key) -> Key:
         return stage.get(of[0], of[0]), of[1], of[2]
 
-    memory = replace(rank.memory, actions={key(k): of_one for k, of_one in rank.memory.actions.items()})
-    return replace(rank, memory=memory, seconds={key(k): of_one for k, of_one in rank.seconds.items()})
+    memory, host = (
+        replace(one, actions={key(k): of_one for k, of_one in one.actions.items()})
+        for one in (rank.memory, rank.host)
+    )
+    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
+    return replace(rank, memory=memory, seconds=seconds, host=host)
 
 
 def with_all_layers(
@@ -78,15 +93,18 @@ def with_all_layers(
         added = [runs.more(s, place) for s in stages]
         return sum(added) / max(1, sum(n > 0 for n in added))
 
-    memory, old = RankMemory(buffers=Counter(base.memory.buffers)), base.memory
-    memory.start = _grow(old.start, [(more(p, -1), rank.memory.start) for p, rank in longer])
-    for key, action in old.actions.items():
-        steps = [(more(p, key[0]), rank.memory.actions[key]) for p, rank in longer]
-        larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
-        for segment, above in action.peaks.items():
-            if all(segment in m.peaks for _, m in steps):
-                larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
-        memory.actions[key] = larger
+    def whole(old: RankMemory, others: Sequence[tuple[int, RankMemory]]) -> RankMemory:
+        memory = RankMemory(buffers=Counter(old.buffers))
+        memory.start = _grow(old.start, [(more(p, -1), one.start) for p, one in others])
+        for key, action in old.actions.items():
+            steps = [(more(p, key[0]), one.actions[key]) for p, one in others]
+            larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
+            for segment, above in action.peaks.items():
+                if all(segment in m.peaks for _, m in steps):
+                    larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
+            memory.actions[key] = larger
+        return memory
+
     seconds = {
         key: grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
         for key, one in base.seconds.items()
@@ -94,7 +112,9 @@ def with_all_layers(
     # The gaps between tensors serve the next layer too. What differs between two records is chance, the
     # sizes that fit into gaps, and no growth: the mean stands for all layers.
     surplus = (base.surplus + sum(rank.surplus for _, rank in longer)) // (1 + len(longer))
-    return RankCosts(memory, surplus, seconds)
+    memory = whole(base.memory, [(p, rank.memory) for p, rank in longer])
+    host = whole(base.host, [(p, rank.host) for p, rank in longer])
+    return RankCosts(memory, surplus, seconds, host)
 
 
 def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:
@@ -143,9 +163,14 @@ class Estimate:
     work: Mapping[str, float]
     """Seconds that the slowest rank computes: product, attention, memory (all else), optimizer."""
     exposed: Mapping[str, float]
-    """Seconds of a step that the slowest rank waits for messages, by axis, and "optimizer"."""
+    """Seconds of a step that the slowest rank waits for messages, by axis, for copies ("copy") and sums
+    ("host") in host memory, and "optimizer"."""
     slots: list[Slot]
     """The actions of all pipeline ranks on the clock."""
+    host_bytes: int = 0
+    """Bytes of host memory that offload takes of the fullest node."""
+    kwh: float | None = None
+    """Energy of a step of all devices and hosts (node.py); None: unknown."""
 
 
 def schedule_rows(job: Job) -> list[list[Action]]:
@@ -217,6 +242,11 @@ def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
     return seconds_of(rank.seconds, (action.stage, action.kind, place_of(action.micro_batch, count)))
 
 
+def _computed(seconds: Seconds) -> float:
+    """Return the seconds in which the device computes."""
+    return sum(seconds.get(kind, 0.0) for kind in ("product", "attention", "memory", PART))
+
+
 def _message(job: Job, cluster: Cluster) -> float:
     """Return the seconds of a message between two ranks of the pipeline."""
     if job.degrees.pp == 1:
@@ -255,6 +285,13 @@ def _summary(
                 exposed[name.removeprefix("exposed ")] += value
             elif name in work and seconds is not last:
                 work[name] += value
+            elif name == PROCESSOR and seconds is not last:
+                exposed["host"] += value
+    hosts, computed = [], []
+    for rank, row, of_device in zip(ranks, rows, peaks, strict=True):
+        hosts.append(_on_host(cluster, peak(rank.host, row, count)[0], of_device))
+        parts = [*(_of(rank, a, count) for a in row), rank.seconds[STEP]]
+        computed.append(sum(map(_computed, parts)))
     if length > shortest:
         exposed["pp"] += length - shortest
     exposed["optimizer"] = update - sum(v for k, v in last.items() if k.startswith("exposed "))
@@ -271,7 +308,15 @@ def _summary(
         work | {"optimizer": exposed["optimizer"]},
         dict(exposed),
         slots,
+        node.host_bytes(cluster, job.world_size, hosts),
+        node.step_kwh(cluster, job.world_size, step, computed),
     )
+
+
+def _on_host(cluster: Cluster, moved: int, of_device: RankPeak) -> int:
+    """Return the bytes of host memory of a rank that has ``moved`` so many there."""
+    # A CPU's ranks have all in one memory.
+    return moved + of_device.reserved if moved and cluster.backend == "gloo" else moved
 
 
 class _JobRecords:
@@ -428,8 +473,7 @@ def _recorded(
     count = len(few_micro_batches(job))
     objects = None if pp_rank == 0 else [stream]
     rank = pp_rank * job.world_size // job.degrees.pp
-    target, float8 = cluster.target, job.config.precision.float8 != "off"
-    of = pp_rank, stream, target.device_type, float8 and target.float8, other is None
+    of = pp_rank, stream, other is None, *_played(cluster, other).items()
     file = RecordFile(cache, job, kept, *of) if cache else None
     traced = file.read() if file else None
     if traced is None:
@@ -449,7 +493,8 @@ def _recorded(
     grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator
     peaks = replay(((place, change) for _, place, change in record.changes), grows)
     surplus = peaks.reserved - peaks.allocated
-    costs_of = RankCosts(rank_memory(record, count, where), surplus, seconds)
+    memory, host = (rank_memory(one, count, where) for one in (record, record.of_host))
+    costs_of = RankCosts(memory, surplus, seconds, host)
     return costs_of, sent[0] if stream is None and sent else stream
 
 
@@ -460,7 +505,14 @@ def _record(
     if runs and kept:
         options["model"] = reduced(job, runs, kept)
         options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
-    target = cluster.target
-    options |= {"device_type": target.device_type, "float8": target.float8}
-    options["capability"] = (8, 0) if other and other.flash2 else cluster.device.capability
-    return trace(RankStep(job, documents=other is None, **options))
+    return trace(RankStep(job, documents=other is None, **options, **_played(cluster, other)))
+
+
+def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:
+    """Return what a record takes of its devices."""
+    target, capability = cluster.target, cluster.device.capability
+    return {
+        "device_type": target.device_type,
+        "float8": target.float8,
+        "capability": (8, 0) if other and other.flash2 else tuple(capability),
+    }

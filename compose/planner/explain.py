@@ -12,6 +12,7 @@ from compose.planner.candidates import (
     Space,
     capacity,
     fits,
+    lack_of_node,
     shape_for,
     value_of,
     with_keys,
@@ -61,6 +62,8 @@ def against_best(space: Space, best: Candidate, other: Candidate) -> str:
         held, now = (max(e.peaks, key=lambda p: p.reserved).by_category for e in (two, one))
         most = max(held, key=lambda name: held[name] - now.get(name, 0))
         more = (held[most] - now.get(most, 0)) / _GIB
+        if lack := lack_of_node(space, other):
+            return f"does not fit: {lack}"
         over = (other.reserved - capacity(space.cluster)) / _GIB
         why = f" ({most} {more:+.1f} GiB)" if more > 0.05 else ""
         return f"does not fit by {over:.1f} GiB{why}"

@@ -12,7 +12,7 @@ that is there already.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -39,6 +39,7 @@ from compose.ops.tensors import local_tensor
 from compose.optim import offload
 from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
 from compose.optim.offload_files import UNIT
+from compose.planner.memory import ACTIVATIONS, GRADIENTS
 from compose.planner.record import Recorder
 
 
@@ -60,12 +61,13 @@ def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
             yield
 
     def out_of(offload: ActivationOffload, tensor: Tensor) -> tuple[Tensor, Any]:
-        with _disable_current_modes():
-            copy = torch.empty_like(tensor)
-        recorder.to_host([copy])
         if kernels != "cuda":
+            with _disable_current_modes():
+                copy = torch.empty_like(tensor)
+            recorder.to_host([copy], ACTIVATIONS, pinned=False)
             return copy, None
         with on_stream(0):
+            copy = recorder.copied_out(tensor, ACTIVATIONS)
             stored = recorder.record()
         offload.leaving[-1].append((tensor, stored))
         return copy, stored
@@ -74,7 +76,7 @@ def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
         if kernels != "cuda":
             return host.clone(), None
         with on_stream(1, stored):
-            return host.clone(), recorder.record()
+            return recorder.copied_in(host), recorder.record()
 
     def wait(offload: Any, tensor: Tensor, event: Any) -> None:
         recorder.wait(recorder.stream, event)
@@ -83,7 +85,7 @@ def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
         post_backward(group, *args)
         if any(parameter.offload_to_cpu for parameter in group.fsdp_params):
             gradients = (parameter.sharded_param.grad for parameter in group.fsdp_params)
-            recorder.to_host(g for g in gradients if g is not None)
+            recorder.to_host((g for g in gradients if g is not None), GRADIENTS, kernels == "cuda")
 
     def rng_state() -> Tensor:
         state = get_rng_state()
@@ -200,18 +202,19 @@ class OnMeta(TorchFunctionMode):
     """A mode in which tensors are made on meta, in place of ``devices``.
 
     The kernels of attention and norms are those of the device ``kernels``: on meta PyTorch would hold
-    all scores. ``on_host`` tells whether a tensor stands for host memory; it is copied to a GPU.
+    all scores. ``recorder`` knows which tensors stand for host memory; these are copied to a GPU, and
+    FSDP's reduced gradients from it.
     """
 
     def __init__(
         self,
         devices: Sequence[str] = ("cpu", "cuda"),
         kernels: str = "cuda",
-        on_host: Callable[[Tensor], bool] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
         self.devices, self.kernels = devices, kernels
-        self.on_host = on_host if kernels == "cuda" else None
+        self.recorder = recorder if kernels == "cuda" else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -231,8 +234,12 @@ class OnMeta(TorchFunctionMode):
         if name in self.devices and args:
             return args[0]
         if name == "to":
-            if self.on_host and any(map(_is_gpu, (*args, *given))) and self.on_host(args[0]):
-                return args[0].clone()
+            if self.recorder and args[0].ndim:
+                to, there = (*args[1:], *given), self.recorder.on_host(args[0])
+                if there and any(map(_is_gpu, to)):
+                    return self.recorder.copied_in(args[0])
+                if not there and self.recorder.within == "reduce" and any(map(_is_cpu, to)):
+                    return self.recorder.copied_out(args[0], GRADIENTS)
             args = tuple(torch.device("meta") if self._replaces(a) else a for a in args)
         if name == "item" and args[0].is_meta:
             return 1  # the stages of a pipeline ask each other whether all are there
@@ -244,6 +251,10 @@ class OnMeta(TorchFunctionMode):
         if isinstance(device, torch.device):
             return device.type in self.devices
         return isinstance(device, str) and device.partition(":")[0] in self.devices
+
+
+def _is_cpu(value: Any) -> bool:
+    return (value.type if isinstance(value, torch.device) else value) == "cpu"
 
 
 def _is_gpu(value: Any) -> bool:
@@ -391,7 +402,7 @@ def fake_world(
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # The function mode is off while Tensor.backward runs.
-        with OnMeta(kernels=kernels, on_host=recorder.on_host):
+        with OnMeta(kernels=kernels, recorder=recorder):
             recorder.backward()
             return engine(*args, **kwargs)
 

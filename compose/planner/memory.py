@@ -117,7 +117,9 @@ def rank_memory(
             for key in keys[segment]:
                 if key not in memory.peaks or above.total() > memory.peaks[key].total():
                     memory.peaks[key] = above
-    if now is not None:
+    if now is None:  # nothing changes in a step
+        result.start = live
+    else:
         _leave(result, action_key(now, micro_batches), live, before)
     return result
 

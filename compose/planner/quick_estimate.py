@@ -18,7 +18,6 @@ from compose.planner.cluster import Cluster
 MEMORY_ERROR = 4 / 3
 """How often a recorded rank's reserved bytes may stand in the quick estimate, at most; assumed."""
 _STREAM = 12.0  # elements of the stream that a layer's norms, sums and casts move, for each element
-_HOST_MEMORY = 50e9  # bytes per second of host memory that one rank's optimizer has; assumed
 _KEPT = {"none": 1.0, "selective": 0.55, "full": 0.0}  # of a layer's results that wait for backward
 _AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}  # of a forward that is computed again
 
@@ -119,6 +118,8 @@ class QuickEstimate:
     """Seconds of a step by what takes them: compute, tp, cp, ep, dp, bubble, optimizer."""
     bytes: Mapping[str, float]
     """Bytes of the fullest rank: weights, optimizer, gradients, gathered, activations, logits."""
+    host: float = 0.0
+    """Bytes of its host memory."""
 
     @property
     def step(self) -> float:
@@ -133,7 +134,8 @@ class QuickEstimate:
 
 def quick(shape: ModelShape, config: Config, cluster: Cluster) -> QuickEstimate:
     """Return the rough estimate of a config whose degrees are known."""
-    return QuickEstimate(_seconds(shape, config, cluster), _bytes(shape, config))
+    seconds, size = _seconds(shape, config, cluster), _bytes(shape, config)
+    return QuickEstimate(seconds, size, _host_bytes(shape, config))
 
 
 def micro_batches(config: Config) -> int:
@@ -210,7 +212,20 @@ def _offload(config: Config, cluster: Cluster, held: float, count: int) -> dict[
     """
     own = held / _state_ranks(config)
     copied = 3 * count * costs.host_seconds(cluster, own * config.precision.master_dtype.itemsize)
-    return {"offload": copied, "optimizer": 28 * own / _HOST_MEMORY}
+    return {"offload": copied, "optimizer": costs.processor_seconds(cluster, 28 * own)}
+
+
+def _host_bytes(shape: ModelShape, config: Config) -> float:
+    """Return the bytes of host memory of a rank. Pinned tensors are larger by a third on average.
+
+    Their sizes are rounded up to a power of two.
+    """
+    own, precision = sum(_held(shape, config)) / _state_ranks(config), config.precision
+    trained, pinned = own * shape.trained, 4 / 3
+    state = 2 * trained * precision.state_dtype.itemsize
+    if config.parallel.offload == "cpu":
+        return pinned * (own + trained) * precision.master_dtype.itemsize + state
+    return pinned * state if config.optimizer.offload == "cpu" else 0.0
 
 
 def _data(shape: ModelShape, config: Config, cluster: Cluster, compute: float, count: int) -> float:

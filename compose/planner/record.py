@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -48,7 +48,7 @@ class Operator:
     """The stream; 0 computes."""
     name: str
     kind: str
-    """product, attention or memory."""
+    """product, attention or memory; processor: the host computes it, in its own memory."""
     flops: float
     bytes: int
     dtype: str
@@ -57,6 +57,8 @@ class Operator:
     """(batch or experts, m, n, k) of a product, the shape of attention's queries, else the result's."""
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    linked: int = 0
+    """Bytes that pass between host and device, in the direction that has more."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,15 @@ class Record:
     allocations: list[Allocation] = field(default_factory=list)
     changes: list[tuple[int, int, int]] = field(default_factory=list)
     """Changes of memory in order: (segment, place in ``allocations``, bytes; below 0 if freed)."""
+    host_allocations: list[Allocation] = field(default_factory=list)
+    """Memory of the host, in place of a GPU's; its categories are known."""
+    host_changes: list[tuple[int, int, int]] = field(default_factory=list)
+    """Its changes, as in ``changes``."""
+
+    @property
+    def of_host(self) -> "Record":
+        """Return the record of the host's memory."""
+        return Record(self.segments, allocations=self.host_allocations, changes=self.host_changes)
 
 
 class ElementwiseResults:
@@ -232,7 +243,8 @@ class Recorder(TorchDispatchMode):
         self.within = ""
         self._streams = 0
         self._place_of: dict[int, int] = {}
-        self._host: set[int] = set()
+        self._host: dict[int, int] = {}
+        self._copies_in = False
         self._shapes = ElementwiseResults()
         self._ended = False
 
@@ -298,13 +310,71 @@ class Recorder(TorchDispatchMode):
             if place is not None:
                 self.record_of.allocations[place].category = category
 
-    def to_host(self, tensors: Iterable[Tensor]) -> None:
-        """Note that tensors are in host memory from now on."""
+    def to_host(self, tensors: Iterable[Tensor], category: str, pinned: bool = True) -> None:
+        """Note that tensors are in host memory from now on; with an empty category, in files.
+
+        PyTorch rounds pinned memory up to a power of two (ATen/core/CachingHostAllocator.h).
+        """
+        record = self.record_of
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
-            self._free(storage._cdata)
-            self._host.add(storage._cdata)
-            weakref.finalize(storage, self._host.discard, storage._cdata)
+            key, size = storage._cdata, storage.nbytes()
+            self._free(key)
+            if key in self._host:
+                continue
+            size = 1 << (size - 1).bit_length() if pinned and size else size
+            place, now = len(record.host_allocations), len(record.host_changes)
+            record.host_allocations.append(
+                Allocation(size if category else 0, now, self._segment(), self.within, category)
+            )
+            record.host_changes.append((self._segment(), place, size if category else 0))
+            self._host[key] = place
+            weakref.finalize(storage, self._leave_host, key)
+
+    def _leave_host(self, key: int) -> None:
+        record, place = self.record_of, self._host.pop(key, None)
+        if place is not None and not self._ended:
+            size = record.host_allocations[place].bytes
+            record.host_changes.append((self._segment(), place, -size))
+
+    def copied_in(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device of a tensor in host memory, which the current stream makes."""
+        self._copies_in = True
+        try:
+            return tensor.clone()
+        finally:
+            self._copies_in = False
+
+    def _of_host(self, given: Sequence[Tensor]) -> bool:
+        """Tell whether the host computes with tensors, in its own memory beside a GPU."""
+        if not self._host or self.kernels == "cpu" or self._copies_in:
+            return False
+        # Numbers may be anywhere: AdamW counts its steps on the host.
+        tensors = [tensor for tensor in given if tensor.ndim]
+        return bool(tensors) and all(map(self.on_host, tensors))
+
+    def copied_out(self, tensor: Tensor, category: str) -> Tensor:
+        """Return a copy of a tensor in host memory, which the current stream makes."""
+        with _disable_current_modes():
+            copy = torch.empty_like(tensor)
+        self.to_host([copy], category)
+        size, dtype = _bytes(tensor), str(tensor.dtype).removeprefix("torch.")
+        shape, place = tuple(tensor.shape), self._places([tensor])
+        self.record_of.work.append(
+            Operator(
+                self._segment(),
+                self.stream,
+                "aten.copy_",
+                "memory",
+                0.0,
+                size,
+                dtype,
+                shape,
+                place,
+                linked=size,
+            )
+        )
+        return copy
 
     def on_host(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is in host memory."""
@@ -372,6 +442,8 @@ class Recorder(TorchDispatchMode):
         message = self._message(name, args, kwargs, given, made)
         self.within = "message" if message and not self.within else self.within
         before = len(self.record_of.allocations)
+        if self._of_host(given):
+            self.to_host(made, "temporaries", pinned=False)
         for tensor in made:
             self.hold(tensor.untyped_storage())
         self.within = "" if self.within == "message" else self.within
@@ -426,6 +498,12 @@ class Recorder(TorchDispatchMode):
         dtype = str((given or made)[0].dtype).removeprefix("torch.")
         dtype = "float8" if dtype.startswith("float8") else dtype
         size = sum(map(_bytes, read)) + sum(map(_bytes, written))
+        linked = 0
+        if self._of_host(given):
+            kind = "processor"
+        elif self._host and self.kernels == "cuda":
+            ways = ([t for t in side if self.on_host(t)] for side in (read, written))
+            linked = max(sum(map(_bytes, way)) for way in ways)
         return Operator(
             self._segment(),
             self.stream,
@@ -437,6 +515,7 @@ class Recorder(TorchDispatchMode):
             shape,
             self._places(read),
             self._places(written),
+            linked,
         )
 
     def _places(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:

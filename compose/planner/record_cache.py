@@ -212,6 +212,8 @@ def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
         "event_streams": list(record.event_streams.items()),
         "allocations": [[getattr(a, name) for name in a.__slots__] for a in record.allocations],
         "changes": record.changes,
+        "host_allocations": [[getattr(a, n) for n in a.__slots__] for a in record.host_allocations],
+        "host_changes": record.host_changes,
         "sent": sent,
     }
 
@@ -260,6 +262,8 @@ def _traced(data: Any, names: Sequence[str]) -> Traced:
         dict(data["event_streams"]),
         [Allocation(*row) for row in data["allocations"]],
         [(segment, place, change) for segment, place, change in data["changes"]],
+        [Allocation(*row) for row in data["host_allocations"]],
+        [(segment, place, change) for segment, place, change in data["host_changes"]],
     )
     sent = [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in data["sent"]]
     return Traced(record, sent)

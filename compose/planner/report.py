@@ -17,6 +17,7 @@ from compose.planner.candidates import (
     Space,
     capacity,
     fits,
+    lack_of_node,
     value_of,
 )
 from compose.planner.estimate import RankPeak
@@ -70,6 +71,8 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
         "bubble": estimate.bubble,
         "exposed": dict(estimate.exposed),
         "memory": {**_bytes(fullest), "by_stage": [_bytes(p) for p in estimate.peaks]},
+        "host_bytes": estimate.host_bytes,
+        "kwh": estimate.kwh,
         "why": crosses_nodes(candidate.config.parallel, space.cluster.node),
     }
     if best:
@@ -110,6 +113,7 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
         estimate, parallel = candidate.estimate, candidate.config.parallel
         assert estimate is not None
         warnings = [] if fits(space, candidate) else ["does not fit"]
+        warnings += filter(None, [lack_of_node(space, candidate)])
         rows.append(
             [
                 *(str(getattr(parallel, axis)) for axis in axes),
@@ -171,6 +175,10 @@ def in_words(space: Space, best: Candidate) -> str:
         )
     if len(estimate.peaks) > _SHOWN:
         lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")
+    if estimate.host_bytes:
+        has = space.cluster.host_memory
+        of = f"of {has / _GIB:,.1f} GiB" if has else "GiB; what it has is unknown"
+        lines.append(f"  host memory of a node: {estimate.host_bytes / _GIB:,.1f} {of}")
     waits = sorted(estimate.exposed.items(), key=lambda pair: -pair[1])
     shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in waits if seconds > 0.0005)
     lines.append(

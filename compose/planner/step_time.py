@@ -22,6 +22,8 @@ Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
 PART = "part"
 """The kind of an operator that is a part of a kernel for many tensors: no launch of its own."""
+PROCESSOR = "processor"
+"""The kind of an operator that the host computes, with tensors in its own memory."""
 _COPIES = ("copy", "to_copy", "cat", "split", "foreach", "fused_adam", "contiguous", "clone", "chunk")
 _NEAR = 8  # pieces of work between a message and the product that it is split with
 _NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
@@ -37,7 +39,8 @@ def action_seconds(
 ) -> dict[Key, Seconds]:
     """Return the time of each kind of action of a record.
 
-    "host" is the time in which the device waits for the host.
+    "host" is the time in which the device waits for what the host issues, and "processor" that in which
+    it waits for what the host computes.
     """
     # The first stage has no input whose gradient it could compute: its I does nothing.
     results: dict[Key, Seconds] = {
@@ -86,7 +89,15 @@ def action_seconds(
             seconds[f"sent {axis}"] += took
         else:
             backward = record.segments[work.segment].phase == BACKWARD
-            took = operator_seconds(cluster, work, backward) * slowest
+            took = operator_seconds(cluster, work, backward)
+            if work.kind == PROCESSOR:
+                # It waits for what it computes with, and what follows on the device waits for it.
+                host = max([host, *clock.values()]) + took
+                seconds[PROCESSOR] += host - clock[0]
+                clock[0] = host
+                seconds["all"] += clock[0] - before
+                continue
+            took *= slowest
             host += (work.kind != PART) * (1 + waiting) * cluster.device.dispatch
             late = max(0.0, host - clock[work.stream])
             running = max((clock[stream] for stream in sent if stream), default=0.0)
@@ -164,9 +175,13 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
         return costs.attention_seconds(known, *sizes, backward)
     if work.name in _NO_KERNEL or not work.bytes:
         return 0.0
+    if work.kind == PROCESSOR:
+        return costs.processor_seconds(cluster, work.bytes)
     copies = work.name.rpartition(".")[2].strip("_").startswith(_COPIES)
     share = 1.0 if copies else cluster.efficiencies.kernels
     took = costs.memory_seconds(cluster, work.bytes / share)
+    if work.linked:
+        return max(took, costs.host_seconds(cluster, work.linked))
     return max(0.0, took - cluster.device.launch) if work.kind == PART else took
 
 

@@ -28,6 +28,7 @@ from compose.pipeline.schedules import Table
 from compose.plan import Resolved, resolve
 from compose.planner.fake_world import OnMeta, fake_world, slots
 from compose.planner.few_layers import few_micro_batches, few_rows
+from compose.planner.memory import STATE, WEIGHTS
 from compose.planner.record import Record, Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
@@ -92,13 +93,16 @@ def trace(step: RankStep) -> Traced:
             # Muon's products are in another type on a GPU, and files are not made.
             dtype = torch.float32 if device_type == "cpu" else None
             optimizer = build_optimizer(composition, _without_files(job), muon_dtype=dtype)
+        on_gpu = device_type == "cuda"
         if composition.offload:
-            recorder.to_host(p for _, p in composition.named_parameters())
+            recorder.to_host((p for _, p in composition.named_parameters()), WEIGHTS, on_gpu)
         recorder.note((p for _, p in composition.named_parameters()), "weights")
         with OnMeta():
             make_state(optimizer)
         if composition.offload or config.optimizer.offload != "none":
-            recorder.to_host(each for each in _state(optimizer) if each.ndim)
+            state = STATE if config.optimizer.offload != "nvme" else ""
+            pinned = on_gpu and not composition.offload
+            recorder.to_host((each for each in _state(optimizer) if each.ndim), state, pinned)
         recorder.note(_state(optimizer), "optimizer")
         passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
         recorder.note(passed, "optimizer")
@@ -117,7 +121,7 @@ def trace(step: RankStep) -> Traced:
             )
         marks = _marks(recorder, composition, resolved)
         order = _few(job, micro_batches)
-        with marks, order, OnMeta(kernels=device_type, on_host=recorder.on_host), recorder:
+        with marks, order, OnMeta(kernels=device_type, recorder=recorder), recorder:
             _forward_backward(composition, batch, job, DropoutKey(1))
             recorder.begin((-1, "step", 0), "")
             recorder.note(_gradients(composition), "gradients")
