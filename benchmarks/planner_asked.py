@@ -87,7 +87,7 @@ def keys_of(row: Row) -> dict[str, str]:
         keys["model.vocab_size"] = math.ceil(keys["model.vocab_size"] / share) * share
     stages = row.get("pp", 1) * (row.get("parallel.pp_virtual_stages", 0) or 1)
     layers = row.get("model.n_layers", 0)
-    if stages > 1 and layers:
+    if stages > 1 and layers and "gpt2" in keys.values():  # Megatron's stages have as many layers each
         keys["parallel.pp_layers"] = [layers // stages + (i < layers % stages) for i in range(stages)]
     return {key: str(value) for key, value in keys.items()}
 

@@ -478,6 +478,7 @@ NAMED_OTHERWISE = {
     "cli/test_prompts": "prompts come from three modules: generate, sampling and the data's",
     "config/test_paths": "every key and flag that names a path, of all commands",
     "planner/test_textbook": "questions of textbooks, as the table of docs/planning.md has them",
+    "planner/test_sense": "what every estimate must obey: rates, devices, ZeRO stages",
     "planner/test_allocator": "the replay of the allocator in planner/memory.py, against a slow one",
     "proof/test_faults": "the table of faults of a user's own model",
     "proof/test_sensitivity": "the table of single faults over every technique",
