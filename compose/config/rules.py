@@ -21,11 +21,12 @@ from compose.config.setup import Rule, Rules, Setup, Target
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import is_adapter
+from compose.ops.tensors import tied_names
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import sequence_ranks
-from compose.pipeline.schedules import build_table, placement
+from compose.pipeline.schedules import build_table, placement, splits_backward
 from compose.pipeline.split import balanced, layer_names
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
@@ -112,6 +113,36 @@ def _micro_batches(job: Job) -> None:
         raise ConfigError(
             *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
         ) from None
+
+
+@RUN.add(
+    "with metrics.noise_scale, a step has several micro-batches, and each one's gradient can be summed",
+    "the noise is the difference between the gradient of one micro-batch and that of all",
+)
+def _noise_scale(job: Job) -> None:
+    train, degrees, coded = job.config.train, job.degrees, job.config.comm.gradients
+    if not job.config.metrics.noise_scale or not job.micro_batches:
+        return
+    problem = cure = ""
+    if job.micro_batches == 1:
+        problem = "compares a step's first micro-batch with all of them, and the step has one"
+        sizes = [size for size in range(1, train.micro_batch) if train.micro_batch % size == 0]
+        cure = f"train.global_batch = {2 * train.global_batch}"
+        if sizes:
+            cure = f"train.micro_batch = {sizes[-1]}"
+    elif coded != "off":
+        problem = f'reads exact sums, and comm.gradients = "{coded}" rounds them'
+        cure = 'comm.gradients = "off"'
+    elif degrees.pp > 1 and splits_backward(
+        degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, job.micro_batches
+    ):
+        problem = f"reads the gradients of one backward, and {degrees.pp_schedule} runs it in two parts"
+        cure = 'parallel.pp_schedule = "Interleaved1F1B"'
+    elif degrees.pp > 1 and tied_names(job.model):
+        problem = "reads sums, and weights that stages share are summed at the end of a step"
+        cure = "parallel.pp = 1"
+    if problem:
+        raise ConfigError(f"metrics.noise_scale: true {problem}; use {cure}, or false")
 
 
 @RUN.add(

@@ -74,6 +74,8 @@ class Metrics:
     """Write TensorBoard events into run.dir."""
     console_every: Positive = 10
     """Steps between console lines; metrics.jsonl has one line for every step."""
+    noise_scale: bool = False
+    """Measure the gradient noise scale: the batch size up to which a larger one pays."""
 
 
 @dataclass(frozen=True)

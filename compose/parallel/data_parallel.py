@@ -129,6 +129,9 @@ class DataParallel:
         self.sums: GradientSum | None = None
         self.messages: UnitMessages | None = None
         self.gathers: list[HpzGather] = []
+        self.on_first: Callable[[nn.Module], None] | None = None
+        """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
+        self.next_is_first, self.is_first = True, False
 
     def gather(self) -> None:
         """Gather all of the model's parameters, and keep gradients where they are.
@@ -160,8 +163,11 @@ class DataParallel:
 
     def prepare_micro_batch(self, last: bool) -> None:
         """Prepare, before a micro-batch's forward, what is communicated in its backward."""
+        self.is_first = self.on_first is not None and self.next_is_first and not last
+        self.next_is_first = last
+        complete = last or self.is_first
         if self.sums:
-            self.sums.begin(last)
+            self.sums.begin(complete)
         if self.messages:
             self.messages.last = last
         model, zero = self.model, self.zero
@@ -169,9 +175,14 @@ class DataParallel:
             return
         # set_is_last_backward(last) is made for pipelines. It would keep the order of prefetching over
         # micro-batches, and the last one would gather again a unit that it has just freed.
-        model.set_requires_gradient_sync(last or zero >= 2)
-        model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or zero == 3)
+        model.set_requires_gradient_sync(complete or zero >= 2)
+        model.set_requires_all_reduce(complete)
+        model.set_reshard_after_backward(complete or zero == 3)
+
+    def end_micro_batch(self) -> None:
+        """Note that a micro-batch's backward has ended."""
+        if self.on_first and self.is_first:
+            self.on_first(self.model)
 
 
 def apply_data_parallel(

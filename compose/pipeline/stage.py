@@ -81,7 +81,9 @@ class RuntimeStage(StageOverrides, PipelineStage):
         """Run a backward, or a half of it, with FSDP as its ZeRO stage says."""
         if backward_type == "full":
             self.data.prepare_micro_batch(last=last_backward)
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            self.data.end_micro_batch()
+            return result
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

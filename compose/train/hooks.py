@@ -23,6 +23,7 @@ from compose.memory.compilation import GraphCount
 from compose.ops.tensors import local_tensor
 from compose.parallel.mesh import AXES
 from compose.train.processes import TrainingError
+from compose.train.step import Reading
 
 _PIECE = 2**24  # bytes
 
@@ -147,6 +148,9 @@ class Hook(HasState):
     def before_step(self, step: int) -> None:
         """Act before the step's batch is made; the time is not the step's."""
 
+    def see(self, reading: Reading, scale: float) -> None:
+        """Take the numbers of the step, whose gradients were multiplied by ``scale``."""
+
     def before_update(self, step: int) -> None:
         """Act on the clipped gradients, which were read: nothing is waited for."""
 
@@ -173,6 +177,10 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
     results: list[Hook] = [Graphs(trainer), Offload(trainer)]
     if config.comm.check_every:
         results.append(ReplicaCheck(trainer))
+    if config.metrics.noise_scale:
+        from compose.train.noise_scale import NoiseScale
+
+        results.append(NoiseScale(trainer))
     for _, hooks in brought("hooks"):
         results += hooks(trainer)
     return [*results, Garbage()]

@@ -200,6 +200,7 @@ def _run(
         loss.expect(targets)
         value = loss(model(**part), targets)
         value.backward()
+        data.end_micro_batch()
         total = total + value.detach()  # the loss may be wider than float32
     return total
 
@@ -222,12 +223,37 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
     Raises:
         ValueError: A gradient has not been summed over ranks yet.
     """
-    mesh = composition.mesh
+    lists = _gradients(composition, composition.model)
+    # Gradients may be in host memory.
+    total = _share(lists).to(composition.mesh.device_type)
+    norm = sum_over(total, composition.mesh, AXES).sqrt() / loss_scale
+    if max_norm > 0 or loss_scale != 1:
+        clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        scale = clipped / loss_scale
+        for some in lists.values():
+            torch._foreach_mul_(some, scale.to(some[0]))
+    return norm
+
+
+@torch.no_grad()
+def squared_norm_share(composition: Composition, part: nn.Module) -> Tensor:
+    """Return what this rank adds to the squared norm of the gradients of ``part``, a float64 scalar.
+
+    The sum over all ranks counts every element once. ValueError as for :func:`clip_grad_norm_`.
+    """
+    return _share(_gradients(composition, part))
+
+
+_Lists = dict[tuple[int, torch.dtype, torch.device], list[Tensor]]
+"""Gradients by the number of ranks that hold them, and by type and device: such need few launches."""
+
+
+def _gradients(composition: Composition, part: nn.Module) -> _Lists:
+    mesh, mine = composition.mesh, set(part.parameters())
     stage = mesh.size() // axis_size(mesh, "pp")
-    # Tensors of one list need a few launches together, if they are of one type and device.
-    lists: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+    lists: _Lists = {}
     for name, parameter in composition.named_parameters():
-        if (gradient := parameter.grad) is None:
+        if parameter not in mine or (gradient := parameter.grad) is None:
             continue
         # A stage's parameters are on one rank of the pp axis; a tied one is on one rank per holder.
         local, copies = local_tensor(gradient), stage * composition.holders(name)
@@ -237,21 +263,17 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
                     raise ValueError(f"a gradient is still to be summed: {gradient.placements}")
                 copies //= 1 if placement.is_replicate() else size
         lists.setdefault((copies, local.dtype, local.device), []).append(local)
+    return lists
+
+
+def _share(lists: _Lists) -> Tensor:
     norms: dict[int, list[Tensor]] = {}
     for (copies, dtype, _), some in lists.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms.setdefault(copies, []).extend(torch._foreach_norm(some, 2, dtype=wide))
     # Every one of the n ranks that hold an element adds 1/n of its square to the sum over all ranks.
     squares = [torch.stack(some).double().square().sum() / copies for copies, some in norms.items()]
-    total = torch.stack(squares or [torch.zeros((), dtype=torch.float64)]).sum()
-    # Gradients may be in host memory.
-    norm = sum_over(total.to(mesh.device_type), mesh, AXES).sqrt() / loss_scale
-    if max_norm > 0 or loss_scale != 1:
-        clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
-        scale = clipped / loss_scale
-        for some in lists.values():
-            torch._foreach_mul_(some, scale.to(some[0]))
-    return norm
+    return torch.stack(squares or [torch.zeros((), dtype=torch.float64)]).sum()
 
 
 @dataclass(frozen=True)

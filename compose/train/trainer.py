@@ -196,6 +196,7 @@ class Trainer:
         report_phase(step + 1, "the optimizer's part")
         finite = self._may_be_taken(step, read)
         for hook in self.hooks:
+            hook.see(read, scale)
             hook.before_update(step + 1)
         lr = learning_rate(step, train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
