@@ -10,7 +10,7 @@ FAULTS = table(
 [data]
 replicas are never reduced | SHARDED parallel__dp_replicate=2 | gradient
     in compose.parallel.data_parallel:DataParallel.prepare_micro_batch with ranks=4
-    model.set_requires_all_reduce(last) => model.set_requires_all_reduce(False)
+    model.set_requires_all_reduce(complete) => model.set_requires_all_reduce(False)
 ZeRO 0 averages over ranks | SHARDED parallel__zero=0 | gradient
     in compose.parallel.gradient_sum:GradientSum._send with untouched='loss/step 1'
     flat = _flat(parameters) => flat = _flat(parameters) / self.groups[0].size()
@@ -28,7 +28,7 @@ ZeRO 1 averages over ranks | SHARDED parallel__zero=1 | gradient
     set_gradient_divide_factor(1.0) => set_gradient_divide_factor(2.0)
 ZeRO 1 never reduces | SHARDED parallel__zero=1 | gradient
     in compose.parallel.data_parallel:DataParallel.prepare_micro_batch
-    set_requires_gradient_sync(last or zero >= 2) => set_requires_gradient_sync(zero >= 2)
+    set_requires_gradient_sync(complete or zero >= 2) => set_requires_gradient_sync(zero >= 2)
 ZeRO 2 loses all micro-batches but the last | SHARDED parallel__zero=2 | gradient
     in compose.train.step:_run with untouched='loss/step 1'
     value.backward() => (value if number == len(parts) - 1 else value * 0).backward()
@@ -97,7 +97,7 @@ loss parallel in chunks: the hidden states' gradient stays a part | TP train__lo
     in compose.ops.cross_entropy:chunked_cross_entropy with untouched=gradient/output.weight
     Partial() if rows.group else Replicate() => Replicate()
 a shard counts in the norm as a copy does | TP | grad_norm
-    in compose.train.step:clip_grad_norm_ with untouched='gradient/*'
+    in compose.train.step:_gradients with untouched='gradient/*'
     copies //= 1 if placement.is_replicate() else size => copies //= 1
 data parallel cuts before tensor parallel | SHARDED parallel__tp=2 | initial weight | layers.*.attention.wq.weight
     in compose.ops.tensors:local_region with ranks=4 untouched='initial weight/*norm.weight'

@@ -18,7 +18,7 @@ the loss is that of the first micro-batch | PP | loss
     in compose.pipeline.pipeline_parallel:PipelineRunner.run with untouched='gradient/*'
     for x in losses) => for x in losses[:1])
 a stage's norm counts as a copy's | PP | grad_norm
-    in compose.train.step:clip_grad_norm_ with untouched='gradient/*'
+    in compose.train.step:_gradients with untouched='gradient/*'
     stage = mesh.size() // axis_size(mesh, "pp") => stage = mesh.size()
 Interleaved1F1B hands on targets of other samples | VIRTUAL parallel__pp_schedule=Interleaved1F1B | loss | step 1
     in compose.pipeline.pipeline_parallel:PipelineRunner.run
