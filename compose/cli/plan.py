@@ -33,6 +33,7 @@ from compose.planner.answer import (
     expected,
     further,
     further_in_words,
+    kwh_of,
     legend,
     sensitivities,
     sentences,
@@ -125,6 +126,7 @@ def _answer(
     return {
         "sentences": sentences(space, results[0], others, variants, (tokens, what)),
         "tokens": tokens,
+        "kwh": kwh_of(space, results[0], tokens),
         "composition": composition_in_words(space, results[0]),
         "expected": {other.name: other.as_data(space) for other in others},
         "sensitivities": {variant.name: variant.step for variant in variants},

@@ -13,6 +13,7 @@ from compose.planner.candidates import (
     capacity,
     describe,
     fits,
+    lack_of_node,
     order,
     shape_for,
     value_of,
@@ -221,15 +222,27 @@ def sentences(
     first = f"Run {composition_in_words(space, best)}: {takes}, and the fullest device holds {held}."
     if not whole:
         first = f"Nearest to fit is {composition_in_words(space, best)}: it needs {held} of a device."
+        if lack := lack_of_node(space, best):
+            first = f"Nearest to fit is {composition_in_words(space, best)}: it {lack}."
     clauses = [_instead(space, best, other) for other in others]
     last = []
     if whole:
         took = tokens[0] / (estimate.tokens_per_second_per_device * space.world_size)
         hours = took * space.world_size / 3600
-        last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours"]
+        energy = ""
+        if kwh := kwh_of(space, best, tokens[0]):
+            energy = f" and {kwh:,.0f} kWh"
+        last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours{energy}"]
     last += [_to_buy(best, whole, variants)] if variants else []
     texts = [first.removesuffix("."), "; ".join(clauses), "; ".join(last)]
     return [f"{text[0].upper()}{text[1:]}." for text in texts if text]
+
+
+def kwh_of(space: Space, candidate: Candidate, tokens: float) -> float | None:
+    """Return the kWh of a run of so many tokens; None if the power of a device is not known."""
+    of_step = candidate.estimate.kwh if candidate.estimate else None
+    train = candidate.config.train
+    return of_step and of_step * tokens / (train.global_batch * train.seq_len)
 
 
 def _instead(space: Space, best: Candidate, other: Compared) -> str:
@@ -239,6 +252,8 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
     if candidate.config == best.config:
         return f"{other.name} is this composition"
     if not fits(space, candidate):
+        if lack := lack_of_node(space, candidate):
+            return f"{other.name} {lack}"
         over = (candidate.reserved - capacity(space.cluster)) / _GIB
         return f"{other.name} lacks {over:.1f} GiB a device"
     step = candidate.estimate.step_seconds

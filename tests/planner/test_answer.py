@@ -2,11 +2,20 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from compose.planner import answer
-from compose.planner.answer import Compared, composition_in_words, expected, legend, sentences, span
+from compose.planner.answer import (
+    Compared,
+    composition_in_words,
+    expected,
+    kwh_of,
+    legend,
+    sentences,
+    span,
+)
 from compose.planner.candidates import Candidate, Space, capacity
 from tests.support.planned import GIB, Records, recorded, space_of
 
@@ -86,6 +95,23 @@ def test_the_third_says_what_it_costs_and_what_helps() -> None:
         " times as fast with twice the devices, 2.00 times with twice the memory, so more memory is the"
         " next thing to buy."
     )
+
+
+def test_energy_and_host_memory_are_told() -> None:
+    assert BEST.estimate
+    train = BEST.config.train
+    measured = replace(BEST, estimate=replace(BEST.estimate, kwh=0.5))
+    hours = 1e12 / BEST.estimate.tokens_per_second_per_device / 3600
+    kwh = 0.5 * 1e12 / (train.global_batch * train.seq_len)
+    assert kwh_of(SPACE, measured, 1e12) == pytest.approx(kwh)
+    assert kwh_of(SPACE, BEST, 1e12) is None
+    assert f"{hours:,.0f} device-hours and {kwh:,.0f} kWh" in told(measured)[-1]
+    moved = replace(BEST, estimate=replace(BEST.estimate, host_bytes=10 * 2**40))
+    assert told(moved)[0].endswith(": it needs 10,240 GiB of host memory, a node has 931.")
+    others = [
+        Compared("Offload", replace(moved, config=recorded(SPACE, 1.0, 9.0, parallel__tp=4).config))
+    ]
+    assert told(BEST, others)[1] == "Offload needs 10,240 GiB of host memory, a node has 931."
 
 
 def test_where_nothing_fits_the_sentences_say_what_would() -> None:
