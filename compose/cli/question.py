@@ -18,10 +18,14 @@ SEQ_LEN = 4096
 """Tokens of a sample, if a question names no other number."""
 
 
+def _sizes(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> dict[str, Any]:
+    return {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "hidden_dim": hidden_dim}
+
+
 def _llama(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> tuple[str, dict[str, Any]]:
     """Return a shape of Llama 1, which Llama 2's 7B and 13B share (arXiv:2302.13971, table 2)."""
-    sizes = {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_heads}
-    return "llama", {**sizes, "hidden_dim": hidden_dim, "vocab_size": 32_000, "rope_theta": 10_000.0}
+    more = {"n_kv_heads": n_heads, "vocab_size": 32_000, "rope_theta": 10_000.0}
+    return "llama", _sizes(dim, n_layers, n_heads, hidden_dim) | more
 
 
 # Dense shapes by the size that people name, from small to large. A preset's sizes are Llama 3's
@@ -41,17 +45,7 @@ STANDARD: Mapping[str, tuple[str, dict[str, Any]]] = {
     "70b": ("llama", {"preset": "70b"}),
     # GPT-3 (arXiv:2005.14165, table 2.1), with the padded vocabulary of Narayanan et al. 2021
     # (arXiv:2104.04473, section 5).
-    "175b": (
-        "gpt2",
-        {
-            "dim": 12_288,
-            "n_layers": 96,
-            "n_heads": 96,
-            "hidden_dim": 49_152,
-            "vocab_size": 51_200,
-            "max_seq_len": 2048,
-        },
-    ),
+    "175b": ("gpt2", {**_sizes(12_288, 96, 96, 49_152), "vocab_size": 51_200, "max_seq_len": 2048}),
     "405b": ("llama", {"preset": "405b"}),
 }
 # Tokens of a step by the least number of parameters: GPT-3's 125M to 760M took 0.5M, its 1.3B and 2.7B
@@ -88,7 +82,7 @@ def read_question(given: Words) -> Question:
     cluster, world_size = _devices(given)
     batches = _batches(given)
     if "--model" not in given.flags:
-        given.overrides.extend(_sizes(given, batches))
+        given.overrides.extend(_of_file(given, batches))
         config, where = load(given.file, given.overrides), given.file
         origins = given_keys(where, given.overrides)
         return Question(config, cluster, world_size, where, origins, batches=batches)
@@ -246,7 +240,7 @@ def _batches(given: Words) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _sizes(given: Words, batches: tuple[int, ...]) -> list[tuple[str, str]]:
+def _of_file(given: Words, batches: tuple[int, ...]) -> list[tuple[str, str]]:
     """Return the keys that --seq-len and --batch set in place of a file's."""
     seq_len = number_of(given, "--seq-len", "tokens")
     sizes = [("train.seq_len", str(seq_len))] if seq_len else []

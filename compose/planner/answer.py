@@ -294,23 +294,16 @@ def example_tokens(space: Space) -> float:
 
 def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
     """Return the best candidate of each global batch, with the days that ``tokens`` take."""
-    cells = [["batch", "tokens", "step s", "tokens/s", "GiB", "days", "device-hours", "composition"]]
+    cells = [["batch", "tokens", "tokens/s", "days", "device-hours", "composition"]]
     for space, best in rows:
         estimate, train = best.estimate, space.config.train
         assert estimate is not None
-        took = tokens / (estimate.tokens_per_second_per_device * space.world_size)
-        figures = [f"{took / _DAY:,.2f}", f"{took * space.world_size / 3600:,.0f}"]
-        cells.append(
-            [
-                f"{train.global_batch:,}",
-                f"{train.global_batch * train.seq_len:,}",
-                f"{estimate.step_seconds:.3f}",
-                f"{estimate.tokens_per_second_per_device:,.0f}",
-                f"{best.reserved / _GIB:.1f}",
-                *(figures if fits(space, best) else ["does not fit", ""]),
-                describe(replace(best, estimate=None)),
-            ]
-        )
+        rate = estimate.tokens_per_second_per_device
+        took = tokens / (rate * space.world_size)
+        figures = [f"{rate:,.0f}", f"{took / _DAY:,.2f}", f"{took * space.world_size / 3600:,.0f}"]
+        figures = figures if fits(space, best) else ["does not fit", "-", "-"]
+        batch = [f"{train.global_batch:,}", f"{train.global_batch * train.seq_len:,}"]
+        cells.append([*batch, *figures, describe(best)])
     return in_columns(cells)
 
 
