@@ -88,8 +88,8 @@ def main() -> None:
         began = time.monotonic()
         rows.append(row_of(model, gpus, ask(model, gpus)))
         print(f"{rows[-1]} ({time.monotonic() - began:.0f} s)", flush=True)
-    if options.table:
-        options.table.write_text(written(options.table.read_text(), rows))
+        if options.table:  # after each, so that a run that is cut off loses nothing
+            options.table.write_text(written(options.table.read_text(), rows))
 
 
 if __name__ == "__main__":

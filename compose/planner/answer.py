@@ -30,6 +30,7 @@ _GIB = 2**30
 _DAY = 86400.0
 _PER_PARAMETER = 20
 """Tokens for each parameter at which loss is least for the FLOPs (Hoffmann et al. 2022, table 3)."""
+_TRIES = 3  # records of a composition that a reader would expect, until one fits
 # The next device up, with nodes of the same size.
 _NEXT = {"a100_40gb": "a100_80gb", "a100_80gb": "h100_sxm", "h100_sxm": "h200", "h200": "b200"}
 
@@ -104,17 +105,23 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
         ("plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
         (f"tensor parallel {node} in the node", is_textbook, {"tp": node}),
     ):
-        mine = [c for c in recorded if whose(space, c)]
-        if mine:
-            results.append(Compared(name, mine[0]))
+        mine = next((c for c in recorded if whose(space, c)), None)
+        if mine and fits(space, mine):
+            results.append(Compared(name, mine))
         elif node > 1 or whose is is_plain:
             named = {f"parallel.{axis}": n for axis, n in {"dp_replicate": 1, "cp": 1, **keys}.items()}
-            results.append(_recorded_with(space, name, named))
+            results.append(_recorded_with(space, name, named, mine))
     return results
 
 
-def _recorded_with(space: Space, name: str, keys: Mapping[str, int]) -> Compared:
-    """Record the best composition by quick estimates that has these degrees."""
+def _recorded_with(
+    space: Space, name: str, keys: Mapping[str, int], short: Candidate | None
+) -> Compared:
+    """Record the best composition by quick estimates that has these degrees.
+
+    If it does not fit, its record corrects the quick estimates, and the next one is recorded. ``short``
+    is one that was recorded and does not fit.
+    """
     for key, value in keys.items():
         pinned = getattr(space.config.parallel, key.partition(".")[2])
         if key in space.fixed and pinned not in (value, -1):
@@ -124,12 +131,19 @@ def _recorded_with(space: Space, name: str, keys: Mapping[str, int]) -> Compared
         batch = f"{space.config.train.global_batch:,} samples a step"
         return Compared(name, note=f"{batch} cannot be dealt to {data:,} devices")
     here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
-    every = sorted(candidates(here, shape_for(space), anyway=True), key=lambda c: order(here, c))
-    for candidate in every[:2]:
-        [made] = record_all(here, [candidate.config])
-        if not isinstance(made, ConfigError):
+    left = list(candidates(here, shape_for(space), anyway=True))
+    for _ in range(_TRIES):
+        if not left:
+            break
+        factor = short.reserved / max(1.0, short.rough.memory) if short else 1.0
+        number = min(range(len(left)), key=lambda i: order(here, left[i], factor))
+        [made] = record_all(here, [left.pop(number).config])
+        if isinstance(made, ConfigError):
+            continue
+        if fits(space, made):
             return Compared(name, made)
-    return Compared(name, note="the model cannot be cut so")
+        short = made if short is None or made.reserved < short.reserved else short
+    return Compared(name, short, "" if short else "the model cannot be cut so")
 
 
 def sensitivities(space: Space, best: Candidate) -> list[Compared]:

@@ -139,6 +139,22 @@ def test_what_is_expected_is_recorded_where_the_search_did_not(monkeypatch: pyte
     assert (config.parallel.tp, config.parallel.cp, config.parallel.dp_replicate) == (8, 1, 1)
 
 
+def test_what_is_expected_is_tried_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that is four times its quick estimate makes the next one lean."""
+    short = recorded(SPACE, 1.0, 60.0, parallel__tp=8)
+    made = Records(3.0, 50.0)
+    monkeypatch.setattr(answer, "record_all", made)
+    _, textbook = expected(SPACE, [BEST, short])
+    assert textbook.candidate
+    assert textbook.candidate.reserved == 50 * GIB
+    assert len(made.asked) == 3
+    assert len({id(config) for _, config in made.asked}) == 3
+    made.size = 20.0
+    _, textbook = expected(SPACE, [BEST, short])
+    assert textbook.candidate
+    assert textbook.candidate.reserved == 20 * GIB
+
+
 @pytest.mark.parametrize(
     ("pinned", "batch", "notes"),
     [
