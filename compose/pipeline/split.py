@@ -95,6 +95,17 @@ def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
     return fitted
 
 
+def kind_of(layer: nn.Module) -> tuple[object, ...]:
+    """Return what two layers have in common if they cost equally much."""
+    modules = tuple(
+        # Attention has options, and a window costs less than all keys.
+        (name, type(module).__name__, getattr(module, "options", None))
+        for name, module in layer.named_modules()
+    )
+    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    return modules, weights
+
+
 def balanced(model: nn.Module, pipeline: "Pipeline", stages: int, seq_len: Sample) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
 
@@ -116,6 +127,8 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
     def count(name: str, sign: int, *unused: Any) -> None:
         spent[name] += sign * counter.get_total_flops()
 
+    first_of: dict[Any, str] = {}
+    equal = {name: first_of.setdefault(kind_of(model.get_submodule(name)), name) for name in layers}
     tensors = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -126,11 +139,19 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
                 module = model.get_submodule(name)
                 hooks.enter_context(module.register_forward_pre_hook(partial(count, name, -1)))
                 hooks.enter_context(module.register_forward_hook(partial(count, name, 1)))
+                if equal.get(name, name) != name:  # one of equal layers runs for all
+                    module.forward = _pass_on
+                    hooks.callback(delattr, module, "forward")
             torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
     except Exception:  # not every model runs on meta, nor on any number of tokens
         spent = {name: _weights(model.get_submodule(name)) for name in spent}
+    spent |= {name: spent[equal[name]] for name in layers}
     first, last = (sum(spent[name] for name in part) for part in (pipeline.first, pipeline.last))
     return first, [spent[name] for name in layers], last
+
+
+def _pass_on(stream: Tensor, *unused: Any, **unused_too: Any) -> Tensor:
+    return stream
 
 
 def _weights(module: nn.Module) -> float:

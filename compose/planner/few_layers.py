@@ -16,7 +16,7 @@ from torch import nn
 
 from compose.config.job import Job
 from compose.pipeline.schedules import Action, build_table
-from compose.pipeline.split import layer_names
+from compose.pipeline.split import kind_of, layer_names
 from compose.plan import Pipeline
 
 FEWEST = 3
@@ -109,17 +109,6 @@ def few_rows(job: Job) -> list[list[Action]]:
         [Action(a.stage, a.kind, number[a.micro_batch]) for a in row if a.micro_batch in number]
         for row in table
     ]
-
-
-def kind_of(layer: nn.Module) -> tuple[object, ...]:
-    """Return what two layers have in common if they cost equally much."""
-    modules = tuple(
-        # Attention has options, and a window costs less than all keys.
-        (name, type(module).__name__, getattr(module, "options", None))
-        for name, module in layer.named_modules()
-    )
-    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return modules, weights
 
 
 def reduced(job: Job, runs: LayerRuns, kept: LayerRuns) -> nn.Module:
