@@ -28,7 +28,7 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
     kept = _names(given, "--keep", [f"{t}.{key}" for t, key, _ in values_of(question.config)])
     values, defaults = _values(question.config), _values(without_file(()))
     result: dict[str, str] = {}
-    for key in (*KNOWN, *kept):
+    for key in (*(key for key in KNOWN if key not in FREED), *kept):
         origin = question.given.get(key, "")
         if key in kept:
             result[key] = "--keep"

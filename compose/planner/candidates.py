@@ -174,8 +174,12 @@ def _promising(
 
 
 def _is_known(space: Space, degrees: dict[str, int]) -> bool:
-    """Return whether a mesh is plain FSDP's, or the textbook's: tp has the node, pp and dp the rest."""
-    plain = degrees["parallel.dp_shard"] == space.world_size and degrees["parallel.ep"] == 1
+    """Return whether a mesh is FSDP's, replicated or not, or the textbook's, whose tp has the node."""
+    shards, node = degrees["parallel.dp_shard"], space.cluster.node
+    plain = degrees["parallel.ep"] == 1 and (
+        shards == space.world_size
+        or (shards == node and shards * degrees["parallel.dp_replicate"] == space.world_size)
+    )
     alone = degrees["parallel.cp"] == degrees["parallel.dp_replicate"] == 1
     return plain or (alone and degrees["parallel.tp"] == space.cluster.node)
 

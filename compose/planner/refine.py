@@ -96,6 +96,8 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
         for micro in micros:
             for chunk in chunks:
                 for place in places:
+                    if chunk != train.loss_chunk and way == {} and micro <= train.micro_batch:
+                        continue  # it costs time, and is for what needs the memory
                     keys = {"train.micro_batch": micro, "train.loss_chunk": chunk}
                     keys = way | keys | {"optimizer.offload": place}
                     yield {key: value for key, value in keys.items() if value != value_of(config, key)}

@@ -52,7 +52,7 @@ class RecordQueue:
         if recorded:
             return self._best(recorded, min(most, _NEXT))
         first = [self.next(recorded)]
-        for whose in (is_plain, is_textbook):
+        for whose in (is_plain, is_textbook, _is_hybrid):
             near = [c for c in self._left if whose(self._space, c)]
             if near and not any(c and whose(self._space, c) for c in first):
                 first.append(self._take(min(near, key=lambda c: order(self._space, c))))
@@ -97,6 +97,13 @@ def is_textbook(space: Space, candidate: Candidate) -> bool:
     parallel = candidate.config.parallel
     in_node = parallel.tp == space.cluster.node
     return in_node and parallel.cp == parallel.dp_replicate == 1 and parallel.offload == "none"
+
+
+def _is_hybrid(space: Space, candidate: Candidate) -> bool:
+    """Return whether a candidate is FSDP within nodes, and replicas between them."""
+    parallel = candidate.config.parallel
+    over = parallel.dp_replicate * parallel.dp_shard == space.world_size and parallel.ep == 1
+    return over and parallel.dp_shard == space.cluster.node and parallel.offload == "none"
 
 
 def _mesh(candidate: Candidate) -> _Traits:
@@ -202,7 +209,8 @@ def search(
 ) -> Searched:
     """Record the best candidates by their quick estimates.
 
-    Plain FSDP and the textbook's mesh are always among them. The records of one round are made in
+    Plain FSDP, FSDP within nodes and the textbook's mesh are always among them. If none of them fits,
+    as many more are recorded. The records of one round are made in
     ``workers`` processes, and the next round is chosen from their results alone, so that the answer
     does not depend on the machine. ``seconds`` caps the search once a candidate was recorded.
     """
@@ -220,10 +228,14 @@ def search(
     progress(f"{let_through} candidates may fit; the best {most} are recorded")
     results: list[Candidate] = []
     refused: list[str] = []
-    capped = False
+    capped, limit = False, 2 * most if let_through else most
     turns, made = RecordQueue(space, every), dict[int, Candidate]()
     try:
-        while len(results) < most and not capped:
+        while not capped:
+            if len(results) >= most:
+                if most == limit or any(fits(space, c) for c in results):
+                    break
+                most = limit
             chosen = turns.next_round(results, most - len(results))
             if len(results) >= max(_FIRST, most - _REFINED):
                 finer = refinements(space, shape, results)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from compose.cli.command_line import read_words
-from compose.cli.plan import _write, _write_file
+from compose.cli.plan import _looked_at, _short, _write, _write_file
 from compose.cli.question import Question
 from compose.config.rules import check
 from compose.config.toml import given_keys, load
+from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel, crosses_nodes
 from compose.planner.against_run import against
 from compose.planner.candidates import (
@@ -30,7 +32,7 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.search import RecordQueue, fewest, search
+from compose.planner.search import RecordQueue, Searched, fewest, search
 from tests.support.command_lines import execute
 from tests.support.helpers import ROOT, keys_in
 
@@ -359,3 +361,87 @@ def test_where_nothing_fits_it_says_by_how_much() -> None:
     last = done.stdout.splitlines()[-1]
     assert last.startswith("nothing fits; the best is short of ")
     assert last.endswith("GiB a device; more devices would help")  # other cures are of pinned keys
+
+
+class Recorded:
+    """Records by formula: twice the quick estimate's time, and ``size`` times its bytes."""
+
+    def __init__(self, size: float = 1.0, backwards: bool = False, interrupted: int = 0) -> None:
+        self.size, self.backwards, self.interrupted = size, backwards, interrupted
+        self.rounds: list[list[Candidate]] = []
+
+    def __call__(
+        self, space: Space, chosen: Sequence[Candidate], workers: int
+    ) -> Iterator[tuple[int, Candidate | ConfigError]]:
+        self.rounds.append(list(chosen))
+        places = list(range(len(chosen)))
+        for number, place in enumerate(reversed(places) if self.backwards else places):
+            if self.interrupted and number == self.interrupted:
+                raise KeyboardInterrupt
+            one = chosen[place]
+            size = int(one.rough.memory * self.size)
+            step = 2 * one.rough.step
+            made = Estimate([RankPeak(size, size, {})], step, 1.0, 0.5, 0.0, {}, {}, [])
+            yield place, replace(one, estimate=made)
+
+
+def searched(
+    monkeypatch: pytest.MonkeyPatch, by: Recorded, cluster: str = "h100_sxm", **options: Any
+) -> Searched:
+    monkeypatch.setattr("compose.planner.search._recorded", by)
+    return search(space(TRAIN, cluster, 16, **LLAMA_8B), **options)
+
+
+def test_the_answer_does_not_depend_on_which_record_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Recorded(), Recorded(backwards=True)
+    assert searched(monkeypatch, first) == searched(monkeypatch, second, workers=1)
+    assert first.rounds == second.rounds
+    assert sum(map(len, first.rounds)) == 6
+
+
+def test_plain_fsdp_and_the_textbooks_mesh_are_always_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    by = Recorded()
+    searched(monkeypatch, by)
+    degrees = [c.config.parallel for c in by.rounds[0]]
+    assert any(p.dp_shard == 16 and p.zero == 3 for p in degrees)
+    assert any(p.dp_shard == 8 and p.dp_replicate == 2 for p in degrees)
+    assert any(p.tp == 8 and p.cp == 1 for p in degrees)
+
+
+def test_a_cap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = searched(monkeypatch, Recorded(), seconds=0.0)
+    assert (result.capped, result.looked_at, result.certain) == (True, 1, False)
+    told: list[str] = []
+    result = searched(monkeypatch, Recorded(interrupted=2), progress=told.append)
+    assert (result.capped, result.looked_at) == (True, 2)
+    assert told[-1] == "interrupted: these are the best so far"
+    assert _looked_at(replace(result, let_through=40)) == (
+        "2 of 40 candidates that may fit were looked at"
+    )
+
+
+def test_nothing_fits_is_said_only_if_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_in("pp=1 cp=1 zero=3 train.micro_batch=1 activation_checkpoint.mode=full")
+    where = space(TRAIN, "h100_sxm", 16, **(LLAMA_8B | keys))
+    monkeypatch.setattr("compose.planner.search._recorded", Recorded(size=100.0))
+    short = search(where, most=3)
+    assert not short.certain
+    text = _short(where, short.candidates[0], short)
+    assert text.startswith(f"6 of {short.let_through} candidates that may fit were looked at, and none")
+    assert text.endswith(f"; --candidates {short.let_through} looks at all of them")
+    every = search(where, most=short.let_through)
+    assert (every.certain, every.looked_at) == (True, every.let_through)
+    assert _short(where, every.candidates[0], every).startswith("nothing fits; the best is short of ")
+    none = search(replace(where, cluster=load_cluster("rtx4090"), world_size=2))
+    assert (none.let_through, none.certain) == (0, True)
+
+
+@pytest.mark.slow
+def test_picks_repeat_with_one_core_and_two(tmp_path: Path) -> None:
+    shape = "model.n_layers=2 model.dim=64 train.seq_len=64 train.global_batch=8 train.micro_batch=1"
+    where = space(TRAIN, "h100_sxm", 4, **keys_in(shape))
+    first = search(where, most=4, workers=1)
+    assert search(where, most=4, workers=2) == first
+    for _ in range(2):  # records are made, and read
+        assert search(replace(where, cache=tmp_path), most=4) == first
+    assert list(tmp_path.iterdir())
