@@ -115,7 +115,7 @@ def balanced(model: nn.Module, pipeline: "Pipeline", stages: int, seq_len: Sampl
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
-    return _fewest_at_most(first, layers, last, stages)
+    return fewest_at_most(first, layers, last, stages)
 
 
 def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[float, list[float], float]:
@@ -160,7 +160,7 @@ def _weights(module: nn.Module) -> float:
     return float(sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim > 1))
 
 
-def _fewest_at_most(first: float, layers: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
+def fewest_at_most(first: float, layers: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
     """Return the cut with the smallest greatest cost, and among these the smallest sum of squares."""
     n = len(layers)
     before = [0.0]

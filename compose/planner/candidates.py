@@ -15,14 +15,8 @@ from compose.pipeline.schedules import stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.estimate import Estimate
 from compose.planner.node import lack_of_host
-from compose.planner.quick_estimate import (
-    MEMORY_ERROR,
-    ModelShape,
-    QuickEstimate,
-    micro_batches,
-    quick,
-    shape_of,
-)
+from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, micro_batches, quick
+from compose.planner.quick_units import ModelShape, shape_of
 
 
 @dataclass(frozen=True)

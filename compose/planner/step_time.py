@@ -26,7 +26,7 @@ PROCESSOR = "processor"
 """The kind of an operator that the host computes, with tensors in its own memory."""
 _COPIES = ("copy", "to_copy", "cat", "split", "foreach", "fused_adam", "contiguous", "clone", "chunk")
 _NEAR = 8  # pieces of work between a message and the product that it is split with
-_NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
+NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
 
 def action_seconds(
@@ -55,7 +55,7 @@ def action_seconds(
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
     slowest = costs.slowest(cluster, math.prod(getattr(degrees, axis) for axis in AXES))
-    for place, work in enumerate(_joined(record) if fused else record.work):
+    for place, work in enumerate(joined(record) if fused else record.work):
         while taken < len(events) and events[taken][0] <= place:
             number = events[taken][1]
             reached[number] = clock[record.event_streams[number]]
@@ -173,7 +173,7 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
         sizes = work.flops, work.bytes, work.dtype, work.shape[-1]
         known = costs.by_kernel(cluster, kernel_that_runs(work.name))
         return costs.attention_seconds(known, *sizes, backward)
-    if work.name in _NO_KERNEL or not work.bytes:
+    if work.name in NO_KERNEL or not work.bytes:
         return 0.0
     if work.kind == PROCESSOR:
         return costs.processor_seconds(cluster, work.bytes)
@@ -210,7 +210,7 @@ def _message(cluster: Cluster, work: Message) -> float:
     return costs.collective_seconds(cluster, work.kind, work.bytes, ranks, stride)
 
 
-def _joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
+def joined(record: Record) -> Iterator[Operator | Message | Wait | None]:
     """Yield the work with neighbours of one layer fused: one kernel reads and writes what is needed.
 
     The places stay: None is where an operator became a part of the next one.

@@ -73,7 +73,7 @@ def trace(step: RankStep) -> Traced:
     """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
     job, device_type, micro_batches = step.job, step.device_type, step.micro_batches
     recorder, config = Recorder(device_type), job.config
-    model = _buffers_on_meta(copy.deepcopy(job.model) if step.model is None else step.model)
+    model = buffers_on_meta(copy.deepcopy(job.model) if step.model is None else step.model)
     here = {name for name, _ in model.named_modules()}
     # A plan may name single layers, which are gone if layers were left out.
     resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
@@ -114,15 +114,15 @@ def trace(step: RankStep) -> Traced:
         if composition.compression:
             # A first step has no residuals yet, and no bases of differences.
             with _few(job, micro_batches), OnMeta(kernels=device_type):
-                _forward_backward(composition, batch, job, DropoutKey(0))
+                forward_and_backward(composition, batch, job, DropoutKey(0))
                 optimizer.zero_grad()
             recorder.note(
                 cast("Compression", composition.compression).state().values(), "communication"
             )
-        marks = _marks(recorder, composition, resolved)
+        marked = marks(recorder, composition, resolved)
         order = _few(job, micro_batches)
-        with marks, order, OnMeta(kernels=device_type, recorder=recorder), recorder:
-            _forward_backward(composition, batch, job, DropoutKey(1))
+        with marked, order, OnMeta(kernels=device_type, recorder=recorder), recorder:
+            forward_and_backward(composition, batch, job, DropoutKey(1))
             recorder.begin((-1, "step", 0), "")
             recorder.note(_gradients(composition), "gradients")
             clip_grad_norm_(composition, config.train.max_norm)
@@ -139,16 +139,18 @@ def packed_rows(data: Data) -> bool:
     return data.separator >= 0 or any(not path.endswith((".bin", ".npy")) for path in paths)
 
 
-def _buffers_on_meta(model: nn.Module) -> nn.Module:
+def buffers_on_meta(model: nn.Module) -> nn.Module:
+    """Move a model's buffers to meta, and return it."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to("meta"))
     return model
 
 
-def _forward_backward(
+def forward_and_backward(
     composition: Composition, batch: Mapping[str, Tensor], job: Job, dropout: DropoutKey
 ) -> None:
+    """Run forward and backward of a rank's batch, as a step of the job does."""
     forward_backward(
         composition,
         batch,
@@ -199,7 +201,7 @@ def _gradients(composition: Composition) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> Iterator[None]:
+def marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> Iterator[None]:
     """Tell the recorder where actions and units begin."""
     pipeline = composition.pipeline
     stages = [(s.index, s.module) for s in pipeline.stages] if pipeline else [(0, composition.model)]
@@ -303,7 +305,7 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
     if rank != first:
         # The first rank of a pipeline tells the others what stages send.
         objects = trace(RankStep(job, first, micro_batches=0, device_type=kernels)).broadcast
-    model = _buffers_on_meta(copy.deepcopy(job.model))
+    model = buffers_on_meta(copy.deepcopy(job.model))
     with fake_world(rank, job.world_size, Recorder(kernels), kernels, objects):
         mesh = init_mesh(job.degrees, kernels)
         with OnMeta(["cuda"], kernels="cpu"):
@@ -315,6 +317,6 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
             compression.begin_at(job.config.comm.start_step)
             compression.traffic.take()
             with OnMeta(kernels=kernels):
-                _forward_backward(composition, batch, job, DropoutKey(0))
+                forward_and_backward(composition, batch, job, DropoutKey(0))
             optimizer.zero_grad()
         return compression.traffic.take()

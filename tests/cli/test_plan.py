@@ -12,7 +12,7 @@ from compose.cli import plan as command
 from compose.config.toml import load
 from compose.planner import answer, explain
 from compose.planner.candidates import Space
-from compose.planner.quick_estimate import ModelShape
+from compose.planner.quick_units import ModelShape
 from compose.planner.search import Searched
 from tests.support.helpers import refusal
 from tests.support.planned import Records, recorded

@@ -12,7 +12,8 @@ from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.costs import host_seconds, processor_seconds
 from compose.planner.estimate import Estimate, estimate
 from compose.planner.node import host_bytes, lack_of_host, step_kwh
-from compose.planner.quick_estimate import quick, shape_of
+from compose.planner.quick_estimate import quick
+from compose.planner.quick_units import shape_of
 from compose.planner.report import in_words, table
 from tests.support.helpers import ROOT, make_job, parallel
 

@@ -94,7 +94,7 @@ def test_long_sequences_take_context_parallel() -> None:
     shape = keys_in("train.seq_len=131072 train.global_batch=8")
     best = picks(space(TRAIN, "h100_sxm", 8, **(LLAMA_8B | shape)))[0].config
     assert best.parallel.cp >= 2
-    assert best.activation_checkpoint.mode == "full"
+    assert best.activation_checkpoint.mode in ("selective", "full")
 
 
 def test_a_70b_keeps_tp_in_the_node_and_the_pipeline_short() -> None:

@@ -1,0 +1,425 @@
+"""Probes: one layer of each kind and the model's ends, run once on a small mesh of meta tensors.
+
+A probe tells what a unit computes, sends, reads and keeps. Sizes at other degrees follow from few
+probes. With tp every size is a + b / tp, so two probes (tp 2 and 4) give all. With cp each rank has
+1 / cp of the tokens, and each rank more adds a step of the ring. With ep each rank has 1 / ep of the
+experts. What grows with tokens is told apart by a prime number, which divides those sizes alone.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import nn
+
+from compose.apply import apply
+from compose.config.job import Job, make_job
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.memory.activation_checkpointing import ActivationCheckpoint
+from compose.ops import kernel_table
+from compose.ops.dropout import DropoutKey
+from compose.ops.tensors import local_tensor, tied_names
+from compose.parallel.mesh import init_mesh
+from compose.planner.cluster import Cluster
+from compose.planner.fake_world import OnMeta, fake_world
+from compose.planner.few_layers import kind_of
+from compose.planner.memory import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    LOGITS,
+    TEMPORARIES,
+    categorize,
+)
+from compose.planner.record import Message, Operator, Record, Recorder, Wait
+from compose.planner.step_time import NO_KERNEL, axis_of, joined
+from compose.planner.trace import (
+    buffers_on_meta,
+    forward_and_backward,
+    marks,
+    packed_rows,
+    step_batch,
+)
+
+PRIME = 17
+"""A divisor of a probe's tokens, and of no usual width."""
+_TOKENS = 32768  # of a probe, at least: what does not grow with tokens should be little of all
+_PIECES = 8  # of a sequence, which the meshes of probes divide it into
+FIRST, LAST = "first", "last"
+"""The model's ends; the other units are kinds of layers, by number."""
+_OF_TOKENS = (ACTIVATIONS, TEMPORARIES, LOGITS, COMMUNICATION)
+
+
+class Part(NamedTuple):
+    """The name of a row of figures."""
+
+    unit: str
+    phase: str
+    """F, B, or M for memory."""
+    what: str
+    """op, attention, memory, fused, message; or the name of an amount of memory."""
+    number: int = 0
+    form: tuple[Any, ...] = ()
+    """What does not change with degrees: names and types."""
+    tokens: tuple[bool, ...] = ()
+    """Which of the figures grow with the tokens of a rank."""
+
+
+Figures = dict[Part, tuple[float, ...]]
+
+
+class Small(NamedTuple):
+    """A model with one layer of each kind."""
+
+    model: nn.Module
+    units: dict[str, str]
+    """The unit of each module that a step marks."""
+    counts: dict[str, int]
+    """How many layers the whole model has of each kind."""
+    order: tuple[str, ...]
+    """The kind of each layer of the whole model."""
+
+
+def small(job: Job) -> Small:
+    """Return a copy of a job's model on meta with one layer of each kind."""
+    pipeline = job.resolved.pipeline
+    if pipeline is None:
+        return Small(copy.deepcopy(job.model), {}, {}, ())
+    layers = job.model.get_submodule(pipeline.layers)._modules
+    units = dict.fromkeys(pipeline.first, FIRST) | dict.fromkeys(pipeline.last, LAST)
+    kinds: dict[Any, str] = {}
+    kept: dict[str, nn.Module | None] = {}
+    order = []
+    for name, layer in layers.items():
+        assert layer is not None
+        kind = kind_of(layer)
+        if kind not in kinds:
+            kinds[kind] = str(len(kinds))
+            units[f"{pipeline.layers}.{name}"] = kinds[kind]
+            kept[name] = layer
+        order.append(kinds[kind])
+    job.model.get_submodule(pipeline.layers)._modules = kept
+    try:
+        model = copy.deepcopy(job.model)
+    finally:
+        job.model.get_submodule(pipeline.layers)._modules = layers
+    return Small(model, units, dict(Counter(order)), tuple(order))
+
+
+def batch_of(seq_len: int) -> tuple[int, int]:
+    """Return the samples of a probe's batch, and the tokens of each: nearly ``seq_len``."""
+    unit = PRIME * _PIECES
+    if seq_len < 15 * unit:
+        return PRIME, seq_len
+    return max(1, _TOKENS // seq_len), seq_len // unit * unit
+
+
+def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluster: Cluster) -> Figures:
+    """Return the figures of each unit on a mesh of tp, cp and ep, else as ``config`` says."""
+    tp, cp, ep = degrees
+    parallel = replace(
+        config.parallel,
+        pp=1,
+        dp_replicate=1,
+        dp_shard=ep,
+        cp=cp,
+        tp=tp,
+        ep=ep,
+        zero=3,
+        zero3_reshard=0,
+        offload="none",
+        pp_layers=(),
+    )
+    samples, seq_len = batch_of(config.train.seq_len)
+    train = replace(
+        config.train,
+        seq_len=seq_len,
+        micro_batch=samples,
+        global_batch=samples * ep,
+        loss_chunk=0,
+    )
+    config = replace(
+        config,
+        parallel=parallel,
+        train=train,
+        activation_checkpoint=ActivationCheckpoint(),
+        compile=replace(config.compile, mode="off", async_tp=False),
+    )
+    job = make_job(config, tp * cp * ep, job.model)
+    device_type = "cpu" if cluster.backend == "gloo" else "cuda"
+    model, recorder = buffers_on_meta(copy.deepcopy(few.model)), Recorder(device_type)
+    here = {name for name, _ in model.named_modules()}
+    resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
+    float8 = cluster.target.float8
+    planned = kernel_table.planned_for(cluster.device.capability, packed_rows(config.data))
+    choice = mock.patch.object(kernel_table, "planned", return_value=planned)
+    with choice, fake_world(0, job.world_size, recorder, device_type, None, float8):
+        mesh = init_mesh(parallel, device_type)
+        with OnMeta(["cuda"], kernels="cpu"):
+            composition = apply(model, resolved, mesh, job.options)
+        weights = dict(composition.named_parameters())
+        recorder.note(weights.values(), "weights")
+        batch = step_batch(job, 1)
+        recorder.note(batch.values(), "activations")
+        with marks(recorder, composition, resolved), OnMeta(kernels=device_type), recorder:
+            forward_and_backward(composition, batch, job, DropoutKey(1))
+    record = recorder.record_of
+    categorize(record, resolved.output)
+    units = units_of(record, few.units)
+    figures = {**_work(record, units, job), **_memory(record, units)}
+    experts = {n for name, _ in resolved.expert for n in weights if n.startswith(f"{name}.")}
+    tied = {name for names in tied_names(model) for name in names}
+    for name, weight in weights.items():
+        unit = next((u for m, u in few.units.items() if name.startswith(f"{m}.")), LAST)
+        # The model's ends are one unit of FSDP then, which stays whole until the backward.
+        unit = LAST if name in tied else unit
+        what, ranks = "weights", cp * ep
+        if name in experts:
+            what, ranks = "expert weights", ranks * tp
+            figures[Part(unit, "M", "experts")] = (len(weight),)
+        size = local_tensor(weight).numel() * (ranks if weight.ndim else 1)
+        for part in (what, f"trained {what}") if weight.requires_grad else (what,):
+            _add(figures, Part(unit, "M", part), (size,))
+        if name in tied:
+            figures[Part(FIRST, "M", "tied")] = (size,)
+    return figures
+
+
+def _add(figures: Figures, part: Part, values: Iterable[float]) -> None:
+    old = figures.get(part)
+    figures[part] = tuple(a + b for a, b in zip(old, values, strict=True)) if old else tuple(values)
+
+
+def units_of(record: Record, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the unit and the phase of each segment; both are empty before the forward."""
+    result, unit, loss = [], FIRST, False
+    for segment in record.segments:
+        kind = segment.action[1]
+        if kind not in ("F", "B"):
+            result.append(("", ""))
+            continue
+        if segment.unit:
+            unit = names.get(segment.unit, LAST)
+        elif kind == "B" and not loss:
+            unit = LAST
+        loss = kind == "B"
+        result.append((unit, kind))
+    return result
+
+
+def _work(record: Record, units: list[tuple[str, str]], job: Job) -> Figures:
+    """Return the figures of operators and messages."""
+    figures: Figures = {}
+    numbers: Counter[tuple[str, str]] = Counter()
+    for work in record.work:
+        unit, phase = units[work.segment]
+        if not phase:
+            continue
+        if isinstance(work, Message):
+            whole = work.kind in ("all_gather", "reduce_scatter", "all_reduce")
+            if work.received or len(work.ranks) < 2 or (work.stream and whole):
+                continue  # those of data parallel are others at other degrees
+            form = work.kind, axis_of(work, job.degrees), bool(work.stream)
+            _add(figures, Part(unit, phase, "message", 0, form, (False, True)), (1, work.bytes))
+        elif isinstance(work, Operator) and work.kind == "attention":
+            form = work.name, work.dtype, work.shape[-1]
+            part = Part(unit, phase, "attention", 0, form, (False, True, True))
+            _add(figures, part, (1, work.flops, work.bytes))
+        elif isinstance(work, Operator) and work.kind != "memory":
+            numbers[unit, phase] += 1
+            form = work.name, work.kind, work.dtype
+            grows = tuple(n % PRIME == 0 for n in work.shape)
+            part = Part(unit, phase, "op", numbers[unit, phase], form, (True, True, *grows))
+            figures[part] = (work.flops, work.bytes, *work.shape)
+    own = replace(record, work=[work for work in record.work if not _of_shards(work)])
+    for what, each in (("memory", own.work), ("fused", joined(own))):
+        for work in each:
+            if not isinstance(work, Operator) or work.kind != "memory" or work.name in NO_KERNEL:
+                continue
+            unit, phase = units[work.segment]
+            # The loss runs in pieces of a fixed size, and there are more of them with more tokens.
+            pieces = unit == LAST
+            grows = pieces or _grows(work)
+            if phase and work.bytes:
+                part = Part(unit, phase, what, 0, (), (pieces, True, False))
+                _add(figures, part, (1, work.bytes * grows, work.bytes * (not grows)))
+    return figures
+
+
+def _grows(work: Operator) -> bool:
+    return any(n % PRIME == 0 for n in (work.bytes, *work.shape))
+
+
+def _of_shards(work: Operator | Message | Wait) -> bool:
+    """Tell whether work is data parallel's, on whole weights or gradients."""
+    if not isinstance(work, Operator) or work.kind != "memory":
+        return False
+    space, _, short = work.name.partition(".")
+    copies = short in ("_to_copy", "copy_", "div", "_foreach_copy_")
+    return space == "fsdp" or (copies and not _grows(work))
+
+
+_KEPT_BY = {"product": "matmul", "attention": "attention"}
+_RESULTS = ("attention kept", "attention alone", "matmul kept", "matmul alone")  # of a whole operator
+
+
+def _memory(record: Record, units: list[tuple[str, str]]) -> Figures:
+    """Return the bytes that each unit keeps for backward, and that it has at most at a time."""
+    live: Counter[str] = Counter()
+    begin: dict[tuple[str, str], Counter[str]] = {}
+    most: dict[tuple[str, str], Counter[str]] = {}
+    end: dict[tuple[str, str], Counter[str]] = {}
+    for segment, place, change in record.changes:
+        allocation = record.allocations[place]
+        key = units[segment]
+        begin.setdefault(key, Counter(live))
+        # The loss runs in pieces of a fixed size.
+        grows = units[allocation.segment][0] == LAST or allocation.bytes % PRIME == 0
+        if allocation.category == GRADIENTS:
+            live["gradients"] += change
+        elif allocation.category in _OF_TOKENS and allocation.within in ("", "message"):
+            live["tokens" if grows else "gradients"] += change
+        if key not in most or live.total() > most[key].total():
+            most[key] = Counter(live)
+        end[key] = Counter(live)
+    figures: Figures = {}
+
+    def note(unit: str, what: str, size: float, tokens: bool = True) -> None:
+        figures[Part(unit, "M", what, 0, (), (tokens,))] = (size,)
+
+    for (unit, phase), peak in most.items():
+        if not phase:
+            continue
+        before, after = begin[unit, phase], end[unit, phase]
+        if phase == "F":
+            note(unit, "kept", after["tokens"] - before["tokens"])
+            note(unit, "forward", peak["tokens"] - before["tokens"])
+        else:
+            note(unit, "backward", peak["tokens"] - after["tokens"])
+            note(unit, "own gradients", peak["gradients"] - after["gradients"], False)
+    kept: Counter[tuple[str, str]] = Counter()
+    for work in record.work:
+        unit, phase = units[work.segment]
+        if phase != "F" or isinstance(work, Wait):
+            continue
+        if isinstance(work, Operator):
+            for place in work.writes if work.kind != "memory" else ():
+                allocation = record.allocations[place]
+                group = _KEPT_BY.get(work.kind, "matmul")
+                kept[unit, f"{group} kept"] += allocation.bytes
+                if units[allocation.freed or -1][1] == "F":  # backward would not need it
+                    kept[unit, f"{group} alone"] += allocation.bytes
+        elif work.kind == "reduce_scatter" and not work.stream:
+            kept[unit, "messages kept"] += work.bytes // len(work.ranks)
+            kept[unit, "messages alone"] += work.bytes // len(work.ranks)
+        elif work.kind == "all_to_all":
+            kept[unit, "rows kept"] += work.bytes
+    for (unit, what), size in kept.items():
+        note(unit, what, size)
+    return figures
+
+
+Made = Callable[[int, int, int], Figures]
+"""Makes the probe of a tp, a cp and an ep."""
+
+
+def combined(tp: int, cp: int, ep: int, made: Made) -> Figures:
+    """Return the figures at any degrees, from those of few probes.
+
+    Raises ConfigError if the model cannot be cut so.
+    """
+    try:
+        result = made(min(tp, 2), 1, 1)
+        if tp > 2:
+            result = _at(result, made(4, 1, 1), tp)
+    except ConfigError:  # such a tp does not divide the heads, but ``tp`` may
+        result = made(tp, 1, 1)
+    if cp > 1:
+        pairs = [(2, made(1, 2, 1))] + ([(4, made(1, 4, 1))] if cp > 2 else [])
+        result = _with_cp(result, made(1, 1, 1), pairs, tp, cp)
+    if ep > 1:
+        result = _with_ep(result, made(1, 1, 1), made(1, 1, 2), tp, cp, ep)
+    return result
+
+
+def _at(one: Figures, two: Figures, degree: int) -> Figures:
+    """Return the figures at a degree of tp, of which each is a + b / degree, from those at 2 and 4."""
+    result: Figures = {}
+    for part, values in one.items():
+        # b = 4 (x - y), a = 2 y - x
+        result[part] = tuple(
+            max(0.0, 2 * y - x + 4 * (x - y) / degree)
+            for x, y in zip(values, two.get(part, values), strict=True)
+        )
+    return result
+
+
+def _with_cp(
+    base: Figures, one: Figures, pairs: list[tuple[int, Figures]], tp: int, cp: int
+) -> Figures:
+    """Return the figures of a rank with 1 / cp of the tokens.
+
+    What a token costs grows by the same amount with each rank more, as with the steps of a ring.
+    """
+
+    def each(figures: Figures, part: Part, degree: int) -> list[float]:
+        """Return figures for each token of a rank."""
+        values = figures.get(part, (0.0,) * len(part.tokens))
+        return [v * (degree if grows else 1) for v, grows in zip(values, part.tokens, strict=True)]
+
+    result: Figures = {}
+    (first, two), (last, most) = pairs[0], pairs[-1]
+    for part in {**base, **two}:
+        if part.what in ("op", *_RESULTS) or not part.tokens:
+            if part not in base:
+                continue
+            values = list(base[part])
+        else:
+            values = each(two, part, first)
+            if last > first:
+                more = each(most, part, last)
+                way = (cp - first) / (last - first)
+                values = [x + (y - x) * way for x, y in zip(values, more, strict=True)]
+            if part in base:
+                alone = one.get(part, (0.0,) * len(values))
+                values = [
+                    x * (y / z) if z else x for x, y, z in zip(base[part], values, alone, strict=True)
+                ]
+            else:
+                values = [
+                    v / (tp if grows else 1) for v, grows in zip(values, part.tokens, strict=True)
+                ]
+        if part.tokens:
+            values = [v / (cp if grows else 1) for v, grows in zip(values, part.tokens, strict=True)]
+        if values:
+            result[part] = tuple(values)
+    return result
+
+
+def _with_ep(base: Figures, one: Figures, two: Figures, tp: int, cp: int, ep: int) -> Figures:
+    """Return the figures of a rank with 1 / ep of the experts."""
+    result = dict(base)
+    for part, values in two.items():
+        alone, here = one.get(part), base.get(part)
+        if here is None or alone is None:  # messages to experts
+            share = tp * cp
+            result[part] = tuple(
+                v / (share if grows else 1) for v, grows in zip(values, part.tokens, strict=True)
+            )
+        elif part.what == "op":
+            result[part] = tuple(
+                x / ep if y and z / y == 0.5 and not grows else x
+                for x, y, z, grows in zip(here, alone, values, part.tokens, strict=True)
+            )
+        elif part.what == "own gradients":  # those of experts are fewer: a + b / ep
+            experts = 2 * (1 - values[0] / alone[0]) if alone[0] else 0.0
+            result[part] = (here[0] * max(0.0, 1 - experts + experts / ep),)
+        elif part.tokens:
+            result[part] = tuple(
+                x * (z / y) if y else x for x, y, z in zip(here, alone, values, strict=True)
+            )
+    return result

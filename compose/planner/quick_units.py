@@ -1,0 +1,361 @@
+"""The units of a model as one rank has them at any degrees: seconds and bytes, from its probes."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from compose.config.job import Job
+from compose.config.tables import Config
+from compose.errors import ConfigError
+from compose.memory.activation_checkpointing import ActivationCheckpoint, unit_costs, within
+from compose.parallel.mesh import Parallel
+from compose.planner import costs
+from compose.planner.cluster import Cluster
+from compose.planner.layer_probe import LAST, Figures, Part, Small, batch_of, combined, probe, small
+from compose.planner.record import Operator
+from compose.planner.step_time import operator_seconds
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Equal layers of a model."""
+
+    count: int
+    products: tuple[tuple[int, int], ...]
+    """(outputs, inputs) of each weight that every token meets."""
+    experts: tuple[tuple[int, int, int], ...]
+    """(experts, outputs, inputs) of each stack of experts."""
+
+    @property
+    def dense(self) -> int:
+        """Parameters of one layer without experts."""
+        return sum(n * k for n, k in self.products)
+
+    @property
+    def routed(self) -> int:
+        """Parameters of all experts of one layer."""
+        return sum(e * n * k for e, n, k in self.experts)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model, as far as quick estimates know it; its probes are made when they are needed first."""
+
+    layers: tuple[Layers, ...]
+    ends: int
+    """Parameters before and after the layers."""
+    top_k: int
+    axes: frozenset[str]
+    """The axes of tp, cp, pp and ep that the model's plan can cut."""
+    job: Job
+    few: Small
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
+    """Results of parts of quick estimates, by what decides them."""
+
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        return len(self.few.order)
+
+
+class _Asked:
+    """A job, which is equal to another of the same model and data."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.key = repr((job.config.model, job.config.train.seq_len, job.config.data))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def shape_of(job: Job) -> ModelShape:
+    """Return what a quick estimate takes of a job's model; it holds the model's probes."""
+    return _shape_of(_Asked(job))
+
+
+@lru_cache(8)
+def _shape_of(asked: _Asked) -> ModelShape:
+    job = asked.job
+    few = small(job)
+    routed = {
+        id(p) for name, _ in job.resolved.expert for p in job.model.get_submodule(name).parameters()
+    }
+    kinds = []
+    for name, unit in few.units.items():
+        if unit in few.counts:
+            weights = list(job.model.get_submodule(name).parameters())
+            products = tuple(tuple(p.shape) for p in weights if p.ndim == 2 and id(p) not in routed)
+            experts = tuple(tuple(p.shape) for p in weights if p.ndim == 3 and id(p) in routed)
+            kinds.append(Layers(few.counts[unit], products, experts))  # type: ignore[arg-type]
+    cuts = {
+        "tp": job.resolved.tensor,
+        "cp": job.resolved.context,
+        "pp": job.resolved.pipeline,
+        "ep": job.resolved.expert,
+    }
+    whole = sum(p.numel() for p in job.model.parameters())
+    layers = sum(
+        few.counts[unit] * p.numel()
+        for name, unit in few.units.items()
+        if unit in few.counts
+        for p in job.model.get_submodule(name).parameters()
+    )
+    top_k = getattr(job.config.model.config, "top_k", 1)
+    axes = frozenset(axis for axis, cut in cuts.items() if cut)
+    return ModelShape(tuple(kinds), whole - layers, top_k, axes, job, few)
+
+
+class Unit(NamedTuple):
+    """One unit on one rank, for one micro-batch."""
+
+    forward: float
+    """Seconds of operators, and of messages that nothing hides."""
+    backward: float
+    """The same, with what is computed again."""
+    sent: dict[str, float]
+    """Seconds of both that are messages, by axis."""
+    kept: float
+    """Bytes that wait for backward."""
+    working: float
+    """Bytes that backward adds at most to what earlier units keep."""
+    own: float
+    """Bytes of gradients that backward has beside them."""
+    dense: float
+    """Numbers of a rank without data parallel."""
+    experts: float
+    number: int
+    """Its experts, of all ranks."""
+    trained: float
+    """The part of them that is trained."""
+
+
+def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, Unit]:
+    """Return the units by name, as one rank has them."""
+    parallel = config.parallel
+    own = (
+        *(parallel.tp, parallel.cp, parallel.ep, parallel.cp_method, parallel.sequence, parallel.loss),
+        *(config.precision, config.train.micro_batch, config.compile.mode, cluster),
+    )
+    key = *own, config.activation_checkpoint, config.train.loss_chunk, parallel.pp > 1
+    if key not in shape.known:
+        if own not in shape.known:
+            shape.known[own] = {
+                unit: _priced(rows, config, cluster)
+                for unit, rows in _figures(shape, config, cluster).items()
+            }
+        kept = _kept_groups(shape, config.activation_checkpoint)
+        stream = stream_bytes(shape, config)
+        shape.known[key] = {
+            unit: _unit(priced, config, cluster, kept.get(unit, _NOTHING_AGAIN), stream, unit == LAST)
+            for unit, priced in shape.known[own].items()
+        }
+    return shape.known[key]
+
+
+_Rows = dict[Part, tuple[float, ...]]
+
+
+def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _Rows]:
+    """Return the figures of each unit at a config's tp, cp and ep for one micro-batch.
+
+    Raises ConfigError if the model cannot be cut so.
+    """
+    parallel, device = config.parallel, cluster.device
+    own = (
+        *(parallel.cp_method, parallel.sequence, parallel.loss, config.precision, cluster.backend),
+        *(device.capability, cluster.target.float8),
+    )
+    key = "figures", parallel.tp, parallel.cp, parallel.ep, *own
+    if key not in shape.known:
+
+        def made(*degrees: int) -> Figures:
+            if (degrees, own) not in shape.known:
+                try:
+                    result: Any = probe(shape.job, config, shape.few, degrees, cluster)
+                except ConfigError as error:
+                    result = error
+                shape.known[degrees, own] = result
+            if isinstance(shape.known[degrees, own], ConfigError):
+                raise shape.known[degrees, own]
+            return shape.known[degrees, own]
+
+        shape.known[key] = combined(parallel.tp, parallel.cp, parallel.ep, made)
+    by_unit: dict[str, _Rows] = {}
+    samples, length = batch_of(config.train.seq_len)
+    factor = config.train.micro_batch * config.train.seq_len / (samples * length)
+    for part, values in shape.known[key].items():
+        grows = part.tokens or (False,) * len(values)
+        scaled = (v * factor if g else v for v, g in zip(values, grows, strict=True))
+        by_unit.setdefault(part.unit, {})[part] = tuple(scaled)
+    return by_unit
+
+
+_Ways = tuple[tuple[float, tuple[str, ...] | None], ...]
+"""Shares of equal layers, and the groups whose results each keeps; None: it computes nothing again."""
+_NOTHING_AGAIN: _Ways = ((1.0, None),)
+
+
+def _kept_groups(shape: ModelShape, options: ActivationCheckpoint) -> dict[str, _Ways]:
+    """Return how the layers of each kind are recomputed."""
+    kinds, mode = shape.few.counts, options.mode
+    if mode == "budget":
+        if "costs" not in shape.known:
+            names = {unit: name for name, unit in shape.few.units.items() if unit in kinds}
+            costs = unit_costs(shape.few.model, [*names.values()], shape.job.options.sample)
+            shape.known["costs"] = {unit: costs[name] for unit, name in names.items()}
+        of_layer = {str(i): shape.known["costs"][unit] for i, unit in enumerate(shape.few.order)}
+        chosen = within(of_layer, options.budget)
+        result: dict[str, _Ways] = {}
+        for kind, count in kinds.items():
+            ways = Counter(chosen[str(i)] for i, unit in enumerate(shape.few.order) if unit == kind)
+            result[kind] = tuple((number / count, way) for way, number in ways.items())
+        return result
+    ways = _NOTHING_AGAIN
+    if mode == "full":
+        ways = ((1.0, ()),)
+    elif mode == "every_k":
+        ways = ((1 / options.every, ()), (1 - 1 / options.every, None))
+    elif mode == "selective":
+        groups = {
+            "matmul" if group not in ("attention", "messages") else group for group in options.keep
+        }
+        ways = ((1.0, tuple(sorted(groups))),)
+    return dict.fromkeys(kinds, ways)
+
+
+class _Priced(NamedTuple):
+    """Seconds and bytes of a unit, before recomputation."""
+
+    spent: Mapping[tuple[str, str], float]
+    """Seconds of operators by phase and group."""
+    sent: Mapping[str, Mapping[str, float]]
+    """Seconds of messages that nothing hides, by phase and axis."""
+    issued: Mapping[str, float]
+    """Pieces of work that the host issues, by phase."""
+    size: Mapping[str, float]
+    """Amounts of memory by name."""
+
+
+def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
+    parallel = config.parallel
+    fused = "memory" if config.compile.mode == "off" else "fused"
+    spent: dict[tuple[str, str], float] = Counter()
+    size: dict[str, float] = Counter()
+    sent: dict[str, dict[str, float]] = {"F": Counter(), "B": Counter()}
+    issued = {"F": 0.0, "B": 0.0}
+    for part, values in rows.items():
+        phase, backward = part.phase, part.phase == "B"
+        if phase == "M":
+            size[part.what] = values[0]
+        elif part.what == "op":
+            flops, moved, *sizes = values
+            name, kind, dtype = part.form
+            shape = tuple(max(1, round(n)) for n in sizes)
+            work = Operator(0, 0, name, kind, flops, round(moved), dtype, shape)
+            spent[phase, "matmul"] += operator_seconds(cluster, work, backward)
+            issued[phase] += 1
+        elif part.what == "attention":
+            count, flops, moved = values
+            name, dtype, head = part.form
+            if count:
+                of_one = flops / count, round(moved / count)
+                work = Operator(0, 0, name, "attention", *of_one, dtype, (head,))
+                spent[phase, "attention"] += count * operator_seconds(cluster, work, backward)
+                issued[phase] += count
+        elif part.what == fused:
+            kernels, *moved = values
+            share = cluster.efficiencies.kernels
+            spent[phase, "memory"] += costs.memory_seconds(cluster, sum(moved) / share, round(kernels))
+            issued[phase] += kernels
+        elif part.what == "message":
+            count, moved = values
+            kind, axis, _ = part.form
+            took = count * _message(cluster, parallel, kind, axis, moved / max(1, count))
+            sent[phase][axis.partition("+")[0]] += took
+            issued[phase] += count
+    for phase in "FB":  # a ring's messages run beside its attention
+        shown = sent[phase].get("cp", 0.0)
+        if shown and parallel.cp_method == "ring":
+            sent[phase]["cp"] = max(0.0, shown - spent[phase, "attention"] * (1 - 1 / parallel.cp))
+    return _Priced(spent, sent, issued, size)
+
+
+def _unit(
+    priced: _Priced, config: Config, cluster: Cluster, ways: _Ways, stream: float, last: bool
+) -> Unit:
+    spent, sent, issued, size = priced
+    forward = sum(v for (phase, _), v in spent.items() if phase == "F")
+    backward = sum(v for (phase, _), v in spent.items() if phase == "B")
+    every = Counter({axis: sent["F"][axis] + sent["B"][axis] for axis in {*sent["F"], *sent["B"]}})
+    kept, working = 0.0, size["backward"]
+    again = issued_again = 0.0
+    segment = config.activation_checkpoint.segment
+    for share, groups in ways:
+        if groups is None:
+            kept += share * size["kept"]
+            continue
+        done = sum(spent["F", group] for group in groups)
+        again += share * (forward - done)
+        for axis, took in sent["F"].items():
+            # Of the two messages around a pair of products, the one that sums is kept.
+            every[axis] += share * took * (0.5 if "messages" in groups else 1.0)
+        issued_again += share * issued["F"]
+        kept += share * (stream / segment + sum(size[f"{group} kept"] for group in groups))
+        kept += share * size["rows kept"] * ("messages" in groups)
+        alone = sum(size[f"{group} alone"] for group in groups)
+        working = max(working, size["backward"] + alone + (segment - 1) * size["kept"])
+    if config.train.loss_chunk and last:
+        # Logits of a chunk in the products' type and twice in float32; weights' gradient in float32.
+        tokens = config.train.micro_batch * config.train.seq_len / config.parallel.cp
+        logits, chunk = size["matmul kept"], min(1.0, config.train.loss_chunk / tokens)
+        kept += 4 * size["trained weights"] - logits
+        shown = chunk * logits * (1 + 8 / config.precision.param_dtype.itemsize)
+        working = kept + shown + stream
+    dispatch = cluster.device.dispatch
+    shown = sum(sent["F"].values())
+    numbers = size["weights"] + size["expert weights"]
+    here = size["weights"] + size["expert weights"] / config.parallel.ep
+    return Unit(
+        max(forward + shown, issued["F"] * dispatch),
+        max(backward + again + sum(every.values()) - shown, (issued["B"] + issued_again) * dispatch),
+        dict(every),
+        kept,
+        working,
+        min(size["own gradients"], config.precision.param_dtype.itemsize * here),
+        # Each end of a pipeline has its own copy of a tied weight.
+        size["weights"] + size["tied"] * (config.parallel.pp > 1),
+        size["expert weights"] / config.parallel.ep,
+        int(size["experts"]),
+        (size["trained weights"] + size["trained expert weights"]) / numbers if numbers else 1.0,
+    )
+
+
+@lru_cache(1 << 20)
+def sent_seconds(cluster: Cluster, kind: str, size: float, ranks: int, stride: int) -> float:
+    """Return the seconds of a collective, as costs.collective_seconds does, from a cache."""
+    return costs.collective_seconds(cluster, kind, size, ranks, stride)
+
+
+def _message(cluster: Cluster, parallel: Parallel, kind: str, axis: str, size: float) -> float:
+    """Return the seconds of a message of tp, cp or ep."""
+    if axis == "ep":
+        return sent_seconds(cluster, kind, size, parallel.ep, 1)
+    ranks = math.prod(getattr(parallel, each) for each in axis.split("+") if hasattr(parallel, each))
+    stride = 1 if "tp" in axis else parallel.tp
+    return sent_seconds(cluster, kind, size, 2 if kind == "p2p" else ranks, stride)
+
+
+def stream_bytes(shape: ModelShape, config: Config) -> float:
+    """Return the bytes of what stages send for a micro-batch."""
+    parallel, train = config.parallel, config.train
+    tokens = train.micro_batch * train.seq_len / parallel.cp
+    share = parallel.tp if parallel.sequence else 1
+    width = getattr(shape.job.config.model.config, "dim", 0)
+    return tokens / share * width * config.precision.param_dtype.itemsize
