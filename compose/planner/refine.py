@@ -78,13 +78,14 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
     micros = [train.micro_batch]
     if "train.micro_batch" not in space.fixed:
         micros = [m for m in (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2) if m]
-    layers = -(-shape.count // parallel.pp) * min(3, micro_batches(config))
+    layers = shape.count * min(3, micro_batches(config))
     ways, mode, budget = (
         [dict[str, Any]()],
         "activation_checkpoint.mode",
         "activation_checkpoint.budget",
     )
-    if budget in free and mode not in space.fixed and layers <= _MOST_LAYERS:
+    # A pipeline would need a record of all layers of every rank.
+    if parallel.pp == 1 and budget in free and mode not in space.fixed and layers <= _MOST_LAYERS:
         ways += [{mode: "budget", budget: value} for value in REFINED[budget]]
     chunks = [train.loss_chunk]
     if "train.loss_chunk" in free and train.micro_batch * train.seq_len // parallel.cp > 4096:
