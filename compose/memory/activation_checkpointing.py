@@ -74,8 +74,6 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
     """Backward computes again: full: all but each unit's input; every_k: the same of every k-th unit;
     selective: all but the input and what keep names; budget: what does not fit in it."""
-    segment: Annotated[Positive, ReadWith(_MODE, mode=("full",))] = 1
-    """With full: the number of units in a row that keep one input and are recomputed together."""
     every: Annotated[Positive, ReadWith(_MODE, mode=("every_k",))] = 2
     """With every_k: every k-th unit is recomputed, and the others keep everything."""
     keep: Annotated[tuple[str, ...], ReadWith(_MODE, mode=("selective",))] = (
@@ -89,6 +87,8 @@ class ActivationCheckpoint:
     """With budget: what may be kept as a fraction of what mode none keeps in the units."""
     offload: bool = False
     """Keep what units save for backward in host memory."""
+    segment: Annotated[Positive, ReadWith(_MODE, mode=("full",))] = 1
+    """With full: the number of units in a row that keep one input and are recomputed together."""
 
 
 Recompute = ActivationCheckpoint
