@@ -52,7 +52,7 @@ class RecordQueue:
         if recorded:
             return self._best(recorded, min(most, _NEXT))
         first = [self.next(recorded)]
-        for whose in (is_plain, is_textbook, _is_hybrid):
+        for whose in (is_plain, is_textbook, _is_hybrid, _is_offloaded):
             near = [c for c in self._left if whose(self._space, c)]
             if near and not any(c and whose(self._space, c) for c in first):
                 first.append(self._take(min(near, key=lambda c: order(self._space, c))))
@@ -87,9 +87,17 @@ class RecordQueue:
 
 def is_plain(space: Space, candidate: Candidate) -> bool:
     """Return whether a candidate is FSDP alone: all ranks share the parameters."""
+    return _is_whole(space, candidate) and candidate.config.parallel.offload == "none"
+
+
+def _is_offloaded(space: Space, candidate: Candidate) -> bool:
+    """Return whether a candidate is FSDP alone, with its shards in host memory."""
+    return _is_whole(space, candidate) and candidate.config.parallel.offload != "none"
+
+
+def _is_whole(space: Space, candidate: Candidate) -> bool:
     parallel = candidate.config.parallel
-    whole = parallel.dp_shard == space.world_size and parallel.ep == 1
-    return whole and parallel.zero == 3 and parallel.offload == "none"
+    return parallel.dp_shard == space.world_size and parallel.ep == 1 and parallel.zero == 3
 
 
 def is_textbook(space: Space, candidate: Candidate) -> bool:
