@@ -3,7 +3,7 @@
 import copy
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,7 @@ def _of_mesh(
     space: Space,
     shape: ModelShape,
     degrees: dict[str, int],
-    free: dict[str, Sequence[Any]],
+    free: Mapping[str, Sequence[Any]],
     anyway: bool,
 ) -> Iterator[Candidate]:
     """Yield the candidates of one mesh."""

@@ -6,7 +6,7 @@ optimizer.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -130,7 +130,7 @@ def _ranks_of(shape: ModelShape, parallel: Parallel, count: int) -> list[_Rank]:
 def _cut(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage, balanced by FLOPs."""
     if ("cut", stages) not in shape.known:
-        flops: dict[str, float] = Counter()
+        flops: dict[str, float] = defaultdict(float)
         probed = next(v for k, v in shape.known.items() if k[0] == "figures")
         for part, values in probed.items():
             if part.phase == "F" and part.what in ("op", "attention"):
@@ -169,7 +169,7 @@ def _seconds(
     slowest = costs.slowest(cluster, _world(parallel))
     for rank in ranks:
         held = rank.held
-        sent: dict[str, float] = Counter()
+        sent: dict[str, float] = defaultdict(float)
         compute = exposed = once = 0.0
         for unit, number in held.items():
             one = units[unit]

@@ -1,7 +1,7 @@
 """The units of a model as one rank has them at any degrees: seconds and bytes, from its probes."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -246,9 +246,9 @@ class _Priced(NamedTuple):
 def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
     parallel = config.parallel
     fused = "memory" if config.compile.mode == "off" else "fused"
-    spent: dict[tuple[str, str], float] = Counter()
-    size: dict[str, float] = Counter()
-    sent: dict[str, dict[str, float]] = {"F": Counter(), "B": Counter()}
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    size: dict[str, float] = defaultdict(float)
+    sent: dict[str, dict[str, float]] = {"F": defaultdict(float), "B": defaultdict(float)}
     issued = {"F": 0.0, "B": 0.0}
     for part, values in rows.items():
         phase, backward = part.phase, part.phase == "B"
@@ -293,7 +293,9 @@ def _unit(
     spent, sent, issued, size = priced
     forward = sum(v for (phase, _), v in spent.items() if phase == "F")
     backward = sum(v for (phase, _), v in spent.items() if phase == "B")
-    every = Counter({axis: sent["F"][axis] + sent["B"][axis] for axis in {*sent["F"], *sent["B"]}})
+    every = defaultdict(
+        float, {axis: sent["F"][axis] + sent["B"][axis] for axis in {*sent["F"], *sent["B"]}}
+    )
     kept, working = 0.0, size["backward"]
     again = issued_again = 0.0
     segment = config.activation_checkpoint.segment

@@ -481,7 +481,7 @@ class Recorder(TorchDispatchMode):
             )
             flops = _attention_flops(given, short, bool(causal), -1 if left is None else left)
         elif short in _GROUPED:
-            kind, shape = "product", _grouped_shape(*given[:2], first)
+            kind, shape = "product", _grouped_shape(given[0], given[1], first)
             flops = 2.0 * math.prod(shape)
         elif packet in flop_registry:
             kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))

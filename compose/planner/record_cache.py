@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -218,8 +218,8 @@ def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-_KINDS = (Operator, Message, Wait)
-_RANKS = Message.__slots__.index("ranks")
+_KINDS: tuple[Callable[..., Operator | Message | Wait], ...] = (Operator, Message, Wait)
+_RANKS = list(Message.__slots__).index("ranks")
 
 
 def _packed(ranks: Sequence[int]) -> list[int]:
@@ -250,7 +250,7 @@ def _traced(data: Any, names: Sequence[str]) -> Traced:
     groups = [_unpacked(runs) for runs in data["groups"]]
 
     def work(kind: int, *row: Any) -> Operator | Message | Wait:
-        values = [tuple(value) if isinstance(value, list) else value for value in row]
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
         if kind == 1:
             values[_RANKS] = groups[values[_RANKS]]
         return _KINDS[kind](*values)

@@ -25,7 +25,7 @@ class RecordPool:
     def __init__(self, workers: int = 0) -> None:
         """``workers``: processes at a time; 0: as many as this process has cores."""
         self._pool = _processes().Pool(workers or len(os.sched_getaffinity(0)), _begin, (), 1)
-        self._ended: queue.SimpleQueue[tuple[Hashable, Any]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._running = 0
 
     def __enter__(self) -> "RecordPool":
@@ -45,7 +45,7 @@ class RecordPool:
         self._running += 1
         self._pool.apply_async(function, args, callback=ended, error_callback=ended)
 
-    def results(self) -> Iterator[tuple[Hashable, Any]]:
+    def results(self) -> Iterator[tuple[Any, Any]]:
         """Yield names and results until no function runs. A ConfigError is a result too."""
         while self._running:
             name, result = self._ended.get()

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def told(
         ),
     ],
 )
-def test_a_composition_in_words(keys: dict[str, object], words: str) -> None:
+def test_a_composition_in_words(keys: dict[str, Any], words: str) -> None:
     assert composition_in_words(SPACE, recorded(SPACE, 1.0, 1.0, **keys)) == words
 
 

@@ -68,6 +68,7 @@ def test_refinements_are_better_by_corrected_estimates() -> None:
     shape = shape_for(where)
     base = made(where, 1.0, 0.5, **keys)
     base = replace(base, rough=quick(shape, base.config, where.cluster))
+    assert base.estimate is not None
     slow = replace(base, estimate=replace(base.estimate, step_seconds=2 * base.rough.step))
     finer = refinements(where, shape, [slow])
     assert finer

@@ -1,6 +1,7 @@
 """The table of candidates, and the command that runs one."""
 
 import shlex
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_key_has_a_column_only_if_some_candidate_changes_it() -> None:
         ({"mode": "full", "segment": 4}, "full of 4"),
     ],
 )
-def test_recomputation_has_its_amount(keys: dict[str, object], text: str) -> None:
+def test_recomputation_has_its_amount(keys: dict[str, Any], text: str) -> None:
     named = {f"activation_checkpoint__{key}": value for key, value in keys.items()}
     header, row = table(SPACE, [recorded(SPACE, 1.0, 1.0, **named)]).splitlines()
     end = header.index("recompute") + len("recompute")

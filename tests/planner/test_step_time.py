@@ -130,7 +130,9 @@ def test_pieces_of_products_hide_all_but_one_piece() -> None:
         record = Record([Segment((0, "F", 0), "forward", "")], [gather(0), product(size)])
         record.work = [replace(work, segment=0) for work in record.work]
         in_pieces(record, cluster, Parallel(tp=8))
-        assert record.work[0].bytes == pytest.approx(2**30 * left)
+        first = record.work[0]
+        assert isinstance(first, Message)
+        assert first.bytes == pytest.approx(2**30 * left)
 
 
 def test_all_wait_for_the_slowest_of_many() -> None:
