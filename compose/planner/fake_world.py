@@ -40,7 +40,7 @@ from compose.optim import offload
 from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
 from compose.optim.offload_files import UNIT
 from compose.planner.memory import ACTIVATIONS, GRADIENTS
-from compose.planner.record import Recorder
+from compose.planner.recorder import Recorder
 
 
 @contextmanager

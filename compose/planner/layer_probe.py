@@ -35,7 +35,8 @@ from compose.planner.memory import (
     TEMPORARIES,
     categorize,
 )
-from compose.planner.record import Message, Operator, Record, Recorder, Wait
+from compose.planner.record import Message, Operator, Record, Wait
+from compose.planner.recorder import Recorder
 from compose.planner.step_time import NO_KERNEL, axis_of, joined
 from compose.planner.trace import (
     buffers_on_meta,

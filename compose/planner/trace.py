@@ -29,7 +29,8 @@ from compose.plan import Resolved, resolve
 from compose.planner.fake_world import OnMeta, fake_world, slots
 from compose.planner.few_layers import few_micro_batches, few_rows
 from compose.planner.memory import STATE, WEIGHTS
-from compose.planner.record import Record, Recorder
+from compose.planner.record import Record
+from compose.planner.recorder import Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from compose.ops import gpu_attention, kernel_table
 from compose.ops.attention import attention_forward, gradients, merged, tensors_of
 from compose.ops.attention_layout import task_of
 from compose.ops.kernel_table import Gpu
-from compose.planner.record import Recorder
+from compose.planner.recorder import Recorder
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.support.plain_attention import plain
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.planner.record import ElementwiseResults, Operator, Recorder, casts
+from compose.planner.operator_figures import ElementwiseResults, casts
+from compose.planner.record import Operator
+from compose.planner.recorder import Recorder
 
 aten: Any = torch.ops.aten
 

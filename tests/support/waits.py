@@ -30,7 +30,7 @@ from compose.ops import compiled, cross_entropy
 from compose.parallel.mesh import init_mesh
 from compose.planner import fake_world as worlds
 from compose.planner.fake_world import OnMeta, fake_world
-from compose.planner.record import Recorder
+from compose.planner.recorder import Recorder
 from compose.train import evaluate
 from compose.train import trainer as trainer_module
 from compose.train.trainer import Trainer
