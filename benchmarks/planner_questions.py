@@ -1,6 +1,6 @@
 """Questions to the planner: the picks of thirty, drawn ones, and picks against exhaustive records.
 
-    python benchmarks/planner_questions.py picks [--out picks.json] [--against picks.json]
+    python benchmarks/planner_questions.py picks [--number N] [--out picks.json] [--against picks.json]
     python benchmarks/planner_questions.py drawn [--number 200] [--seed 0] [--out answers.jsonl]
     python benchmarks/planner_questions.py exhaustive [--out records.jsonl]
 
@@ -172,10 +172,10 @@ def _pick(data: Mapping[str, Any] | None, printed: str) -> dict[str, Any]:
     return {k: first[k] for k in ("keys", "fits", "step_seconds", "mfu", "bubble", "memory")}
 
 
-def picks(out: Path | None, against: Path | None) -> int:
-    """Ask the thirty questions; compare with another file of picks."""
+def picks(number: int, out: Path | None, against: Path | None) -> int:
+    """Ask the first of the thirty questions; compare with another file of picks."""
     results = {}
-    for question in QUESTIONS:
+    for question in QUESTIONS[:number]:
         began = time.monotonic()
         with _pick_alone():
             _, printed, data = answer(question.split())
@@ -187,8 +187,8 @@ def picks(out: Path | None, against: Path | None) -> int:
         return 0
     before = json.loads(against.read_text())
     now = json.loads(json.dumps(results))
-    different = [question for question in QUESTIONS if now[question] != before[question]]
-    print(f"{len(QUESTIONS) - len(different)} of {len(QUESTIONS)} picks are equal")
+    different = [question for question in now if now[question] != before.get(question)]
+    print(f"{len(now) - len(different)} of {len(now)} picks are equal")
     for question in different:
         print(f"different: {question}")
     return int(bool(different))
@@ -287,7 +287,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.what == "picks":
-        return picks(given.out, given.against)
+        return picks(given.number, given.out, given.against)
     if given.what == "exhaustive":
         return exhaustive(given.out)
     return fuzz(given.number, given.seed, given.out)
