@@ -152,7 +152,7 @@ def test_memory_ranks_candidates_when_asked() -> None:
 
 CANDIDATE = {
     *("keys", "fits", "step_seconds", "tokens_per_second_per_device", "mfu", "bubble", "exposed"),
-    *("memory", "why"),
+    *("memory", "why", "host_bytes", "kwh"),
 }
 
 
@@ -176,7 +176,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
         assert candidate["memory"]["reserved"] >= candidate["memory"]["allocated"]
         assert sum(candidate["memory"]["by_category"].values()) == candidate["memory"]["allocated"]
     first, second = (candidate["step_seconds"] for candidate in data["candidates"])
-    assert first <= second
+    assert first <= 1.02 * second  # of those within 2% the simplest comes first
     assert "<html" in files[1].read_text()
     dry = execute("train.py", str(files[2]), "--dry-run", "--world-size=4")
     assert dry.returncode == 0, dry.stderr
