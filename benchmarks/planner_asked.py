@@ -20,6 +20,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from planner_published import failure
+
 from compose.cli.plan import plan
 from compose.planner.cluster import Cluster, as_toml, load_cluster
 
@@ -141,7 +143,7 @@ def estimated(names: Sequence[str], results: Path) -> None:
                     line |= {"predicted": best["step_seconds"], "mfu": best["mfu"]}
                     line |= {"bubble": best["bubble"], "exposed": best["exposed"]}
                 except Exception as error:  # any failure of a row is a line of the page
-                    line["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                    line["failed"] = failure(error)
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)

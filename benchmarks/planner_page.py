@@ -53,13 +53,15 @@ programs are not this composition. "Differs" says what they are known to do othe
 such a set are not the planner's alone. Rows that were not recorded yet are missing.
 
 Sets that are marked aside were first predicted after all figures had been chosen. The errors of the
-others were seen meanwhile, but no figure was fitted to them. These have sources of their own:
-FlashAttention-2 where it runs, the slowest of many devices, 18.9% beside messages, and the clock that
-an A100 keeps. Two are assumed: the clock goes with the root of the power, and norms and losses have
-0.75 of a copy's bandwidth.
+others were seen meanwhile. These figures have sources of their own: FlashAttention-2 where it runs, the
+slowest of many devices, 18.9% beside messages, and the clock that an A100 keeps. Two are assumed, and
+were chosen with torchtitan's errors in sight: the clock goes with the root of the power, and norms and
+losses have 0.75 of a copy's bandwidth. The predictions were made from kept records, by the function
+that the command calls.
 
 The aim is a mean of 10% and a bias of 5%. It is not reached. With the programs described by hand
-(below) it is: most of the error is what they do otherwise. What remains: products of programs of 2023
+(below) it is, but for KempnerForge and the Ultra-Scale Playbook: most of the error is what programs do
+otherwise. What remains: products of programs of 2023
 on H100 (MosaicML) take a quarter longer than those of today's libraries. torchtitan's ring attention
 takes a third longer than its kernels from 131,072 tokens on. The host's work for small kernels (vTrain)
 is three times `device.dispatch`. Steps of 0.4 to 0.5 s on 512 devices (Ultra-Scale Playbook) take three

@@ -343,6 +343,12 @@ def rows_of(of: Mapping[str, Any]) -> list[Row]:
     return [dict(zip(of["columns"], row, strict=True)) for row in of["rows"]]
 
 
+def failure(error: Exception) -> str:
+    """An error in one line, without the folder of this checkout."""
+    text = str(error).strip().splitlines()[0].replace(f"{HERE.parent}/", "")
+    return f"{type(error).__name__}: {text}"
+
+
 def estimated(names: Sequence[str], every: int, results: Path) -> None:
     """Estimate rows, and add them to a file."""
     for of in content()["sets"]:
@@ -355,7 +361,7 @@ def estimated(names: Sequence[str], every: int, results: Path) -> None:
             try:
                 line |= {"predicted": predicted(of, row), "published": published(of, row)}
             except (RuntimeError, ConfigError) as error:
-                line["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                line["failed"] = failure(error)
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)

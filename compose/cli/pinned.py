@@ -36,7 +36,7 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
             result[key] = COMMAND_LINE
         elif origin and key not in DEGREES and values[key] != defaults[key]:
             result[key] = origin
-    # What says by how much a way recomputes is of no use without that way.
+    # A key for the amount of recomputation means nothing in another mode.
     if "activation_checkpoint.mode" in result:
         result.setdefault("activation_checkpoint.budget", result["activation_checkpoint.mode"])
     return {key: by for key, by in result.items() if key not in free}

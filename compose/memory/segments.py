@@ -65,7 +65,7 @@ class _Place:
 
 @dataclass
 class _Returned:
-    """What a layer returned, until the next one begins. It is alive, so nothing else has its memory."""
+    """The result of a layer, until the next one begins. It is alive, so nothing else has its memory."""
 
     layer: int = -1
     leaves: list[Any] = field(default_factory=list)
@@ -179,7 +179,7 @@ class _Segment:
 
         # With it, checkpoint finds the device whose random numbers it repeats.
         handle = torch.empty(0, device=tensors[0].device, requires_grad=True)
-        # What the next layer takes must be computed, also where the layer's own backward needs less.
+        # The input of the next layer must be computed, also where the layer's own backward needs less.
         result = checkpoint(call, handle, *args, use_reentrant=False, early_stop=last, **kwargs)
         inputs.clear()
         backward, asking = True, nodes.pop()

@@ -62,7 +62,7 @@ class RankCosts:
     """Bytes that the allocator has beyond the tensors, at the peaks of the record."""
     seconds: dict[Key, Seconds] = field(default_factory=dict)
     host: RankMemory = field(default_factory=RankMemory)
-    """What it has in host memory, in place of a GPU's."""
+    """Its bytes in host memory, in place of a GPU's."""
 
 
 def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:

@@ -65,7 +65,7 @@ class Part(NamedTuple):
     """op, attention, memory, fused, message; or the name of an amount of memory."""
     number: int = 0
     form: tuple[Any, ...] = ()
-    """What does not change with degrees: names and types."""
+    """Names and types, which degrees do not change."""
     tokens: tuple[bool, ...] = ()
     """Which of the figures grow with the tokens of a rank."""
 

@@ -77,7 +77,7 @@ def micro_batches(config: Config) -> int:
 
 
 class _Rank(NamedTuple):
-    """What a rank of the pipeline holds."""
+    """The units and stages of a rank of the pipeline."""
 
     held: Mapping[str, int]
     """Its units."""
