@@ -80,18 +80,24 @@ def test_a_crash_of_a_rank_is_borne_once(tmp_path: Path) -> None:
     ranks.close()
 
 
-def _hang() -> None:
-    """The first rank waits for the second, which does something else and never comes."""
+def _hang(until: int, count: Path) -> int:
+    """The first rank waits for the second, which never comes until this is its call of that number."""
     if dist.get_rank() == 1:
-        time.sleep(600)
-    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=0.3))
+        calls = len(count.read_text()) + 1 if count.exists() else 1
+        count.write_text("x" * calls)
+        if calls < until:
+            time.sleep(600)
+    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=1.5))
     dist.barrier()
+    return dist.get_rank()
 
 
-def test_a_rank_that_hangs_says_where() -> None:
+def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     ranks = Pool(3)
+    with pytest.warns(UserWarning, match=r"rank 0 failed:(?s:.*) runs again\n\nrank 1 is here:\n"):
+        assert ranks.run(_hang, 2, 2, tmp_path / "one") == [0, 1]
     with pytest.raises(AssertionError) as error:
-        ranks.run(_hang, 2)
+        ranks.run(_hang, 2, 2, tmp_path / "two")
     ranks.close()
     text = str(error.value)
     assert re.match(r"rank 0 failed:\nTraceback(?s:.*)in _hang\n *dist.barrier\(\)\n", text), text

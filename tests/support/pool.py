@@ -32,6 +32,7 @@ from compose.train.workers import divide
 TIMEOUT = timedelta(seconds=120)
 MOST_THREADS = 100  # of a rank, each group having three
 PATIENCE = 3.0  # seconds in which a process writes its stacks, unless it is stopped
+LOST = "Timed out waiting"  # gloo's words
 GRACE = 1.0  # seconds in which other ranks may end too when one has failed
 
 
@@ -61,8 +62,8 @@ class Pool:
     ) -> list[Any]:
         """Return ``function(*args)`` of each rank; raise what the first rank to fail raised.
 
-        If a rank's process crashes, the function runs again, once in a pool's life, with a warning.
-        With a crash or an error come the stacks of ranks that gave no answer.
+        If a rank's process crashes, or gloo waits in vain, the function runs again, once in a pool's
+        life, with a warning. With a crash or an error come the stacks of ranks that gave no answer.
 
         ``function`` is a module's own, and what it takes and returns can be pickled. With ``islands``
         the ranks are those of so many process groups of equal size.
@@ -82,10 +83,12 @@ class Pool:
         missing = [rank for rank in range(world_size) if rank not in answers]
         where = self._stacks(missing)
         self.close()  # the others may be waiting for it; the next run starts new ones
-        if crash and not self.crashed:
-            # Once in some ten thousand jobs a rank's heap is found corrupt. LOG.md, 2026-11-24.
+        waited = failed[0] if failed and LOST in failed[0] else ""
+        if (crash or waited) and not self.crashed:
+            # Once in some ten thousand jobs a rank's heap is found corrupt, or a message between two
+            # ranks that wait for it does not arrive. LOG.md, 2026-11-24 and 26.
             self.crashed = True
-            warnings.warn(f"{crash}; {function} runs again{where}", stacklevel=2)
+            warnings.warn(f"{crash or waited}; {function} runs again{where}", stacklevel=2)
             return self.run(function, world_size, *args, islands=islands)
         if not crash and not failed:
             raise TimeoutError(f"rank {missing[0]} did not answer{where}")
@@ -108,7 +111,8 @@ class Pool:
     def _stacks(self, ranks: list[int]) -> str:
         assert self.folder is not None
         result = stacks_of({rank: self.workers[rank][0] for rank in ranks}, Path(self.folder.name))
-        return f"\n\n{result}" if result else ""
+        waiting = "".join(_sockets(rank, process) for rank, (process, _) in enumerate(self.workers))
+        return f"\n\n{result}{waiting}" if result else ""
 
     def _crash(self) -> str:
         """Name the first rank whose process has ended, with its code; "" if none has."""
@@ -221,6 +225,24 @@ def stacks_of(processes: Mapping[int, BaseProcess], folder: Path) -> str:
 def _sizes(processes: Mapping[int, BaseProcess], folder: Path) -> list[int]:
     running = [rank for rank, process in processes.items() if process.exitcode is None]
     return [(folder / str(rank)).stat().st_size for rank in running]
+
+
+def _sockets(rank: int, process: BaseProcess) -> str:
+    """The connections of a rank with bytes that it has not read, or its peer has not received.
+
+    Bytes that are not read mean that gloo's thread was not woken. If there are none, gloo itself
+    has lost the message.
+    """
+    folder, result = Path(f"/proc/{process.pid}"), ""
+    with contextlib.suppress(OSError):
+        own = {Path(os.path.realpath(file)).name for file in (folder / "fd").iterdir()}
+        for line in (folder / "net" / "tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            sent, read = (int(number, 16) for number in fields[4].split(":"))
+            if f"socket:[{fields[9]}]" in own and (sent or read):
+                result += f"\nrank {rank}, {fields[1]} to {fields[2]}:"
+                result += f" {read} bytes not read, {sent} not received"
+    return result
 
 
 def _native(process: BaseProcess) -> str:
