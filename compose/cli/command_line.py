@@ -20,7 +20,7 @@ from compose.config.job import Job
 from compose.config.models import find_model, model_names
 from compose.config.tables import TABLES, Config, Model
 from compose.config.toml import COMMAND_LINE, load, nearest_key
-from compose.data.datasets import OpenData, open_data
+from compose.data.datasets import OpenData, open_data, with_steps
 from compose.errors import (
     ConfigError,
     attribute,
@@ -90,15 +90,18 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
     world_size = world_size_of(given) or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
-    problems: list[str] = []
+    problems, of_data = list[str](), list[str]()
+    if trains and (config.train.epochs or not dry_run):
+        with noted(of_data):
+            data = open_data(config)
+            config = with_steps(config, data)
     with noted(problems):
         job = rules.check(config, world_size)
     if not dry_run:
         problems += device_problems(config)
-        if trains:
-            with noted(problems):
-                data = open_data(config)
-            problems += _of_first_rank(config, job)
+    problems += of_data
+    if trains and not dry_run:
+        problems += _of_first_rank(config, job)
     if problems or job is None:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
     return Command(job, data, dry_run)

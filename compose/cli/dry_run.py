@@ -194,10 +194,12 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     fullest = max(placed, key=lambda stage: sum(size for _, size in sizes(stage)))
     *rows, (_, whole) = sizes(fullest)
     rank = f"first of pp rank {fullest[0].pp}" if len(placed) > 1 else "first"
+    tokens = train.global_batch * train.seq_len
     lines = [
         f"parameters: {parameters:,}" + (f", of which {adapters:,} are trained" if lora.rank else ""),
         f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
         f" (forward and backward, seq_len {train.seq_len})",
+        f"steps: {train.last_step:,} of {train.global_batch:,} samples, {tokens:,} tokens",
         f"bytes per rank (the {rank}, which holds most):",
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",

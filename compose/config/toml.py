@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.config.models import find_model
-from compose.config.tables import TABLES, Config, Model, table_of
+from compose.config.tables import TABLES, Config, Model, Train, table_of
 from compose.errors import (
     ConfigError,
     attribute,
@@ -65,6 +65,10 @@ class Keys:
                 self.set(inner, name, each, origin)
         else:
             self.values[table, key], self.origins[table, key] = value, origin
+            # A nearer file's train.epochs takes the place of a farther one's train.steps, and so back.
+            other = "train", {"epochs": "steps", "steps": "epochs"}.get(key, "")
+            if table == "train" and value and self.origins.get(other, origin) != origin:
+                del self.values[other], self.origins[other]
 
     def of(self, table: str) -> dict[str, Any]:
         """Return the raw values of a table."""
@@ -118,6 +122,9 @@ def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Co
             table, key = f"{table}.{inner}", rest
         keys.set(table, key, _parse_value(text), COMMAND_LINE)
     tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
+    if tables["train"].epochs and ("train", "steps") in keys.values:
+        both = f"{tables['train'].epochs:g} and train.steps = {tables['train'].steps}"
+        keys.problem("train", "epochs", f"{both} both say how long the run is; remove one of them")
     tables["model"] = dataclasses.replace(_model(keys), lora=tables.pop("model.lora"))
     for table, key in keys.values:
         if table not in TABLES:
@@ -296,7 +303,9 @@ def dump(config: Config) -> str:
 def values_of(config: Config) -> Iterator[tuple[str, str, Any]]:
     """Yield (table, key, value) of every key, with those of the model's own config."""
     for table, kind in TABLES.items():
-        values = table_of(config, table)
-        yield from ((table, key, getattr(values, attribute(key))) for key in docs(kind))
+        values, names = table_of(config, table), docs(kind)
+        if kind is Train and values.epochs:  # the steps follow from the data, which are not open yet
+            names.pop("steps")
+        yield from ((table, key, getattr(values, attribute(key))) for key in names)
         if isinstance(values, Model):
             yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))

@@ -1,7 +1,9 @@
 """The data of a run: its task, the sets that [data] names, and the tokenizer that it keeps."""
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +127,21 @@ def training_batches(
     size, seed = config.train.global_batch, config.train.seed
     return Batches(
         data.sets, global_batch=size, seed=seed, weights=data.weights, share=share, device=device
+    )
+
+
+def with_steps(config: Config, data: OpenData) -> Config:
+    """Return the config with the ``train.steps`` that ``train.epochs`` comes to, if it is set.
+
+    An epoch has as many samples as all sets together. Batches go on over its end, so nothing is
+    dropped: the last batch is filled up with samples of the next epoch.
+    """
+    train = config.train
+    if not train.epochs:
+        return config
+    samples = Fraction(repr(train.epochs)) * sum(map(len, data.sets))
+    return replace(
+        config, train=replace(train, steps=math.ceil(samples / train.global_batch), epochs=0.0)
     )
 
 

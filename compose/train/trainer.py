@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.config.job import Job
-from compose.data.datasets import OpenData, described, open_data, training_batches
+from compose.data.datasets import OpenData, described, open_data, training_batches, with_steps
 from compose.memory.precision import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
@@ -48,13 +48,14 @@ class Trainer:
         The job is of one DiLoCo worker; ``data`` are opened here if they are not given. Raises
         ConfigError if the data, the checkpoint, the first weights or the folder cannot be used.
         """
+        data = data or open_data(job.config)
+        job = replace(job, config=with_steps(job.config, data))
         config = job.config
         self.job, self.config, self.mesh, self.device = job, config, mesh, device
         self.worker = worker = this_worker() if job.islands > 1 else Worker()
         train, shape = config.train, config.model.config
         self.composition = parallelize(job, mesh, device)
         self.loss = loss_function(config)
-        data = data or open_data(config)
         index, count = batch_share(mesh)
         share = worker.index * count + index, worker.count * count
         self.batches = training_batches(config, data, share, device)

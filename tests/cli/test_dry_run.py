@@ -138,6 +138,20 @@ def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
         check(load(str(recipe)), ranks_of(recipe))
 
 
+def test_steps_follow_from_epochs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 1000)  # 31 samples of 32 tokens
+    keys = [f"--data.path={tmp_path / 'a.txt'}", "--train.seq_len=32", "--train.global_batch=8"]
+    epochs = [*keys, "--train.epochs=2.5", "--optimizer.warmup=2", "--profile.steps=[9,10]"]
+    shown = answered("train.py", "--dry-run", *epochs)
+    assert "\nsteps: 10 of 8 samples, 256 tokens\n" in shown.stdout
+    late = answered("train.py", "--dry-run", *epochs, "--profile.steps=[9,11]")
+    assert late.stderr == (
+        "train.toml: profile.steps: [9, 11] goes beyond the run's last step, 10; nearest: [9, 10]\n"
+    )
+    gone = answered("train.py", "--dry-run", "--train.epochs=1", "--data.path=nowhere.bin")
+    assert gone.stderr == "train.toml: data.path: no file at nowhere.bin\n"
+
+
 def test_a_short_warmup_is_said() -> None:
     shown = answered("train.py", "--dry-run", "--train.steps=2").stdout
     assert (

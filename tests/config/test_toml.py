@@ -10,7 +10,7 @@ import pytest
 
 from compose.config import rules
 from compose.config.tables import TABLES, Config
-from compose.config.toml import dump, load
+from compose.config.toml import dump, load, override
 from compose.errors import ConfigError, attribute, docs, toml_value, type_name
 from tests.support.helpers import ROOT, refusal
 
@@ -238,6 +238,33 @@ def test_extends_is_relative_and_overridden(write: Write) -> None:
     assert problems("train.toml") == [
         "base/root.toml: train.step: unknown key; did you mean train.steps?"
     ]
+
+
+def test_epochs_take_the_place_of_steps(write: Write) -> None:
+    """What is nearer counts: a file before the one that it extends, and the command line before all."""
+
+    def said(text: str, *given: tuple[str, str]) -> tuple[int, float]:
+        train = load(write(text), given).train
+        return train.steps, train.epochs
+
+    Path("base.toml").write_text("[train]\nsteps = 40\nepochs = 0\n")
+    base = 'extends = "base.toml"\n'
+    assert said(base) == (40, 0.0)
+    assert said(f"{base}[train]\nepochs = 0.5") == (250, 0.5)
+    assert said(f"{base}[train]\nepochs = 2", ("train.steps", "7")) == (7, 0.0)
+    assert said(base, ("train.epochs", "3")) == (250, 3.0)
+    assert said(base, ("train.epochs", "0")) == (40, 0.0)
+    again = write(dump(load(write("[train]\nepochs = 3"))))
+    assert load(again).train.epochs == 3.0
+    assert override(load(again), [("train.seed", "1")]).train.epochs == 3.0
+    for value, problem in (
+        ("2", "2 and train.steps = 40 both say how long the run is; remove one of them"),
+        ("-1", "-1 should be greater than or equal to 0"),
+        ("1e300", "1e+300 should be less than or equal to 1000000"),
+        ('"all"', 'expected float, got "all"'),
+    ):
+        file = write(f"[train]\nsteps = 40\nepochs = {value}")
+        assert problems(file) == [f"train.toml: train.epochs: {problem}"]
 
 
 def test_default_file_states_every_default() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.config.tables import Train
-from compose.data.datasets import described, open_data, training_batches
+from compose.data.datasets import described, open_data, training_batches, with_steps
 from tests.support.data_made import sets_of
 from tests.support.helpers import refusal
 
@@ -55,6 +55,28 @@ def test_a_set_without_a_target_is_refused(tmp_path: Path) -> None:
     tokens[20] = 8  # one sample of nine has something to learn
     tokens.tofile(path)
     assert open_data(replace(sets_of(**keys), train=Train(seq_len=4))).sets
+
+
+def test_epochs_are_steps(tmp_path: Path) -> None:
+    """An epoch is all samples of all sets; the last batch is filled up."""
+    for name, samples in (("a.bin", 10), ("b.bin", 5)):
+        np.arange(samples * 4 + 1, dtype=np.uint16).tofile(tmp_path / name)
+    for paths, epochs, steps in (
+        (["a.bin"], 1.0, 4),
+        (["a.bin"], 0.1, 1),
+        (["a.bin"], 1.2, 4),
+        (["a.bin"], 1.21, 5),
+        (["a.bin", "b.bin"], 1.0, 5),
+        (["a.bin", "b.bin"], 2.0, 10),
+    ):
+        config = sets_of(path=tuple(str(tmp_path / name) for name in paths))
+        config = replace(config, train=Train(seq_len=4, global_batch=3, epochs=epochs))
+        data = open_data(config)
+        expected = replace(config, train=replace(config.train, steps=steps, epochs=0.0))
+        assert with_steps(config, data) == expected
+        batches = training_batches(expected, data)
+        used = min(batches.epochs(steps * 3).values())
+        assert epochs <= used < epochs + 3 / 5
 
 
 def test_bad_mixtures(tmp_path: Path) -> None:
