@@ -1,4 +1,4 @@
-"""Hugging Face's weights and config.json (``Gemma3ForCausalLM``); no tensor needs reshaping.
+"""Hugging Face's weights and config.json of Gemma 1, 2 and 3; no tensor needs reshaping.
 
 A file of the model that reads images too (``Gemma3ForConditionalGeneration``) is refused: its weights
 have other names, and no model here has the part for images.
@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import keys, number, only, rope, shown, size, truth
+from models.layers.kinds import Kind, kind_of
+from models.layers.published import keys, number, only, rope, shown, size
 
 from .model import Gemma3Config
 
 _TEXT, _IMAGES = "gemma3_text", "gemma3"
-MODEL_TYPES = (_TEXT, _IMAGES)  # the second one to be refused with its reason
 
 _MODULES = {
     "tok_embeddings": "model.embed_tokens",
@@ -33,7 +33,7 @@ _MODULES = {
     "feed_forward.w3": "mlp.up_proj",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-_SIZES = {
+_FIELDS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -41,33 +41,78 @@ _SIZES = {
     "n_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
     "hidden_dim": "intermediate_size",
-    "window": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
 }
+_WINDOWS = {"window": "sliding_window", "query_pre_attn_scalar": "query_pre_attn_scalar"}
+_CAPS = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}
 _GELU = "gelu_pytorch_tanh"
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_EVERY = 6  # what transformers takes if a file does not say which layers are global
-KEYS = {
-    _TEXT: keys(
-        {
-            **_SIZES,
-            "norm_eps": "rms_norm_eps",
-            "tie_embeddings": "tie_word_embeddings",
-            "rope_local_theta": "rope_local_base_freq",
-            "global_every": "sliding_window_pattern",
-            "query_pre_attn_scalar": "query_pre_attn_scalar",
-            "attention_softcap": "attn_logit_softcapping",
-            "final_softcap": "final_logit_softcapping",
-        },
-        read=("layer_types",),
-        only={
-            "hidden_act": (_GELU,),
-            "hidden_activation": (_GELU,),
-            "use_bidirectional_attention": (False,),
-        },
-        # transformers writes _sliding_window_pattern, and reads layer_types in its place.
-        besides=("_sliding_window_pattern", "cache_implementation"),
-    )
+# transformers' distance of global layers, if a file does not say which layers are global.
+_EVERY = {_TEXT: 6, "gemma2": 2, "vaultgemma": 2}
+_ACTIVATION: dict[str, Any] = {
+    "hidden_act": (_GELU,),
+    "hidden_activation": (_GELU,),
+    "use_bidirectional_attention": (False,),
 }
+# Older files have these besides. transformers reads layer_types in their place.
+_BESIDES = ("_sliding_window_pattern", "cache_implementation", "sliding_window_size")
+_SECOND = keys(_FIELDS | _WINDOWS | _CAPS, ("layer_types",), _ACTIVATION, _BESIDES)
+_TIED: dict[str, Any] = {"norm_eps": 1e-6, "tie_embeddings": True}
+_DEFAULTS = {**_TIED, "query_pre_attn_scalar": 256}
+_SECOND_DEFAULTS = {**_DEFAULTS, "window": 4096, "attention_softcap": 50.0, "final_softcap": 30.0}
+_ONE_ROPE = {"qk_norm": False, "rope_scaling": 1.0}
+_NULL = ("attention_softcap", "final_softcap")
+KINDS = {
+    _TEXT: Kind(
+        "Gemma3ForCausalLM",
+        keys(
+            _FIELDS
+            | _WINDOWS
+            | _CAPS
+            | {"rope_local_theta": "rope_local_base_freq", "global_every": "sliding_window_pattern"},
+            ("layer_types",),
+            _ACTIVATION,
+            _BESIDES,
+        ),
+        {"qk_norm": True, "post_norms": True},
+        _MODULES,
+        _DEFAULTS,
+        null=_NULL,
+        writes={"hidden_activation": _GELU, "attention_bias": False},
+    ),
+    "gemma2": Kind(
+        "Gemma2ForCausalLM",
+        _SECOND,
+        _ONE_ROPE | {"post_norms": True},
+        _MODULES,
+        _SECOND_DEFAULTS,
+        null=_NULL,
+        writes={"hidden_activation": _GELU, "attention_bias": False},
+    ),
+    "gemma": Kind(
+        "GemmaForCausalLM",
+        # Gemma 1 was published as "gelu" and trained with the approximation; transformers takes that.
+        keys(_FIELDS, (), _ACTIVATION | {"hidden_act": (_GELU, "gelu")}, _BESIDES),
+        _ONE_ROPE
+        | {"post_norms": False, "global_every": 1, "query_pre_attn_scalar": 0}
+        | dict.fromkeys(_CAPS, 0.0),
+        _MODULES | {"ffn_norm": "post_attention_layernorm"},
+        _TIED,
+        writes={"hidden_act": _GELU, "attention_bias": False},
+    ),
+    "vaultgemma": Kind(
+        "VaultGemmaForCausalLM",
+        _SECOND,
+        _ONE_ROPE | {"post_norms": False},
+        _MODULES,
+        _SECOND_DEFAULTS,
+        null=_NULL,
+        writes={"hidden_activation": _GELU, "attention_bias": False},
+    ),
+}
+KEYS = {name: kind.keys for name, kind in KINDS.items()}
+MODEL_TYPES = (*KINDS, _IMAGES)  # the last one to be refused with its reason
 
 
 def hf_name(name: str, config: Gemma3Config | None = None) -> str:
@@ -75,7 +120,7 @@ def hf_name(name: str, config: Gemma3Config | None = None) -> str:
 
     Args:
         name: Our name.
-        config: Not used, since no name depends on it.
+        config: The model's config; None: a Gemma 3.
 
     Returns:
         Their name.
@@ -83,10 +128,11 @@ def hf_name(name: str, config: Gemma3Config | None = None) -> str:
     Raises:
         KeyError: They have no such parameter.
     """
+    modules = KINDS[kind_of(KINDS, config) if config else _TEXT].modules
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if layer:
-        return f"model.layers.{layer[1]}.{_MODULES[layer[2]]}.weight"
-    return _MODULES[name.removesuffix(".weight")] + ".weight"
+        return f"model.layers.{layer[1]}.{modules[layer[2]]}.weight"
+    return modules[name.removesuffix(".weight")] + ".weight"
 
 
 def hf_config(config: Gemma3Config) -> dict[str, Any]:
@@ -94,82 +140,77 @@ def hf_config(config: Gemma3Config) -> dict[str, Any]:
 
     Raises ValueError for what theirs cannot have.
     """
-    c = config
-    if c.attention_softcap:
+    c, name = config, kind_of(KINDS, config)
+    if name == _TEXT and c.attention_softcap:
         raise ValueError(
             f"attention_softcap: {c.attention_softcap} is lost in Gemma3ForCausalLM, which does not"
             " apply attn_logit_softcapping"
         )
-    if c.dim % c.n_heads:
+    if c.dim % c.n_heads and name != "gemma":
         raise ValueError(f"dim: {c.dim} is no multiple of n_heads = {c.n_heads}, which theirs needs")
-    scaled = c.rope_scaling != 1.0
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": _TEXT,
-        **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
+    values = KINDS[name].write(name, c) | {"rope_theta": c.rope_theta, "max_position_embeddings": 8192}
+    if name == "gemma":
+        return values
+    values |= {
         "layer_types": _layer_types(c),
-        "sliding_window_pattern": c.global_every,
         "query_pre_attn_scalar": c.query_pre_attn_scalar or c.head_dim,
-        "hidden_activation": _GELU,
-        "attention_bias": False,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_local_base_freq": c.rope_local_theta,
+    }
+    if name != _TEXT:
+        if c.rope_local_theta != c.rope_theta and c.global_every > 1:
+            raise ValueError(
+                f"rope_local_theta: {c.rope_local_theta} is not rope_theta = {c.rope_theta}, and"
+                f" {KINDS[name].architecture} has one for all layers"
+            )
+        return values
+    scaled = c.rope_scaling != 1.0
+    return values | {
         "rope_scaling": {"rope_type": "linear", "factor": c.rope_scaling} if scaled else None,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": c.final_softcap or None,
         # All published models with scaling were trained to the first length.
         "max_position_embeddings": 131_072 if scaled else 32_768,
-        "tie_word_embeddings": c.tie_embeddings,
     }
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Gemma3Config:
     """Return the config for a config.json, the inverse of :func:`hf_config`.
 
-    Raises ValueError, with key and value, for what a Gemma 3 here cannot have.
+    Raises ValueError, with key and value, for what a Gemma here cannot have.
     """
-    if values.get("model_type") == _IMAGES:
+    name = values.get("model_type")
+    if name == _IMAGES:
         raise ValueError(
             f'model_type: "{_IMAGES}" is the model that reads images too, and cannot be expressed here;'
             f' save its text model ("{_TEXT}") by itself'
         )
-    only(values, "model_type", _TEXT)
-    known = KEYS[_TEXT]
-    known.check(values)
-    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    rules = _rope_rules(values)
-    theta, rule = rope(
-        rules, "linear", ("rope_scaling", f"rope_parameters.{_GLOBAL}"), default=1_000_000.0
-    )
-    local_theta, _ = rope(rules, places=(f"rope_parameters.{_LOCAL}",), base="rope_local_base_freq")
-    if values.get("attn_logit_softcapping") is not None:
+    only(values, "model_type", *KINDS)
+    kind = KINDS[name or _TEXT]
+    kind.keys.check(values)
+    if name in (None, _TEXT) and values.get("attn_logit_softcapping") is not None:
         raise ValueError(
             f"attn_logit_softcapping: {shown(values['attn_logit_softcapping'])} is not applied by"
             " transformers' Gemma 3; set it to null, which gives the same model"
         )
-    final_softcap = 0.0
-    if values.get("final_logit_softcapping") is not None:
-        final_softcap = number(values, "final_logit_softcapping")
-        if not final_softcap > 0:
-            raise ValueError(
-                f"final_logit_softcapping: {final_softcap} should be above 0, or null for none"
-            )
-    scalar = size(values, "query_pre_attn_scalar", 256)
-    if scalar < 1:
+    for cap in _CAPS.values():
+        if values.get(cap) is not None and not number(values, cap) > 0:
+            raise ValueError(f"{cap}: {number(values, cap)} should be above 0, or null for none")
+    result = kind.read(Gemma3Config, values, ("global_every", "rope_local_theta"))
+    if name in (None, _TEXT):
+        rules = _rope_rules(values)
+        places = ("rope_scaling", f"rope_parameters.{_GLOBAL}")
+        theta, rule = rope(rules, "linear", places, default=1_000_000.0)
+        result["rope_scaling"] = rule.get("factor", 1.0)
+        local_theta, _ = rope(rules, places=(f"rope_parameters.{_LOCAL}",), base="rope_local_base_freq")
+    else:
+        theta, _ = rope(values)
+        local_theta = theta if name != "gemma" else Gemma3Config.rope_local_theta
+    scalar = result["query_pre_attn_scalar"]
+    if name != "gemma" and scalar < 1:
         raise ValueError(f"query_pre_attn_scalar: {scalar} should be at least 1")
-    config = known.build(
-        Gemma3Config,
-        **sizes,
-        norm_eps=number(values, "rms_norm_eps"),
-        global_every=_global_every(values),
-        rope_theta=theta,
-        rope_scaling=rule.get("factor", 1.0),
-        rope_local_theta=local_theta,
-        query_pre_attn_scalar=0 if scalar == sizes["head_dim"] else scalar,
-        final_softcap=final_softcap,
-        tie_embeddings=truth(values, "tie_word_embeddings", True),
-    )
+    result["query_pre_attn_scalar"] = 0 if scalar == result["head_dim"] else scalar
+    result |= {"rope_theta": theta, "rope_local_theta": local_theta}
+    if name == "gemma":
+        return kind.keys.build(Gemma3Config, **result)
+    result["global_every"] = _global_every(values, _EVERY[name or _TEXT])
+    config = kind.keys.build(Gemma3Config, **result)
     if values.get("layer_types") not in (None, _layer_types(config)):
         raise ValueError(
             f"layer_types: {shown(values['layer_types'])} cannot be expressed here, only {_GLOBAL} in"
@@ -199,13 +240,13 @@ def _rope_rules(values: Mapping[str, Any]) -> dict[str, Any]:
     return rules
 
 
-def _global_every(values: Mapping[str, Any]) -> int:
+def _global_every(values: Mapping[str, Any], default: int) -> int:
     """Return the distance of global layers: as given, or the place of the first one."""
     types = values.get("layer_types")
     if values.get("sliding_window_pattern") is not None or not isinstance(types, list):
-        return size(values, "sliding_window_pattern", _EVERY)
+        return size(values, "sliding_window_pattern", default)
     # A model without a global layer has a distance beyond its end.
-    return types.index(_GLOBAL) + 1 if _GLOBAL in types else max(_EVERY, len(types) + 1)
+    return types.index(_GLOBAL) + 1 if _GLOBAL in types else max(default, len(types) + 1)
 
 
 def _layer_types(config: Gemma3Config) -> list[str]:

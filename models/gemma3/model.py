@@ -2,7 +2,8 @@
 
 Most layers are local: their attention slides over a window. Every sixth layer is global. The two kinds
 have rotary frequencies of their own. A norm stands before and after attention and the feed-forward
-network.
+network. By its options the model is a Gemma 2 (Gemma team 2024, arXiv:2408.00118) or 1
+(arXiv:2403.08295) too; hf.py has the table.
 
 Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
 V vocabulary.
@@ -61,6 +62,10 @@ class Gemma3Config:
     """The same for the logits. With it the loss cannot be computed in chunks (train.loss_chunk)."""
     tie_embeddings: bool = True
     """Use the embedding's weight for the output projection too."""
+    qk_norm: bool = True
+    """Normalize each query and key head; Gemma 1 and 2 do not."""
+    post_norms: bool = True
+    """Normalize the outputs of attention and the feed-forward network too; Gemma 1 does not."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
@@ -158,7 +163,7 @@ class Softcap(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm).
+    """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm), if any.
 
     It counts heads from its input, so a rank may hold a part of them.
     """
@@ -171,8 +176,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
+        norm = partial(RMSNorm, config.head_dim, eps=config.norm_eps, offset=1.0)
+        self.q_norm, self.k_norm = (norm() if config.qk_norm else nn.Identity() for _ in range(2))
         scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         self.core = AttentionCore(
             AttentionOptions(window=window, scale=scale, softcap=config.attention_softcap)
@@ -201,7 +206,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and the feed-forward network, each between two norms, added to the stream.
+    """One layer: attention and the feed-forward network, each after a norm, or between two.
 
     ``window`` makes it local; None makes it global.
     """
@@ -211,12 +216,12 @@ class Block(nn.Module):
         norm = partial(RMSNorm, config.dim, eps=config.norm_eps, offset=1.0)
         self.attention_norm = norm()
         self.attention = Attention(config, window)
-        self.attention_post_norm = norm()
+        self.attention_post_norm = norm() if config.post_norms else nn.Identity()
         self.ffn_norm = norm()
         self.feed_forward = FeedForward(
             config.dim, config.hidden_dim, partial(F.gelu, approximate="tanh")
         )
-        self.ffn_post_norm = norm()
+        self.ffn_post_norm = norm() if config.post_norms else nn.Identity()
 
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
@@ -294,8 +299,8 @@ class Gemma3(nn.Module):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a whole parameter: zeros (norms, whose factor is 1 + weight), else normal.
 
-        The projections that end a residual branch need no smaller values: the norm after them gives the
-        branch its size.
+        The projections that end a residual branch need no smaller values where the norm after them
+        gives the branch its size. Without it they are scaled by (2 n_layers)^-1/2, as GPT-2's.
 
         Args:
             name: The parameter's name.
@@ -304,5 +309,7 @@ class Gemma3(nn.Module):
         """
         if tensor.ndim == 1:
             tensor.zero_()
-        else:
-            tensor.normal_(0.0, 0.02, generator=generator)
+            return
+        ends_branch = not self.config.post_norms and name.endswith(("wo.weight", "w2.weight"))
+        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
+        tensor.normal_(0.0, 0.02 * scale, generator=generator)

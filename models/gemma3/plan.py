@@ -31,7 +31,8 @@ def plan(model: Gemma3Config, parallel: Parallel) -> Plan:
     stream = Shard(1) if parallel.sequence else Replicate()
     # Those after attention and the feed-forward network run on the stream too: w2 and wo have brought
     # it into its layout.
-    of_layers = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
+    of_layers = ["attention_norm", "ffn_norm"]
+    of_layers += ["attention_post_norm", "ffn_post_norm"] if model.post_norms else []
     norms = [*(f"layers.*.{norm}" for norm in of_layers), "norm"]
     ends = ["tok_embeddings", "norm", "output"]
     return Plan(
@@ -43,7 +44,7 @@ def plan(model: Gemma3Config, parallel: Parallel) -> Plan:
             "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
             # These norms are whole and run on this rank's heads (B, L, heads, head_dim), so their
             # gradients are summed over tp.
-            "layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2),
+            **({"layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2)} if model.qk_norm else {}),
             "layers.*.attention.wo": LocalRowwise(stream),
             **feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0),
             "output": LocalOutput(stream, sharded=parallel.loss),

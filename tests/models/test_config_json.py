@@ -16,6 +16,7 @@ from models import deepseek_v3, gemma3, gpt_oss
 from models.deepseek_v3.hf import hf_name as deepseek_name
 from models.gpt_oss.hf import hf_name as gpt_oss_name
 from models.layers.published import Keys
+from tests.support import transformers_models as models
 from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import YARN, compare, published, randomize
 
@@ -23,6 +24,9 @@ GEMMA3, OSS, DEEPSEEK = find_hf("gemma3"), find_hf("gpt_oss"), find_hf("deepseek
 KINDS = {
     "gpt2": "gpt2",
     "gemma3_text": "gemma3",
+    "gemma2": "gemma3",
+    "gemma": "gemma3",
+    "vaultgemma": "gemma3",
     "llama": "llama",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
@@ -42,6 +46,12 @@ PRESETS = {
     "deepseek_v3": "671b",
     "deepseek_v2": "16b",
 }
+# Architectures of a family that has no preset of them.
+SHAPES = {
+    "gemma2": models.GEMMA2,
+    "gemma": models.GEMMA1,
+    "vaultgemma": dataclasses.replace(models.GEMMA2, post_norms=False),
+}
 
 
 def known(kind: str) -> Keys:
@@ -52,7 +62,7 @@ def known(kind: str) -> Keys:
 def values_of(kind: str) -> dict[str, Any]:
     """A published model's config.json."""
     hf, presets = find_hf(KINDS[kind]), FOLDERS[KINDS[kind]].PRESETS
-    values = hf.hf_config(presets[PRESETS.get(kind, "8b")])
+    values = hf.hf_config(SHAPES.get(kind) or presets[PRESETS.get(kind, "8b")])
     assert values["model_type"] == kind
     return values
 
@@ -545,6 +555,7 @@ def test_what_config_json_leaves_out_is_as_in_transformers() -> None:
 
 
 def test_every_field_of_gemma3_has_a_key() -> None:
-    """But rope_theta and rope_scaling, which are read by their rules."""
+    """But rope_theta and rope_scaling, which are read by their rules, and what it always has."""
     fields = {field.name for field in dataclasses.fields(gemma3.Config)}
-    assert fields - known("gemma3_text").fields.keys() == {"rope_theta", "rope_scaling"}
+    fixed = {"qk_norm", "post_norms"}
+    assert fields - known("gemma3_text").fields.keys() == {"rope_theta", "rope_scaling"} | fixed

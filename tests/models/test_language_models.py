@@ -23,6 +23,8 @@ from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import (
     DEEPSEEK,
     DEEPSEEK_V2,
+    GEMMA1,
+    GEMMA2,
     GEMMA3,
     GPT2,
     GPT_OSS,
@@ -173,7 +175,14 @@ ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "V2, low rank of queries": (DEEPSEEK_V2, {"n_shared_experts": 2, "q_rank": 13}),
     },
     "gpt2": {"odd": (GPT2, {})},
-    "gemma3": {"odd": (GEMMA3, {})},
+    "gemma3": {
+        "odd": (GEMMA3, {}),
+        "Gemma 2": (GEMMA2, {}),
+        "Gemma 2, untied": (GEMMA2, {"tie_embeddings": False, "final_softcap": 0.0}),
+        "Gemma": (GEMMA1, {}),
+        "Gemma, untied, mha": (GEMMA1, {"tie_embeddings": False, "n_kv_heads": 6}),
+        "VaultGemma": (GEMMA2, {"post_norms": False, "n_kv_heads": 6}),
+    },
     "gpt_oss": {"odd": (GPT_OSS, {})},
     "mixtral": {"odd": (MIXTRAL, {})},
 }
@@ -249,6 +258,7 @@ def debug(folder: Any, preset: str = "debug", **changes: Any) -> Any:
         ("gpt_oss", debug(gpt_oss)),
         ("gpt2", debug(gpt2)),
         ("gemma3", debug(gemma3, n_layers=3, window=9)),
+        ("gemma3", dataclasses.replace(GEMMA1, n_layers=2)),
         ("deepseek_v3", DEEPSEEK),
         ("deepseek_v3", dataclasses.replace(DEEPSEEK, q_rank=0, n_shared_experts=2)),
         ("deepseek_v3", dataclasses.replace(DEEPSEEK, n_shared_experts=0, n_dense_layers=0)),

@@ -38,6 +38,22 @@ GEMMA3 = gemma3.Config(
     query_pre_attn_scalar=9,
     final_softcap=4.0,
 )
+# Caps that matter, where scores and logits are small.
+GEMMA2 = dataclasses.replace(
+    GEMMA3, qk_norm=False, rope_scaling=1.0, rope_local_theta=1e6, attention_softcap=0.7
+)
+GEMMA1 = gemma3.Config(
+    **_HEADS | {"n_kv_heads": 1},
+    vocab_size=91,
+    n_layers=3,
+    dim=51,
+    head_dim=14,
+    hidden_dim=71,
+    rope_theta=100.0,
+    global_every=1,
+    qk_norm=False,
+    post_norms=False,
+)
 # YaRN keeps two of five pairs, slows two down, and one is between.
 _YARN: dict[str, Any] = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_original_len": 64}
 _YARN["rope_beta_fast"] = 4.0
@@ -139,7 +155,10 @@ def randomize(model: nn.Module) -> None:
 def compare(
     folder: Path, model: nn.Module, tensors: dict[str, Tensor], keys: dict[str, Any], batch: int
 ) -> None:
-    """transformers' model of ``tensors`` and ``keys`` gives the logits of ``model``."""
+    """transformers' model of ``tensors`` and ``keys`` gives the logits of ``model``.
+
+    And a folder that transformers writes is read as the same model, bit for bit.
+    """
     from transformers import AutoModelForCausalLM
 
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -159,3 +178,14 @@ def compare(
         expected, result = other.eval()(tokens).logits, model.eval()(tokens)
     assert expected.dtype == torch.float32
     assert float((result - expected).norm() / expected.norm()) < 1e-5
+    _is_read_back(folder / "theirs", model, other)
+
+
+def _is_read_back(folder: Path, model: Any, other: Any) -> None:
+    other.save_pretrained(folder)
+    name = type(model).__module__.split(".")[1]
+    assert config_problems(folder, name, model.config) == []
+    again = type(model)(find_hf(name).config_from_hf(read_config(folder)))
+    load_hf(again, folder, name_of(name, again.config))
+    for (ours, tensor), (_, read) in zip(published_of(model), published_of(again), strict=True):
+        assert torch.equal(tensor, read), ours
