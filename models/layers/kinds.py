@@ -1,0 +1,109 @@
+"""The table of differences of a family: architectures of transformers that one model here can be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
+
+from models.layers.published import Keys, number, only, required, size, truth
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture: the options that it has, and its words for them in config.json and files."""
+
+    architecture: str
+    """The name of its class."""
+    keys: Keys
+    """The keys of its config.json. Their ``fields`` are those of our fields that are free."""
+    fixed: Mapping[str, Any]
+    """Those of our fields that have one value in it."""
+    modules: Mapping[str, str]
+    """The names of its modules, by ours."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values of our fields whose key may be absent."""
+    null: tuple[str, ...] = ()
+    """Our fields whose 0 is a null there."""
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys that are written, with their value."""
+
+    def read(
+        self, config: type, values: Mapping[str, Any], besides: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Return our fields from a config.json, each by its type.
+
+        Args:
+            config: The class of the model's config.
+            values: The parsed config.json.
+            besides: Fields that are read elsewhere.
+
+        Returns:
+            The values by our fields, with those that are fixed.
+
+        Raises:
+            ValueError: A key is missing, or its value is of another type.
+        """
+        result = dict(self.fixed)
+        types = {one.name: one.type for one in fields(config)}
+        for ours, theirs in self.keys.fields.items():
+            if ours in besides:
+                continue
+            if values.get(theirs) is None:
+                if ours in self.null and (theirs in values or ours not in self.defaults):
+                    result[ours] = types[ours](0)  # type: ignore[operator]
+                    continue
+                if ours in self.defaults:
+                    result[ours] = self.defaults[ours]
+                    continue
+            reader = {int: size, float: number, bool: truth}.get(types[ours])  # type: ignore[call-overload]
+            if reader is None:
+                only(values, theirs, *get_args(types[ours]))
+                reader = required
+            result[ours] = reader(values, theirs)
+        return result
+
+    def write(self, model_type: str, config: object) -> dict[str, Any]:
+        """Return the config.json of a model of this kind.
+
+        Args:
+            model_type: The value of the key of this name.
+            config: The model's config.
+
+        Returns:
+            The values by their keys.
+        """
+        given = {ours: getattr(config, ours) for ours in self.keys.fields}
+        return {
+            "architectures": [self.architecture],
+            "model_type": model_type,
+            **{
+                theirs: None if ours in self.null and not given[ours] else given[ours]
+                for ours, theirs in self.keys.fields.items()
+            },
+            **self.writes,
+        }
+
+
+def kind_of(kinds: Mapping[str, Kind], config: object) -> str:
+    """Return the first architecture that has the options of a config.
+
+    Args:
+        kinds: The family's table, by model_type.
+        config: The model's config.
+
+    Returns:
+        Its model_type.
+
+    Raises:
+        ValueError: None has; the message names the field that the nearest one cannot have.
+    """
+    others = {
+        name: [ours for ours, value in kind.fixed.items() if getattr(config, ours) != value]
+        for name, kind in kinds.items()
+    }
+    nearest = min(others, key=lambda name: len(others[name]))
+    for ours in others[nearest]:
+        raise ValueError(
+            f"{ours}: {getattr(config, ours)} has no place in the config.json of"
+            f" {kinds[nearest].architecture}"
+        )
+    return nearest
