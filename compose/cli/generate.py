@@ -295,7 +295,7 @@ def _of_row(line: str) -> Prompt:
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if isinstance(row, dict) and "messages" in row:
-        return read_chat(row, "messages")
+        return read_chat(row)
     prompt = row.get("prompt") if isinstance(row, dict) else row
     if not isinstance(prompt, str) or not prompt:
         raise ValueError("is neither a text nor an object with a prompt or messages")

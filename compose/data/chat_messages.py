@@ -1,6 +1,8 @@
 """The rows of chats that other tools write, read as those tools read them.
 
-A row has ``messages``, as for transformers and OpenAI, or ``prompt`` and ``completion``, as for TRL.
+A row has ``messages``, as for transformers and OpenAI; ``conversations``, as ShareGPT; ``instruction``,
+``input`` and ``output``, as Alpaca; or ``prompt`` with ``completion``, or with ``chosen`` and
+``rejected``, as for TRL.
 """
 
 import json
@@ -14,6 +16,41 @@ ChatMessage = Mapping[str, Any]
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ROLE = "assistant"
 PROBE = "zqx"  # a word that no template writes by itself
+SHAPES = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt": ("prompt", "completion"),
+    "chosen": ("chosen", "rejected"),
+}
+"""The shapes of rows, and the fields that each needs."""
+PLAIN = "plain"
+"""The shape of a prompt and a completion whose texts stand one after the other, without a template."""
+_MESSAGE = {"role": ("role", "from"), "content": ("content", "value")}
+_MORE = ("system", "tools", "input", "history")
+FIELDS = [*dict.fromkeys(name for needs in SHAPES.values() for name in needs), *_MORE, *_MESSAGE]
+"""What may be in a field, by its most common name."""
+_CALL = "function_call"
+# The names that ShareGPT's ``from`` has for roles, here and in LlamaFactory, FastChat and axolotl.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", _ROLE), _ROLE),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+    _CALL: _CALL,
+}
+
+
+@dataclass(frozen=True)
+class ChatNames:
+    """How rows name what they hold, where this differs from the common names."""
+
+    shape: str = ""
+    """One of SHAPES, or PLAIN; "": the keys of a row say it."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """(one of FIELDS, its name in the rows)."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """(name of a role in the rows, name of the role for the template)."""
 
 
 @dataclass(frozen=True)
@@ -24,28 +61,175 @@ class Chat:
     learnt: Sequence[int]  # the indices of the messages to learn: replies, unless their weight is 0
     more: Mapping[str, Any]
     """Values for the template besides the messages: tools, documents, and what the row adds."""
+    texts: bool = False
+    """Whether the row had a text and its continuation in place of the two messages."""
 
 
-def read_chat(row: Mapping[str, Any], field: str) -> Chat:
-    """Return the chat in a row."""
-    messages, first = row.get(field), 0
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if messages is None and isinstance(prompt, list) and isinstance(completion, list):
-        messages, first = [*prompt, *completion], len(prompt)
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"has no list of messages in {field!r}")
-    read = [_message(message, number) for number, message in enumerate(messages, start=1)]
-    learnt = [i for i, m in enumerate(read) if i >= first and m["role"] == _ROLE and m.get("weight", 1)]
+def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
+    """Return the chat in a row. Raises ValueError if its shape is not clear, or something is wrong."""
+    shape, first, texts = shape_of(row, names), 0, False
+    if shape == "chosen":
+        return pairs_of(row, names)[0]
+    if shape == "alpaca":
+        messages = [*_instruction(row, names), *_turns(_text(row, "output", names), _ROLE)]
+    elif shape in ("messages", "sharegpt"):
+        messages = _list(row, SHAPES[shape][0], names)
+    else:
+        prompt, completion = (_needed(row, name, names) for name in SHAPES["prompt"])
+        messages, texts = (
+            _turns(prompt, "user"),
+            isinstance(prompt, str) and isinstance(completion, str),
+        )
+        first = len(messages)
+        messages += _turns(completion, _ROLE)
+    return _chat(row, _messages(messages, names), first, texts, names)
+
+
+def shape_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> str:
+    """Return the shape of a row, by its keys. Raises ValueError if it has none, or several."""
+    if names.shape:
+        return names.shape
+    shapes = [
+        s for s, needs in SHAPES.items() if all(_get(row, each, names) is not None for each in needs)
+    ]
+    named = [shape for shape in shapes if dict(names.fields).keys() & set(SHAPES[shape])]
+    if len(named or shapes) == 1 and (named or shapes) != ["chosen"]:
+        return (named or shapes)[0]
+    if "chosen" in shapes:
+        others = "".join(f"; --shape {each} learns its {SHAPES[each][-1]}" for each in shapes[:-1])
+        raise ValueError(f"holds a preference pair; --shape chosen learns the chosen chat{others}")
+    has = ", ".join(map(repr, row)) or "nothing"
+    if shapes:
+        raise ValueError(
+            f"may be {' or '.join(shapes)} (it has {has}); name one by --shape {shapes[0]}"
+        )
+    lists = [key for key, value in row.items() if _is_list(value)]
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    cure = "name its fields, for example by --fields prompt=NAME,completion=NAME"
+    if lists:
+        cure = f"is its list of messages --field {lists[0]}?"
+    elif len(texts) > 1:
+        cure = f"is it --fields prompt={texts[0]},completion={texts[1]}?"
+    elif texts:
+        cure = f"text without a chat is read without --chat, with --field {texts[0]}"
+    raise ValueError(f"has no chat (it has {has}); {cure}")
+
+
+def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Chat, Chat]:
+    """Return the chosen and the rejected chat of a preference pair.
+
+    Replies after the messages that both begin with are learnt: after ``prompt``, ``conversations`` or
+    ``instruction``, or, where both are whole chats, after what is the same in both. Raises ValueError.
+    """
+    values = [_needed(row, name, names) for name in SHAPES["chosen"]]
+    prompt = _get(row, "prompt", names)
+    if prompt is None and _get(row, "instruction", names) is not None:
+        before = _instruction(row, names)
+    else:
+        fields = ("messages", "conversations") if prompt is None else ()
+        asked = next((_list(row, f, names) for f in fields if _get(row, f, names) is not None), [])
+        before = asked if prompt is None else _turns(prompt, "user")
+    before = _messages(before, names)
+    sides = [_messages(_turns(value, _ROLE), names) for value in values]
+    replies = all(side[0]["role"] == _ROLE for side in sides)
+    if replies or (isinstance(prompt, list) and any(side[: len(before)] != before for side in sides)):
+        first = len(before)
+        sides = [[*before, *side] for side in sides]
+    else:  # whole chats
+        alike = [one == other for one, other in zip(*sides, strict=False)]
+        first = min([*(n for n, same in enumerate(alike) if not same), len(alike) - 1])
+    for name, side in zip(SHAPES["chosen"], sides, strict=True):
+        if all(message["role"] == _ROLE for message in side):
+            raise ValueError(
+                f"{_name(row, name, names)!r} has a reply alone; put what it replies to in 'prompt'"
+            )
+    texts = all(isinstance(value, str) for value in (prompt, *values))
+    chosen, rejected = (_chat(row, side, first, texts, names) for side in sides)
+    return chosen, rejected
+
+
+def _chat(
+    row: Mapping[str, Any], messages: list[ChatMessage], first: int, texts: bool, names: ChatNames
+) -> Chat:
+    """Return the chat of messages, of which replies from ``first`` on are learnt."""
+    if _get(row, "system", names) and all(message["role"] != "system" for message in messages):
+        messages = [{"role": "system", "content": _text(row, "system", names)}, *messages]
+        first, texts = first + 1, False
+    learnt = [
+        i for i, m in enumerate(messages) if i >= first and m["role"] == _ROLE and m.get("weight", 1)
+    ]
     more = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise ValueError("chat_template_kwargs: is not an object")
-    tools, documents = (_objects(row.get(name), name) for name in ("tools", "documents"))
-    return Chat(read, learnt, {**more, "tools": tools, "documents": documents})
+    tools, documents = (_objects(_get(row, name, names), name) for name in ("tools", "documents"))
+    if tools and _get(row, "conversations", names):  # LlamaFactory's are bare functions
+        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+    return Chat(messages, learnt, {**more, "tools": tools, "documents": documents}, texts)
 
 
-def _message(message: Any, number: int) -> ChatMessage:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+def _name(row: Mapping[str, Any], name: str, names: ChatNames) -> str:
+    """Return the field of a row that holds what ``name`` says, or would hold it."""
+    given = dict(names.fields).get(name)
+    known = (given,) if given else _MESSAGE.get(name, (name,))
+    return next((each for each in known if row.get(each) is not None), known[0])
+
+
+def _get(row: Mapping[str, Any], name: str, names: ChatNames) -> Any:
+    return row.get(_name(row, name, names))
+
+
+def _needed(row: Mapping[str, Any], name: str, names: ChatNames) -> Any:
+    value = _get(row, name, names)
+    if not (isinstance(value, (str, dict)) or _is_list(value)):
+        raise ValueError(f"has neither a text nor messages in {_name(row, name, names)!r}")
+    return value
+
+
+def _text(row: Mapping[str, Any], name: str, names: ChatNames) -> str:
+    if not isinstance(value := _get(row, name, names), str):
+        raise ValueError(f"has no text in {_name(row, name, names)!r}")
+    return value
+
+
+def _list(row: Mapping[str, Any], name: str, names: ChatNames) -> list[Any]:
+    if not isinstance(value := _get(row, name, names), list) or not value:
+        raise ValueError(f"has no list of messages in {_name(row, name, names)!r}")
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    """Return messages as a list; a text is a message of ``role``."""
+    value = {"role": role, "content": value} if isinstance(value, str) else value
+    return [value] if isinstance(value, dict) else [*value]
+
+
+def _instruction(row: Mapping[str, Any], names: ChatNames) -> list[Any]:
+    """Return what Alpaca's row asks, after its history; the input stands below the instruction.
+
+    LlamaFactory joins them so too (its data/converter.py).
+    """
+    parts = [_text(row, name, names) for name in ("instruction", "input") if _get(row, name, names)]
+    parts = parts or [_text(row, "instruction", names)]
+    history = _get(row, "history", names) or []
+    pairs = [each for each in history if isinstance(each, list)] if isinstance(history, list) else None
+    if pairs is None or len(pairs) < len(history) or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"has no list of [question, reply] in {_name(row, 'history', names)!r}")
+    turns = [turn for pair in pairs for turn in zip(("user", _ROLE), pair, strict=True)]
+    return [{"role": role, "content": text} for role, text in [*turns, ("user", "\n".join(parts))]]
+
+
+def _messages(messages: Sequence[Any], names: ChatNames) -> list[ChatMessage]:
+    return [_message(message, number, names) for number, message in enumerate(messages, start=1)]
+
+
+def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
+    if not isinstance(message, dict) or not isinstance(_get(message, "role", names), str):
         raise ValueError(f"message {number} has no role")
+    message = _with_role(message, number, names)
     # transformers drops a key without a value too.
     message = {name: value for name, value in message.items() if value is not None}
     content, weight = message.get("content"), message.get("weight", 1)
@@ -69,9 +253,30 @@ def _message(message: Any, number: int) -> ChatMessage:
     return message
 
 
+def _with_role(message: ChatMessage, number: int, names: ChatNames) -> ChatMessage:
+    """Return a message with role and content by these names, and a call of ShareGPT as OpenAI's."""
+    fields = [_name(message, name, names) for name in _MESSAGE]
+    given, content = message[fields[0]], message.get(fields[1])
+    role = dict(names.roles).get(given, given)
+    if fields[0] == "from":
+        if role == given and role not in _ROLES:
+            known = f"is none of {', '.join(_ROLES)}; say what it is by --roles {given}=user"
+            raise ValueError(f"message {number}: the role {given!r} {known}")
+        role = _ROLES.get(role, role)
+    if (*fields, role) == (*_MESSAGE, given):
+        return message
+    rest = {name: value for name, value in message.items() if name not in fields}
+    if role != _CALL:
+        return {"role": role, "content": content, **rest}
+    calls = _from_json(content, name := f"message {number}: {_CALL}")
+    calls = _objects([calls] if isinstance(calls, dict) else calls, name) or []
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": _ROLE, "tool_calls": calls, **rest}
+
+
 def _objects(value: Any, name: str) -> list[dict[str, Any]] | None:
     """Return a list of objects, each of which may be JSON text, or None if there are none."""
-    value = _from_json(value, name)
+    value = _from_json(value or None, name)
     result = [_from_json(each, name) for each in value] if isinstance(value, list) else value
     if result and not (isinstance(result, list) and all(isinstance(each, dict) for each in result)):
         raise ValueError(f"{name}: is not a list of objects")

@@ -16,7 +16,7 @@ from compose.data.chat_messages import (
     probed,
     text_of,
 )
-from compose.data.chat_template import ChatTemplate
+from compose.data.chat_template import ChatTemplate, has_template
 from compose.data.special_tokens import model_ends
 from compose.data.tokenizer import JsonTokenizer
 
@@ -32,13 +32,19 @@ class Rendered:
     text: str
     replies: Sequence[tuple[int, int]]  # the spans (start, stop) in ``text`` to learn from
     end: int = -1  # an id that ends the last reply, after the text; -1: the template ends it
+    added: bool = False  # whether the tokens that the tokenizer adds to a text are around it
 
 
 class Replies:
-    """Writes chats by a template, and finds the replies in their text."""
+    """Writes chats by a template, and finds the replies in their text.
 
-    def __init__(self, tokenizer: JsonTokenizer, end: int = -1) -> None:
-        self.template, self.end = ChatTemplate(tokenizer), end
+    ``plain``: a text and its continuation stand one after the other, and then ``end``, as in TRL; a
+    template need not be there. Raises ConfigError if it is needed, and there is none.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer, end: int = -1, plain: bool = False) -> None:
+        self._template = ChatTemplate(tokenizer) if has_template(tokenizer) or not plain else None
+        self.end, self.plain = end, plain
         self.notes: Counter[str] = Counter()
         """Notes for the user, with the number of replies that each is about."""
         added = tokenizer.tokenizer.get_added_tokens_decoder()
@@ -49,6 +55,13 @@ class Replies:
         self.stops = [token for token, i in self.ids.items() if i in stops]
         self.name = tokenizer.name
 
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises ValueError if there is none."""
+        if self._template is None:
+            raise ValueError(f"has messages, and there is no chat template beside {self.name}")
+        return self._template
+
     def render(self, chat: Chat) -> list[Rendered]:
         """Return the texts that teach the replies of a chat; none without replies to learn.
 
@@ -56,6 +69,12 @@ class Replies:
         learnt from the place where the model would begin to write to the end of the turn. Templates
         that write an earlier reply in another way than the last one get a text for each reply.
         """
+        if chat.texts and self.plain:
+            prompt, completion = (message["content"] for message in chat.messages)
+            span = len(prompt), len(prompt) + len(completion)
+            return [Rendered(prompt + completion, [span], self.end, added=True)]
+        if chat.texts:
+            self.notes["prompts are texts, written by the chat template (without: --shape plain)"] += 1
         messages, whole = self.form(chat)
         if (marks := self.template.marked(messages, chat.more)) is not None:
             return self._tagged(chat, messages, whole, marks)
@@ -226,13 +245,15 @@ def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], lis
 
     A reply reaches from the token with its first character to the first token with its last one.
     """
-    ids, offsets = tokenizer.encode_markup(rendered.text)
+    ids, offsets = tokenizer.encode_markup(rendered.text, rendered.added)
     learnt, count = [False] * len(ids), len(ids)
     for start, stop in rendered.replies:
         first = next((n for n, (_, last) in enumerate(offsets) if last > start), count)
         n = next((n for n in range(first, count) if offsets[n][1] >= stop), count - 1)
         for place in range(first, n + (offsets[n][0] < stop) if n >= 0 else 0):
             learnt[place] = True
-    if rendered.end >= 0:
+    if rendered.added and ids[-1:] == [rendered.end]:  # the text ends with it, or the tokenizer adds it
+        learnt[-1] = True
+    elif rendered.end >= 0:
         ids, learnt = [*ids, rendered.end], [*learnt, True]
     return ids, learnt

@@ -86,7 +86,12 @@ class ChatTemplate:
         environment = self._environment()
         self._templates: dict[str, Any] = {}
         self._tagged: set[str] = set()
-        for name, (path, source) in _sources(tokenizer).items():
+        if not (sources := _sources(tokenizer)):
+            raise ConfigError(
+                f"{tokenizer.path.parent}: has no chat template, in chat_template.jinja or"
+                " tokenizer_config.json"
+            )
+        for name, (path, source) in sources.items():
             self._tags.clear()
             try:
                 with limited(_SECONDS, _MEMORY):
@@ -216,8 +221,13 @@ def _reason(error: BaseException) -> str:
     return f", line {line}: {words}" if line else f": {words}"
 
 
+def has_template(tokenizer: JsonTokenizer) -> bool:
+    """Return whether a chat template is beside a tokenizer. Raises ConfigError if it cannot be read."""
+    return bool(_sources(tokenizer))
+
+
 def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
-    """Return the file and the text of each template, by name. Raises ConfigError if there is none."""
+    """Return the file and the text of each template, by name."""
     folder = tokenizer.path.parent
     config, named = folder / CONFIG, folder / _FOLDER
     results = tokenizer.config.get("chat_template")
@@ -239,12 +249,7 @@ def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
         files[_DEFAULT] = folder / "chat_template.jinja"
     if files:  # they stand in place of the config's
         sources = {name: (path, _read(path)) for name, path in files.items()}
-    used = {name: source for name, source in sources.items() if name in (_DEFAULT, _WITH_TOOLS)}
-    if not used:
-        raise ConfigError(
-            f"{folder}: has no chat template, in chat_template.jinja or tokenizer_config.json"
-        )
-    return used
+    return {name: source for name, source in sources.items() if name in (_DEFAULT, _WITH_TOOLS)}
 
 
 def _read(path: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from compose.config.json_files import Count, read_json
-from compose.data.chat_messages import read_chat
+from compose.data.chat_messages import ChatNames, read_chat
 from compose.data.chat_replies import Replies, encode
 from compose.data.documents import (
     JSON_LINES,
@@ -57,6 +57,8 @@ class TokenizeJob:
     added: bool | None = None
     """Whether a document of text has the tokens that the tokenizer adds to a text; None for chats."""
     skip_bad: bool = False  # leave out rows that cannot be used
+    names: ChatNames = field(default_factory=ChatNames)
+    """How the rows of chats name what they hold."""
 
 
 @dataclass
@@ -338,7 +340,7 @@ def _chats(
     replies, bad = Replies(tokenizer, job.end), _bad(job, counts)
     for place, row in json_rows(unit, bad):
         try:
-            texts = replies.render(read_chat(row, job.field))
+            texts = replies.render(read_chat(row, job.names))
             encoded = [encode(tokenizer, text) for text in texts]
         except (ValueError, ConfigError) as error:
             bad(BadLine(unit.path, place, str(error)))

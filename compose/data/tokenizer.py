@@ -116,9 +116,13 @@ class JsonTokenizer:
         first, last = (own.index(True), len(own) - own[::-1].index(True)) if any(own) else (0, 0)
         return encoding.ids[:first], encoding.ids[last:]
 
-    def encode_markup(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text that may hold special tokens, and the span (start, stop) of each."""
-        encoding = self._encoded(text, added=False, markup=True)
+    def encode_markup(self, text: str, added: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text that may hold special tokens, and the span (start, stop) of each.
+
+        With ``added`` the tokens that the tokenizer puts around a text are there too; their spans are
+        empty.
+        """
+        encoding = self._encoded(text, added, markup=True)
         return encoding.ids, encoding.offsets
 
     def _encoded(self, text: str, added: bool, markup: bool) -> Any:

@@ -107,7 +107,7 @@ def ours(folder: Path) -> JsonTokenizer:
 
 def written(ours: JsonTokenizer, source: str, row: dict[str, Any]) -> list[Rendered]:
     (ours.path.parent / "chat_template.jinja").write_text(source)
-    return Replies(ours, ours.end).render(read_chat(row, "messages"))
+    return Replies(ours, ours.end).render(read_chat(row))
 
 
 def expected(
@@ -265,7 +265,7 @@ def test_values_that_a_template_finds(ours: JsonTokenizer) -> None:
         }
         with pytest.raises(ValueError, match="does not write a reply where it asks for one"):
             written(ours, source, row)
-        chat = read_chat(row, "messages")
+        chat = read_chat(row)
         text = Replies(ours).template.text(chat.messages, chat.more)
         assert text == 'TrueTrueTrue|usera|assistantttb{"a":1,"b":"\\u00bd"}{\n  "a": 1\n}!</s>'
 
@@ -289,7 +289,7 @@ def test_what_the_tags_of_a_template_mark_is_learnt(folder: Path) -> None:
     (text,) = written(both[0], source, row)
     assert learnt(both[0], text) == "bf"
     replies = Replies(both[0])
-    replies.render(read_chat(row, "messages"))
+    replies.render(read_chat(row))
     (note,) = replies.notes
     assert note == "replies have no end token within {% generation %}"
     twice = source.replace("{% generation %}", "{% generation %}.{% endgeneration %}{% generation %}")
@@ -331,7 +331,7 @@ def test_a_chat_that_begins_with_a_reply(folder: Path) -> None:
 def test_a_prompt_that_opens_a_thought(ours: JsonTokenizer) -> None:
     (ours.path.parent / "chat_template.jinja").write_text(plain(FAMILIES["qwq"]))
     replies = Replies(ours)
-    (text,) = replies.render(read_chat({"messages": [user("a"), reply("<t>")]}, "messages"))
+    (text,) = replies.render(read_chat({"messages": [user("a"), reply("<t>")]}))
     assert learnt(ours, text) == "<t><|im_end|>"
     assert replies.notes == {"replies do not begin with the '<think>' of the template's prompt": 1}
 
@@ -341,7 +341,7 @@ def test_a_system_message_that_stands_in_the_prompt_alone(ours: JsonTokenizer) -
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), reply("b")]}
     (ours.path.parent / "chat_template.jinja").write_text(plain(FAMILIES["mistral_3"]))
     replies = Replies(ours)
-    (text,) = replies.render(read_chat(row, "messages"))
+    (text,) = replies.render(read_chat(row))
     assert text.text == "<s>[INST] a[/INST] b</s>"
     assert learnt(ours, text) == " b</s>"
     assert replies.notes == {"replies stand after other text than the template's prompt": 1}
@@ -361,7 +361,7 @@ def test_templates_by_name(folder: Path, tmp_path: Path) -> None:
     (ours.path.parent / "chat_template.jinja").unlink(missing_ok=True)
 
     def texts(row: dict[str, Any]) -> str:
-        chat = read_chat(row, "messages")
+        chat = read_chat(row)
         return Replies(ours, ours.end).template.text(chat.messages, chat.more)
 
     assert [texts(row) for row in rows] == ["Da</s>Db</s>", "Ta</s>Tb</s>"]
@@ -387,7 +387,7 @@ def learnt_text(folder: Path, messages: list[dict[str, Any]]) -> list[tuple[str,
     """(text, what is learnt of it, as tokens) of each text that a chat makes."""
     tokenizer = open_tokenizer(folder)
     results = []
-    for rendered in Replies(tokenizer).render(read_chat({"messages": messages}, "messages")):
+    for rendered in Replies(tokenizer).render(read_chat({"messages": messages})):
         ids, learnt = encode(tokenizer, rendered)
         kept = tokenizer.decode([i for i, yes in zip(ids, learnt, strict=True) if yes])
         results.append((tokenizer.decode(ids), kept))
@@ -423,7 +423,7 @@ def test_a_template_that_writes_no_reply_where_it_asks_for_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": "a"}, "has no list of messages in 'messages'"),
+        ({"text": "a"}, "has no chat (it has 'text'); text without a chat is read without --chat"),
         ({"messages": []}, "has no list of messages in 'messages'"),
         ({"messages": [user("a"), {"content": "b"}]}, "message 2 has no role"),
         ({"messages": [{"role": "user"}]}, "message 1 has no content"),
