@@ -3,15 +3,11 @@
 The names of a model's weights in such a folder come from its ``models/<name>/hf.py``.
 """
 
-import contextlib
-import dataclasses
 import functools
-import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +18,8 @@ from compose.checkpoint.hf_stored import Named, Stored, stored
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorFiles
 from compose.composition import Composition, module_of
+from compose.config.hugging_face import config_problems, described_model, find_hf, no_folder
 from compose.config.job import Job
-from compose.config.json_files import read_json
-from compose.config.models import model_names, training_fields
 from compose.config.tables import Model
 from compose.config.toml import COMMAND_LINE
 from compose.data.tokenizer import TOKENIZER
@@ -41,68 +36,11 @@ _PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 HfName = Callable[[str], str | Stored]
 
 
-class HuggingFace(Protocol):
-    """The interface of ``models/<name>/hf.py``."""
-
-    MODEL_TYPES: Sequence[str]  # the values of model_type in config.json that the model can express
-    hf_name: Callable[..., str | Stored]
-    """It returns Hugging Face's name of a tensor, or a Stored where theirs is not as ours."""
-    hf_config: Callable[[Any], dict[str, Any]]
-    """It returns the content of config.json for our config."""
-    config_from_hf: Callable[[Mapping[str, Any]], Any]
-    """It returns our config for the content of config.json."""
-
-
-def find_hf(name: str) -> HuggingFace:
-    """Return the hf.py of the model ``models/<name>/``."""
-    if importlib.util.find_spec(f"models.{name}.hf") is None:
-        raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
-    return cast(HuggingFace, importlib.import_module(f"models.{name}.hf"))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json in ``folder``."""
-    path = folder / "config.json"
-    refuse_link_out(path, folder)
-    return read_json(path, dict[str, Any])
-
-
-def config_problems(folder: Path, name: str, config: Any) -> list[str]:
-    """Return one line for each field that changes results and differs from the folder's config.json."""
-    try:
-        hf = find_hf(name)
-        theirs = hf.config_from_hf(read_config(folder))
-    except ValueError as error:
-        return [f"{folder}/config.json: {error}"]
-    except ConfigError as error:
-        return error.problems
-    # Convert forward and backward, so that fields without use in such a model become equal.
-    its, ours = (_round_trip(hf, one) for one in (theirs, config))
-    fields = [f.name for f in dataclasses.fields(config) if f.name not in training_fields(config)]
-    other = [field for field in fields if getattr(its, field) != getattr(ours, field)]
-    # Show the given values if they differ; else the converted ones.
-    for one, two in ((theirs, config), (its, ours)):
-        problems = [
-            f"{folder}: is a model with {field} = {getattr(one, field)}, not {getattr(two, field)}"
-            for field in other
-            if getattr(one, field) != getattr(two, field)
-        ]
-        if problems:
-            return problems
-    return []
-
-
-def _round_trip(hf: HuggingFace, config: Any) -> Any:
-    with contextlib.suppress(ValueError):
-        return hf.config_from_hf(hf.hf_config(config))
-    return config
-
-
 def source_problems(job: Job) -> list[str]:
     """Return everything that keeps ``checkpoint.load_hf`` from filling the model of ``job``."""
     folder, model = Path(job.config.checkpoint.load_hf), job.config.model
     if not folder.is_dir():
-        return [f"{folder}: no such folder"]
+        return [no_folder(folder)]
     problems = config_problems(folder, model.name, model.config)
     if problems:  # comparing the tensors would be useless
         return problems
@@ -260,7 +198,7 @@ def is_hugging_face(folder: Path) -> bool:
 def checkpoints(folder: Path) -> list[Path]:
     """Return ``folder`` if it is a checkpoint, else those of the run in it, newest first."""
     if not folder.is_dir():
-        raise ConfigError(f"{COMMAND_LINE}: {folder}: no such folder")
+        raise ConfigError(f"{COMMAND_LINE}: {no_folder(folder)}")
     if any((folder / name).exists() for name in (store.MANIFEST, METADATA)):
         return [folder]
     result, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
@@ -277,26 +215,5 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def model_in(folder: Path) -> Model:
     """Return the model that config.json in ``folder`` describes."""
-    values, names = read_config(folder), model_names()
-    kind = values.get("model_type")
-    known = {name: _model_types(name) for name in names}
-    fitting = [name for name in names if kind in known[name]]
-    path = folder / "config.json"
-    if not fitting:
-        every = ", ".join(sorted({one for types in known.values() for one in types}))
-        raise ConfigError(f"{path}: model_type: {kind!r} is no model here (known: {every})")
-    if len(fitting) > 1:
-        raise ConfigError(
-            f"{path}: model_type: {kind!r} is {' and '.join(fitting)} of models/; choose by --config"
-        )
-    try:
-        return Model(name=fitting[0], config=find_hf(fitting[0]).config_from_hf(values))
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def _model_types(name: str) -> Sequence[str]:
-    try:
-        return find_hf(name).MODEL_TYPES
-    except ConfigError:
-        return ()
+    name, config = described_model(folder)
+    return Model(name=name, config=config)

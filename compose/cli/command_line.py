@@ -234,7 +234,11 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     problems: list[str] = []
     if not is_first_rank():
         return problems
-    if config.checkpoint.load_hf and job:
+    keep = config.checkpoint
+    # A run of whole weights goes on without the folder that it began with.
+    gone = keep.resume == "auto" and not Path(keep.load_hf).is_dir() and not config.model.lora.rank
+    begun = bool(gone and config.run.dir and newest_first(Path(config.run.dir) / "checkpoints"))
+    if keep.load_hf and job and not begun:
         from compose.checkpoint.hf_folder import source_problems
 
         problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from compose.composition import Options
 from compose.config.addons import ADD_ONS, brought
+from compose.config.hugging_face import ModelFolderPath
 from compose.errors import LocalPath, LocalPaths, NonNegative, Positive, Weight
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
@@ -107,8 +108,9 @@ class Checkpoint:
     """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
     resume: Literal["auto", "none"] = "auto"
     """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
-    load_hf: LocalPath = ""
-    """Hugging Face folder (config.json, safetensors) with the weights to begin with; empty: drawn."""
+    load_hf: ModelFolderPath = ""
+    """Hugging Face folder (config.json, safetensors) with the weights to begin with, or the name of a
+    model in the hub's local cache; empty: drawn."""
     async_: bool = True
     """Write while training goes on; the step waits for a copy of the state only."""
     keep_last: Positive = 2
@@ -126,7 +128,8 @@ class Model:
     name: str = "llama"
     """Folder under models/."""
     preset: str = "debug"
-    """Named shape of that model; any field of its config set here overrides the preset's."""
+    """Named shape of that model; any field of its config set here overrides the preset's. hf: model and
+    shape are those of checkpoint.load_hf, and name may be left out."""
     config: Any = None  # the model's own config, with the fields set here
     lora: Lora = field(default_factory=Lora)  # the table [model.lora]
 

@@ -6,14 +6,16 @@ import os
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from compose.config.hugging_face import HF, config_problems, described_model
 from compose.config.models import find_model
-from compose.config.tables import TABLES, Config, Model, Train, table_of
+from compose.config.tables import TABLES, Checkpoint, Config, Model, Train, table_of
 from compose.errors import (
     ConfigError,
     attribute,
@@ -21,6 +23,7 @@ from compose.errors import (
     docs,
     local_path,
     open_own,
+    refused_in,
     toml_value,
     type_name,
 )
@@ -90,7 +93,7 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
     _read(file, keys, (), alone)
     if alone:  # its run's place is of no use, and an older one may be a name that is now refused
         keys.values.pop(("run", "dir"), None)
-    return _config(keys, overrides, file)
+    return _config(keys, overrides, file, alone)
 
 
 def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
@@ -114,7 +117,9 @@ def without_file(overrides: Sequence[tuple[str, str]]) -> Config:
     return _config(Keys(), overrides, COMMAND_LINE)
 
 
-def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Config:
+def _config(
+    keys: Keys, overrides: Sequence[tuple[str, str]], source: str, alone: bool = False
+) -> Config:
     for name, text in overrides:
         table, _, key = name.partition(".")
         inner, _, rest = key.partition(".")
@@ -125,7 +130,8 @@ def _config(keys: Keys, overrides: Sequence[tuple[str, str]], source: str) -> Co
     if tables["train"].epochs and ("train", "steps") in keys.values:
         both = f"{tables['train'].epochs:g} and train.steps = {tables['train'].steps}"
         keys.problem("train", "epochs", f"{both} both say how long the run is; remove one of them")
-    tables["model"] = dataclasses.replace(_model(keys), lora=tables.pop("model.lora"))
+    model = _model(keys, tables["checkpoint"], "" if alone else tables["run"].dir, alone)
+    tables["model"] = dataclasses.replace(model, lora=tables.pop("model.lora"))
     for table, key in keys.values:
         if table not in TABLES:
             unknown = f"unknown table{did_you_mean(table, TABLES)}"
@@ -259,26 +265,46 @@ def _table(table: str, kind: type, keys: Keys) -> Any:
     return kind(**{attribute(key): value for key, value in checked.items()})
 
 
-def _model(keys: Keys) -> Model:
-    """Return the table [model]: name, preset, and the fields of that model's own config."""
+def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
+    """Return the table [model]: name, preset, and the fields of that model's own config.
+
+    ``begun`` is the table [checkpoint]; ``run`` is the folder of a run that may be resumed. A file that
+    stands ``alone`` has every field, and no folder is read for it.
+    """
     given = keys.of("model")
     chosen = {key: given.pop(key) for key in list(given) if key in docs(Model)}
     words = _checked("model", Model, keys, chosen)
     if len(words) < len(chosen):
         return Model()
     name, preset = words.get("name", Model.name), words.get("preset", Model.preset)
+    own = None
+    if preset == HF:
+        try:
+            own = None if alone else _described(begun, run, words, given)
+        except ConfigError as error:
+            key = ("checkpoint", "load_hf") if begun.load_hf else ("model", "preset")
+            keys.problems += [f"{keys.origins[key]}: {p}" for p in error.problems]
+            return Model()
+        name = own.name if own else name
+    if name != words.get("name", name):
+        shown = (
+            f"{words['name']!r} is not what {begun.load_hf} holds; set it to {name}, or leave it out"
+        )
+        keys.problem("model", "name", shown)
+        return Model()
     try:
         folder = find_model(name)
     except ConfigError as error:
         origin = keys.origins.get(("model", "name"), "model")
         keys.problems += [f"{origin}: {p}" for p in error.problems]
         return Model()
-    if preset not in folder.presets:
+    if preset != HF and preset not in folder.presets:
         near = did_you_mean(preset, folder.presets)
         known = ", ".join(folder.presets)
         keys.problem("model", "preset", f"unknown preset {preset!r} of {name}{near} (known: {known})")
         return Model()
-    values, config = _checked("model", folder.Config, keys, given), folder.presets[preset]
+    values = _checked("model", folder.Config, keys, given)
+    config = own.config if own else folder.Config() if preset == HF else folder.presets[preset]
     try:
         config = dataclasses.replace(config, **values)  # type: ignore[type-var]
     except ValueError as error:  # the config's own check, "field: reason"
@@ -289,7 +315,36 @@ def _model(keys: Keys) -> Model:
             if key in keys.origins
         ]
         keys.problems.append(f"{[*origins, 'model'][0]}: model.{error}")
+    if own and values and Path(begun.load_hf).is_dir():
+        origin = keys.origins["checkpoint", "load_hf"]
+        problems = config_problems(Path(begun.load_hf), name, config)
+        keys.problems += [f"{origin}: checkpoint.load_hf: {problem}" for problem in problems]
     return Model(name, preset, config)
+
+
+def _described(
+    begun: Checkpoint, run: str, words: Mapping[str, Any], given: Mapping[str, Any]
+) -> Model | None:
+    """Return the model of ``load_hf``; if it is gone, that of the run's newest checkpoint.
+
+    None stands for fields that are all given, as in the file that a run has written.
+    """
+    folder, kept = Path(begun.load_hf), []
+    if "name" in words and not set(docs(find_model(words["name"]).Config)) - set(given):
+        return None
+    if not begun.load_hf:
+        raise ConfigError(
+            f'model.preset: "{HF}" is the model of checkpoint.load_hf, which is empty; set it to a'
+            " folder with config.json"
+        )
+    if run and begun.resume == "auto" and not folder.is_dir():
+        kept = sorted(Path(run).glob("checkpoints/step-*/config.toml"), reverse=True)
+    for file in kept:
+        with suppress(ConfigError):
+            return load(str(file), alone=True).model
+    with refused_in("checkpoint.load_hf"):
+        name, config = described_model(folder)
+        return Model(name=name, config=config)
 
 
 def dump(config: Config) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from compose.cli import COMMANDS, PATH_FLAGS
 from compose.cli.command_line import read_words
+from compose.config.hugging_face import ModelFolderPath
 from compose.config.tables import TABLES
 from compose.config.toml import load
 from compose.errors import LocalPath, LocalPaths, attribute, docs, local_path
@@ -109,7 +110,7 @@ def test_every_key_of_any_text_is_a_path_or_a_word() -> None:
     for table, kind in TABLES.items():
         types = typing.get_type_hints(kind, include_extras=True)
         for key in docs(kind):
-            if types[attribute(key)] in (LocalPath, LocalPaths):
+            if types[attribute(key)] in (LocalPath, LocalPaths, ModelFolderPath):
                 paths.add(f"{table}.{key}")
             elif types[attribute(key)] is str:
                 texts.add(f"{table}.{key}")
