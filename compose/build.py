@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
 from compose.composition import Composition, Options
+from compose.config.hugging_face import config_problems
 from compose.config.job import Job
 from compose.config.models import InitialisedModel
 from compose.config.tables import Config
@@ -61,7 +62,7 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
     config, chosen = job.config, job.config.model
     lora = chosen.lora
     if config.checkpoint.load_hf:
-        from compose.checkpoint.hf_folder import config_problems, load_hf, name_of
+        from compose.checkpoint.hf_folder import load_hf, name_of
 
         folder = Path(config.checkpoint.load_hf)
         if problems := config_problems(folder, chosen.name, chosen.config):

@@ -30,10 +30,8 @@ from compose.checkpoint.dcp_storage import (
     mismatches,
 )
 from compose.checkpoint.hf_folder import (
-    config_problems,
     differences,
     fill_shard,
-    find_hf,
     kept_tokenizer,
     name_of,
     published,
@@ -50,6 +48,7 @@ from compose.checkpoint.peft import (
     write_adapters,
 )
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
+from compose.config.hugging_face import config_problems, find_hf
 from compose.config.json_files import parse_json
 from compose.config.models import find_model, model_names
 from compose.config.tables import Config, Model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compose.checkpoint.hf_folder import config_problems, find_hf
+from compose.config.hugging_face import config_problems, find_hf
 from models import deepseek_v3, gemma3, gpt_oss
 from models.deepseek_v3.hf import hf_name as deepseek_name
 from models.gpt_oss.hf import hf_name as gpt_oss_name

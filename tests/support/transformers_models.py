@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from compose import AttentionOptions
 from compose.checkpoint import hf_folder
-from compose.checkpoint.hf_folder import (
-    HfName,
-    config_problems,
-    find_hf,
-    load_hf,
-    name_of,
-    read_config,
-)
+from compose.checkpoint.hf_folder import HfName, load_hf, name_of
 from compose.checkpoint.hf_stored import Named, grouped, stored
+from compose.config.hugging_face import config_problems, find_hf, read_config
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from models.layers.attention import AttentionCore, Documents
 
