@@ -169,22 +169,25 @@ LocalPath = Annotated[str, AfterValidator(local_path)]
 LocalPaths = Annotated[str | tuple[str, ...], AfterValidator(_each)]
 
 
+_CACHED = ("datasets--", "models--")
 LEADS_OUT = "is a link that leads out of its folder; put the file itself there"
 
 
 def leads_out(path: Path, folder: Path) -> bool:
     """Return whether ``path`` is a link to a place outside of ``folder``.
 
-    Hugging Face's cache counts as one folder: its snapshots are links to the blobs beside them.
+    A snapshot in Hugging Face's cache, ``models--NAME/snapshots/HASH``, has links to files in ``blobs``
+    beside ``snapshots``.
     """
     if not path.is_symlink():
         return False
     root, result = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-    roots = [
-        root,
-        *(each.parent / "blobs" for each in (root, *root.parents) if each.name == "snapshots"),
+    blobs = [
+        each.parent.parent / "blobs"
+        for each in (root, *root.parents)
+        if each.parent.name == "snapshots" and each.parent.parent.name.startswith(_CACHED)
     ]
-    return not any(result.is_relative_to(each) for each in roots)
+    return not (result.is_relative_to(root) or result.parent in blobs)
 
 
 def refuse_link_out(path: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from compose.checkpoint.store import newest_first
 from compose.cli import COMMANDS, PATH_FLAGS, TRAIN, Usage
 from compose.config import rules
+from compose.config.hugging_face import hub_name, model_folder
 from compose.config.job import Job
 from compose.config.models import find_model, model_names
 from compose.config.tables import TABLES, Config, Model
@@ -90,6 +91,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
     world_size = world_size_of(given) or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
+    say_cached("checkpoint.load_hf: ", config.checkpoint.load_hf)
     problems, of_data = list[str](), list[str]()
     if trains and (config.train.epochs or not dry_run):
         with noted(of_data):
@@ -186,6 +188,21 @@ def named_path(text: str, flag: str = "") -> str:
         return local_path(text)
     except ValueError as error:
         raise ConfigError(f"{COMMAND_LINE}: {flag}{text} {error}") from None
+
+
+def model_path(text: str, flag: str = "") -> Path:
+    """Return a model's folder; for a name in the hub's cache it says which folder that is."""
+    path = named_path(text, flag)
+    folder = model_folder(path)
+    if folder != path:
+        say_cached(flag, folder)
+    return Path(folder)
+
+
+def say_cached(where: str, folder: str | Path) -> None:
+    """Say on standard error which folder of the hub's cache a model comes from; once for all ranks."""
+    if (name := hub_name(folder)) and is_first_rank():
+        print(f"{where}{name} of the hub's local cache: {folder}", file=sys.stderr, flush=True)
 
 
 def read_flags(command: str, words: Sequence[str]) -> Words:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from compose.cli import COMMANDS
 from compose.cli.command_line import (
     flag_error,
+    model_path,
     number_of,
     parse,
     read_arguments,
@@ -126,7 +127,7 @@ def convert(arguments: Sequence[str]) -> int:
     folders, flags = given.plain, given.flags
     if len(folders) != 2:
         raise flag_error("convert", f"needs SOURCE and TARGET, got {len(folders)} folders")
-    source, target = (Path(word) for word in folders)
+    source, target = model_path(folders[0]), Path(folders[1])
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
         for flag in ("--original", "--dtype", "--merged"):
@@ -177,7 +178,7 @@ def tokenize(arguments: Sequence[str]) -> int:
     if missing or not files:
         raise flag_error("tokenize", f"needs {[*missing, 'FILES'][0]}; see --help")
     workers = number_of(given, "--workers", "processes", os.cpu_count() or 1)
-    tokenizer = open_tokenizer(Path(flags["--tokenizer"]))
+    tokenizer = open_tokenizer(model_path(flags["--tokenizer"], "--tokenizer: "))
     chat, added = "--chat" in flags, "--no-special-tokens" not in flags
     if chat and not added:
         template = "is for text; a chat has the tokens that its template writes"

@@ -23,12 +23,14 @@ from compose.cli.command_line import (
     device_problems,
     flag_error,
     launched_ranks,
+    model_path,
     named_path,
     read_words,
 )
 from compose.cli.sampling import Sampling, sample, text_of
 from compose.composition import Composition
 from compose.config import rules
+from compose.config.hugging_face import model_folder
 from compose.config.job import Job
 from compose.config.models import Sampler, find_model, max_seq_len
 from compose.config.tables import Checkpoint, Config, without_add_ons
@@ -71,7 +73,7 @@ def generate(arguments: Sequence[str]) -> int:
     words = read_words(arguments, sampler.flags if sampler else COMMANDS["generate"].flags)
     if len(words.plain) != 1:
         raise flag_error("generate", f"needs one CHECKPOINT, got {len(words.plain)}")
-    source = Path(words.plain[0])
+    source = model_path(words.plain[0])
     if sampler is None:
         _generate_text(source, words)
         return 0
@@ -89,7 +91,7 @@ def _source(arguments: Sequence[str]) -> Path | None:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            return Path(named_path(word))
+            return Path(model_folder(named_path(word)))
         if "=" not in word and word not in ("-h", "--help") and rest:
             rest.pop(0)
     return None
@@ -213,7 +215,7 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
     if given == Bytes.name or (not given and not there and size == Bytes.vocab_size):
         tokenizer: Tokenizer = Bytes()
     elif given or there:
-        tokenizer = open_tokenizer(Path(given) if given else beside)
+        tokenizer = open_tokenizer(model_path(given, "--tokenizer: ") if given else beside)
     else:
         raise ConfigError(
             f"{beside / FILE}: no such file, and model.vocab_size {size} is not that of bytes; give"

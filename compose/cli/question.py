@@ -3,11 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from compose.checkpoint.hf_folder import model_in
-from compose.cli.command_line import Words, flag_error, named_path, number_of, world_size_of
+from compose.cli.command_line import (
+    Words,
+    flag_error,
+    model_path,
+    named_path,
+    number_of,
+    world_size_of,
+)
 from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, given_keys, load, without_file
@@ -156,7 +162,7 @@ def gpus(text: str) -> tuple[str, int]:
 
 def model_keys(text: str) -> list[tuple[str, str]]:
     """Return the keys of [model] for a standard size, a preset, or a folder of Hugging Face."""
-    path = Path(named_path(text, "--model: "))
+    path = model_path(text, "--model: ")
     if path.is_dir() or path.suffix == ".json" or len(path.parts) > 1:
         if path.suffix == ".json" and path.name != "config.json":
             raise flag_error("--model", f"{text} should be a config.json, or a folder with one")

@@ -145,10 +145,16 @@ def hub_name(folder: str | Path) -> str:
 
 
 def no_folder(text: str | Path) -> str:
-    """Return the line for a folder that is not there, which may be a name of the hub."""
+    """Return the line for a model's folder that is not there."""
+    return unfetched(text) or f"{text}: no such folder"
+
+
+def unfetched(text: str | Path) -> str:
+    """Return the line for a name of the hub that is not in its cache; "" for any other text."""
     text = str(text)
-    if "/" not in text or not _HUB.fullmatch(text) or Path(text).parent.exists():
-        return f"{text}: no such folder"
+    named = "/" in text and _HUB.fullmatch(text) and not text.endswith(".json")
+    if not named or Path(text).parent.exists():
+        return ""
     return (
         f"{text}: is no folder; as a name of Hugging Face's hub it is not in the local cache"
         f" ({_cache()}), and nothing is downloaded here; fetch it with: hf download {text} --local-dir"

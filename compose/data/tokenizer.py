@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compose.config.hugging_face import unfetched
 from compose.data.special_tokens import (
     CONFIG,
     LLAMA,
@@ -170,7 +171,7 @@ def open_tokenizer(path: Path) -> JsonTokenizer:
     if path.is_dir():
         tokenizer_files(path)  # raises for a link out of the folder
     if not file.exists():
-        raise ConfigError(f"{file}: no such file")
+        raise ConfigError(unfetched(path) or f"{file}: no such file")
     return JsonTokenizer(file)
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 import train
+from compose.__main__ import main
 from compose.checkpoint.store import newest_first
+from compose.cli.question import model_keys
 from compose.config.hugging_face import hub_name, model_folder, no_folder
 from compose.config.tables import Config
 from compose.config.toml import dump, load, override
-from compose.errors import toml_value
+from compose.errors import ConfigError, leads_out, toml_value
 from tests.support.helpers import ROOT, make_config, refusal
 from tests.support.hugging_face import MODELS, assert_same, read_tensors, save_model
+from tests.support.tokenizers_made import save_tokenizer
 from tests.support.training import lines
 
 SHAPE: dict[str, object] = {"model__dim": 48, "model__hidden_dim": 80, "model__rope_theta": 7e4}
@@ -173,14 +176,69 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
 def test_names_that_the_cache_cannot_have(here: Path) -> None:
     snapshot = cached(here / "cache", "gpt2")
     assert model_folder("gpt2") == str(snapshot)
-    main = snapshot.parent.parent / "refs/main"
+    ref = snapshot.parent.parent / "refs/main"
     for odd in ("../../..", "", HASH[:-1], HASH.upper(), f"{HASH}/..", "0" * 40):
-        main.write_text(odd)
+        ref.write_text(odd)
         assert model_folder("gpt2") == "gpt2"
-    main.unlink()
-    os.mkfifo(main)  # it would never end
+    ref.unlink()
+    os.mkfifo(ref)  # it would never end
     assert model_folder("gpt2") == "gpt2"
     for text in ("", ".", "..", "a/b/c", "a--b", "../gpt2", "gpt2/", "-x/y", "x" * 97, "a b/c", "é/b"):
         assert model_folder(text) == text
         assert no_folder(text) == f"{text}: no such folder"
     assert "hf download" not in no_folder("cache/gone")  # a folder that is there has no such one
+
+
+def test_links_into_the_blobs_beside_a_snapshot_alone(here: Path) -> None:
+    snapshot = cached(here / "cache")
+    model, file = snapshot.parent.parent, snapshot / "config.json"
+    assert not leads_out(file, snapshot)
+    (here / "linked").symlink_to(snapshot)
+    assert not leads_out(here / "linked/config.json", here / "linked")
+    for inside in ("blobs/0", "snapshots/other/x"):
+        (model / inside).parent.mkdir(exist_ok=True)
+        (model / inside).write_text("{}")
+    (here / "cache/models--b/blobs").mkdir(parents=True)
+    (here / "cache/models--b/blobs/0").write_text("{}")
+    (model / "blobs/deep").mkdir()
+    (model / "blobs/out").symlink_to(here / "mine.toml")
+    odd = ("refs/main", "snapshots/other/x", "blobs/deep/x", "blobs/out", "../models--b/blobs/0")
+    for target in (*(model / each for each in odd), here / "mine.toml"):
+        file.unlink()
+        file.symlink_to(target)
+        assert leads_out(file, snapshot), target
+    # Folders of these names elsewhere are no cache.
+    plain = here / "snapshots/1"
+    plain.mkdir(parents=True)
+    (here / "blobs").mkdir()
+    (here / "blobs/0").write_text("{}")
+    (plain / "config.json").symlink_to("../../blobs/0")
+    assert leads_out(plain / "config.json", plain)
+
+
+NO_FOLDER = "is no folder; as a name of Hugging Face's hub it is not in the local cache"
+
+
+def test_commands_take_names_of_the_hub(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They say which folder it is, or how to fetch it."""
+    name = "some/Model-0.5B"
+    save_tokenizer(Path("hf"))
+    (here / "text").write_text("def f(): pass")
+    commands = [
+        ["convert", name, "run"],
+        ["tokenize", "--tokenizer", name, "--out=set", "--workers=1", "--end=<|end|>", "text"],
+        ["generate", name, "--prompt=def", "--max-tokens=1", "--tokenizer=bytes"],
+        ["verify", "mine.toml", f"--checkpoint.load_hf={name}", "--model.dims=1"],
+    ]
+    for words in commands:
+        assert f"{name}: {NO_FOLDER}" in refusal(main, words), words
+    with pytest.raises(ConfigError, match=NO_FOLDER):
+        model_keys(name)
+    snapshot = cached(here / "cache")
+    for words, flag in zip(commands[:3], ("", "--tokenizer: ", ""), strict=True):
+        assert main(words) == 0
+        assert f"{flag}{name} of the hub's local cache: {snapshot}\n" in capsys.readouterr().err
+    assert model_keys(name)[0] == ("model.name", "llama")
+    train.main(["mine.toml", f"--checkpoint.load_hf={name}", "--dry-run"])
+    line = f"checkpoint.load_hf: {name} of the hub's local cache: {snapshot}\n"
+    assert capsys.readouterr().err == f"--model: {line.partition(': ')[2]}{line}"

@@ -100,15 +100,16 @@ def test_a_shard_is_a_file(tmp_path: Path) -> None:
 
 def test_the_hub_s_cache_is_one_folder(tmp_path: Path) -> None:
     """There a snapshot is links to ../../blobs."""
-    made = token_set(tmp_path / "snapshots" / "0123")
-    (tmp_path / "blobs").mkdir()
+    place = tmp_path / "datasets--a--b"
+    made = token_set(place / "snapshots/0123")
+    (place / "blobs").mkdir()
     for number, path in enumerate(sorted(made.iterdir())):
-        blob = tmp_path / "blobs" / str(number)
+        blob = place / "blobs" / str(number)
         path.rename(blob)
         path.symlink_to(os.path.relpath(blob, made))
     assert open_token_set(made).tokens.read(0, 40).tolist() == list(range(40))
     (tmp_path / "secret").write_bytes(b"x" * 40)
-    (tmp_path / "blobs" / "model").symlink_to(tmp_path / "secret")
+    (place / "blobs/model").symlink_to(tmp_path / "secret")
     (made / "tokenizer.model").symlink_to("../../blobs/model")
     assert len(refused(made)) == 1
 
