@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,19 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     scale: LossScale | None = None  # the loss scale, in float16
+    validations: tuple[tuple[int, float | None], ...] = ()
+    """The step and loss of each validation so far; None for a loss that was not finite."""
+
+    def validated(self, loss: float | None) -> "Progress":
+        """Return the progress with a validation after its step; the same if there was none."""
+        if loss is None:
+            return self
+        measured = (self.step, loss if math.isfinite(loss) else None)
+        return replace(self, validations=(*self.validations, measured))
+
+    def is_among_best(self, count: int) -> bool:
+        """Tell whether the loss after this very step is one of the ``count`` lowest so far."""
+        return self.step in store.best_first(self.validations)[:count]
 
 
 @dataclass
@@ -147,7 +160,8 @@ class Checkpointer:
                 filled = load_beside(folder, self.beside, self.group)
                 self._compare_data(folder, known.data.model_dump(exclude_unset=True))
                 scale = LossScale(known.scale.value, known.scale.clean) if known.scale else None
-                progress = Progress(known.step, known.samples, known.tokens, scale)
+                counts = known.step, known.samples, known.tokens
+                progress = Progress(*counts, scale, known.validations)
                 self._say(f"{folder}: resumed after step {progress.step}")
                 dropped = rank_state.load(
                     folder, self.label, self.beside, self.group, filled, progress.step
@@ -278,7 +292,8 @@ class Checkpointer:
         self.report.problem, self.report.bytes = result = self._agreed(result)
         self.report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
-            self._prune(self.root / store.name_of(progress.step))
+            best = store.best_first(progress.validations)[: self.config.checkpoint.keep_best]
+            self._prune(self.root / store.name_of(progress.step), best)
 
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """Publish what all ranks have written; return (problem, bytes)."""
@@ -293,10 +308,10 @@ class Checkpointer:
             store.mark(self.root.parent)
         return ["", sum(entry["size"] for entry in everything.values())]
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path, best: Sequence[int] = ()) -> None:
         keep, before = self.config.checkpoint, self.peers.newest_common(self.root)
         try:
-            store.prune(self.root, keep.keep_last, keep.keep_every, newest, before)
+            store.prune(self.root, keep.keep_last, keep.keep_every, newest, before, best)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {cause_of(error)}"
             self._say(f"{self.root}: {problem}", own=True)

@@ -195,11 +195,18 @@ def is_hugging_face(folder: Path) -> bool:
     return weights and (folder / "config.json").exists()
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is a checkpoint, else those of the run in it, newest first."""
+def checkpoints(folder: Path, best: bool = False) -> list[Path]:
+    """Return ``folder`` if it is a checkpoint, else those of the run in it, newest first.
+
+    With ``best``, return those whose validation loss is known, and the one with the lowest first.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{COMMAND_LINE}: {no_folder(folder)}")
     if any((folder / name).exists() for name in (store.MANIFEST, METADATA)):
+        if best:
+            raise ConfigError(
+                f"{COMMAND_LINE}: --best: {folder} is one checkpoint; name its run's folder"
+            )
         return [folder]
     result, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
     outside = [path for path in (root, *result) if leads_out(path, folder)]
@@ -209,6 +216,11 @@ def checkpoints(folder: Path) -> list[Path]:
         raise ConfigError(
             f"{COMMAND_LINE}: {folder}: is neither a checkpoint ({store.MANIFEST}) nor Hugging Face's"
             f" folder (config.json, and {WHOLE} or {INDEX})"
+        )
+    if best and not (result := store.with_best_first(result)):
+        raise ConfigError(
+            f"{COMMAND_LINE}: --best: {folder}: no checkpoint in it has a validation loss; a run with"
+            " train.validate_every and checkpoint.keep_best has some"
         )
     return result
 

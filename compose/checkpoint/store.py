@@ -5,6 +5,7 @@ renaming, which is atomic. So a folder ``step-00000100`` was complete once, and 
 size and checksum of every file, shows whether it still is.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import platform
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,7 @@ class State:
     model: ModelFields
     lora: Adapters | None = None
     scale: Scale | None = None
+    validations: tuple[tuple[Count, float | None], ...] = ()
     hugging_face: str | None = None
     data: DataFields = field(default_factory=DataFields)
     seed: int = 0
@@ -261,11 +263,33 @@ def _problem(path: Path, entry: FileEntry) -> str:
     return ""
 
 
-def prune(root: Path, keep_last: int, keep_every: int, newest: Path, before: float = math.inf) -> None:
-    """Delete old checkpoints, but no folder without a manifest."""
+def best_first(validations: Iterable[tuple[int, float | None]]) -> list[int]:
+    """Return the steps of (step, validation loss), the lowest loss first; of equal ones the earlier."""
+    return [step for _, step in sorted((loss, step) for step, loss in validations if loss is not None)]
+
+
+def with_best_first(folders: Sequence[Path]) -> list[Path]:
+    """Return those of a run's checkpoints, newest first, whose validation loss is known, best first."""
+    for folder in folders:
+        with contextlib.suppress(ConfigError):  # of a damaged one
+            by_step = {step_of(each): each for each in folders}
+            best = best_first(read_state(folder).validations)
+            return [by_step[step] for step in best if step in by_step]
+    return []
+
+
+def prune(
+    root: Path,
+    keep_last: int,
+    keep_every: int,
+    newest: Path,
+    before: float = math.inf,
+    best: Collection[int] = (),
+) -> None:
+    """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``."""
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
-        kept = kept or step_of(folder) >= before
+        kept = kept or step_of(folder) >= before or step_of(folder) in best
         others = folder.is_symlink() or not (folder / MANIFEST).exists()
         if kept or folder == newest or others:
             continue

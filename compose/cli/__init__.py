@@ -108,10 +108,10 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
         "commands",
         "Convert Hugging Face weights to a checkpoint or back:"
         " python -m compose convert SOURCE TARGET.",
-        _flags("--config FILE.toml, --original FOLDER, --dtype TYPE, --merged"),
+        _flags("--config FILE.toml, --original FOLDER, --dtype TYPE, --merged, --best"),
         """\
 python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
-    [--merged]
+    [--merged] [--best]
 
 SOURCE is Hugging Face's folder (config.json and safetensors), and TARGET becomes the folder of a run
 that begins with its weights; or SOURCE is a checkpoint, or the folder of a run, whose newest is taken,
@@ -122,6 +122,7 @@ that peft opens, or with --merged one of whole weights, with the adapters added 
   --original  Hugging Face's folder with the tokenizer, to be copied to one
   --dtype     float32 (the default), bfloat16 or float16, of the weights in Hugging Face's folder
   --merged    write whole weights, with the adapters of a run added to them
+  --best      of a run's checkpoints the one with the lowest validation loss (checkpoint.keep_best)
 """,
         file=False,
     ),
@@ -160,12 +161,12 @@ of UTF-8 text. Started again, it goes on where it was.
         _flags(
             "--prompt TEXT, --prompts FILE, --chat, --max-tokens N, --temperature T, "
             "--top-p P, --seed S, --cache auto|on|off, --no-special-tokens, "
-            "--tokenizer FILE"
+            "--tokenizer FILE, --best"
         ),
         """\
 python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [--max-tokens N]
     [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
-    [--tokenizer FILE] [--table.key=value ...]
+    [--tokenizer FILE] [--best] [--table.key=value ...]
 
 CHECKPOINT is a checkpoint, the folder of a run, whose newest whole one is taken, or Hugging Face's
 folder. Under torchrun all ranks hold the model together: parallel.dp_shard = -1 and zero = 3, if keys
@@ -187,6 +188,7 @@ alone is shown
 it can be
   --no-special-tokens encode the prompt as ordinary text, with nothing added or recognised in it
   --tokenizer         tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes
+  --best              of a run's checkpoints the one with the lowest validation loss
 """,
         file=False,
     ),

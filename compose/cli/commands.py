@@ -130,7 +130,7 @@ def convert(arguments: Sequence[str]) -> int:
     source, target = model_path(folders[0]), Path(folders[1])
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
-        for flag in ("--original", "--dtype", "--merged"):
+        for flag in ("--original", "--dtype", "--merged", "--best"):
             if flag in flags:
                 raise flag_error(flag, "is for the way to Hugging Face")
         done = import_(source, target, config or Config(model=model_in(source)))
@@ -141,7 +141,10 @@ def convert(arguments: Sequence[str]) -> int:
         if name not in kinds:
             raise flag_error("--dtype", f"{name} is none of {', '.join(kinds)}")
         original = Path(flags["--original"]) if "--original" in flags else None
-        checkpoint, merged, adapters = checkpoints(source)[0], "--merged" in flags, False
+        checkpoint, merged = checkpoints(source, "--best" in flags)[0], "--merged" in flags
+        adapters = False
+        if "--best" in flags:
+            print(f"{checkpoint}: has the lowest validation loss", flush=True)
         with contextlib.suppress(ConfigError):  # the export says what is wrong
             adapters = read_state(checkpoint).lora is not None
         if merged and not adapters:

@@ -50,11 +50,11 @@ from compose.train.processes import process_group
 Prompt = str | Chat
 """A text, or the messages before a reply."""
 _SAMPLES_USAGE = """\
-python -m compose generate CHECKPOINT {flags}
+python -m compose generate CHECKPOINT {flags} [--best]
     [--table.key=value ...]
 
-CHECKPOINT is a checkpoint, or the folder of a run, whose newest whole one is taken. Under torchrun all
-ranks hold the model together.
+CHECKPOINT is a checkpoint, or the folder of a run, whose newest whole one is taken, or with --best the
+one with the lowest validation loss. Under torchrun all ranks hold the model together.
 """
 
 
@@ -70,14 +70,15 @@ def generate(arguments: Sequence[str]) -> int:
         print(_SAMPLES_USAGE.format(flags=flags))
         print(*(f"  {name:<13}{words}" for name, words in sampler.flags.items()), sep="\n")
         return 0
-    words = read_words(arguments, sampler.flags if sampler else COMMANDS["generate"].flags)
+    flags = {**sampler.flags, "--best": ""} if sampler else COMMANDS["generate"].flags
+    words = read_words(arguments, flags)
     if len(words.plain) != 1:
         raise flag_error("generate", f"needs one CHECKPOINT, got {len(words.plain)}")
     source = model_path(words.plain[0])
     if sampler is None:
         _generate_text(source, words)
         return 0
-    folders = checkpoints(source)
+    folders = checkpoints(source, words.flags.pop("--best", None) is not None)
     job = job_of(source, folders, words.overrides, grows=False)
     make = sampler.prepare(job.config, words.flags)
     with process_group(job.config) as device:
@@ -92,7 +93,7 @@ def _source(arguments: Sequence[str]) -> Path | None:
         word = rest.pop(0)
         if not word.startswith("-"):
             return Path(model_folder(named_path(word)))
-        if "=" not in word and word not in ("-h", "--help") and rest:
+        if "=" not in word and word not in ("-h", "--help", "--best") and rest:
             rest.pop(0)
     return None
 
@@ -123,7 +124,10 @@ def _generate_text(source: Path, words: Words) -> None:
     """Continue a text with a trained model."""
     prompts = given_prompts(words.given)
     sampling = _sampling(words.flags)
-    folders = [] if is_hugging_face(source) else checkpoints(source)
+    best = "--best" in words.flags
+    if best and is_hugging_face(source):
+        raise flag_error("--best", f"{source} is Hugging Face's folder, and has no checkpoints")
+    folders = [] if is_hugging_face(source) else checkpoints(source, best)
     job = job_of(source, folders, words.overrides)
     tokenizer = _tokenizer(words.flags.get("--tokenizer", ""), source, folders, job.config)
     beside = kept_tokenizer(folders[0]) if folders else source

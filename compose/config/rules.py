@@ -169,6 +169,34 @@ def _validation(job: Job) -> None:
 
 
 @RUN.add(
+    "train.patience and checkpoint.keep_best go with train.validate_every, and keep_best with"
+    " checkpoint.interval",
+    "they compare validation losses, and a run without checkpoints has none to keep",
+)
+def _best(job: Job) -> None:
+    train, keep = job.config.train, job.config.checkpoint
+    keys = {"train.patience": train.patience, "checkpoint.keep_best": keep.keep_best}
+    problems = [
+        f"{key}: {value} compares validation losses, and none is measured; set train.validate_every"
+        f" and data.validation, or {key} = 0"
+        for key, value in keys.items()
+        if value and not train.validate_every
+    ]
+    if keep.keep_best and not keep.interval:
+        problems.append(
+            f"checkpoint.keep_best: {keep.keep_best} keeps checkpoints, and the run has none; set"
+            " checkpoint.interval, or checkpoint.keep_best = 0"
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+RUN.add("train.min_delta goes with train.patience", "without it nothing counts improvements")(
+    setup.all_keys_read("train", lambda job: job.config.train)
+)
+
+
+@RUN.add(
     "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
     " layers hold matrices",
     "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",

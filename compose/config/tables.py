@@ -13,7 +13,7 @@ from pydantic import Field
 from compose.composition import Options
 from compose.config.addons import ADD_ONS, brought
 from compose.config.hugging_face import ModelFolderPath
-from compose.errors import LocalPath, LocalPaths, NonNegative, Positive, Weight
+from compose.errors import LocalPath, LocalPaths, NonNegative, Positive, ReadWith, Weight
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
 from compose.memory.lora import Lora
@@ -21,6 +21,8 @@ from compose.memory.precision import Precision
 from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
+
+_PATIENCE = ReadWith("is read with patience; set {}", patience=())
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class Train:
     """Samples per rank in one forward pass; the rest of the rank's share is accumulated."""
     validate_every: NonNegative = 0
     """Steps between measurements of the validation loss, one at the end besides; 0 is never."""
+    patience: NonNegative = 0
+    """End the run after so many validations in a row without an improvement; 0: all steps are taken."""
+    min_delta: Annotated[float, Field(ge=0), _PATIENCE] = 0.0
+    """Nats by which a validation loss must be below the best one to be an improvement."""
     seed: NonNegative = 0
     """Seed of the initial weights and of the order of the samples."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -117,6 +123,8 @@ class Checkpoint:
     """Newest checkpoints to keep."""
     keep_every: NonNegative = 0
     """Keep those of every so many steps too; 0 is none."""
+    keep_best: NonNegative = 0
+    """Save after a validation whose loss is among this many lowest, and keep these too; 0 is none."""
     fail_after: NonNegative = 0
     """Stop the run after so many failed saves; 0 trains on."""
 

@@ -358,9 +358,10 @@ def dump(config: Config) -> str:
 def values_of(config: Config) -> Iterator[tuple[str, str, Any]]:
     """Yield (table, key, value) of every key, with those of the model's own config."""
     for table, kind in TABLES.items():
-        values, names = table_of(config, table), docs(kind)
-        if kind is Train and values.epochs:  # the steps follow from the data, which are not open yet
-            names.pop("steps")
+        values = table_of(config, table)
+        # With epochs the steps follow from the data, which are not open yet.
+        left_out = "steps" if kind is Train and values.epochs else ""
+        names = (key for key in docs(kind) if key != left_out)
         yield from ((table, key, getattr(values, attribute(key))) for key in names)
         if isinstance(values, Model):
             yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))

@@ -98,6 +98,19 @@ def _density(job: "Job") -> None:
         )
 
 
+def _one_loss(job: "Job") -> None:
+    train, keep = job.config.train, job.config.checkpoint
+    keys = {"train.patience": train.patience, "checkpoint.keep_best": keep.keep_best}
+    problems = [
+        f"{key}: {value} goes by one validation loss, and each island has its own; use {key} = 0, or"
+        " outer.every = 0"
+        for key, value in keys.items()
+        if value and job.config.outer.every
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
 ISLANDS: list["Rule[Job]"] = [
     Rule(
         "with outer.every, dp_replicate is 2 or more",
@@ -119,5 +132,10 @@ ISLANDS: list["Rule[Job]"] = [
         "outer.density is a multiple of 4 / 4,096",
         "what is sent of a row fills whole bytes",
         _density,
+    ),
+    Rule(
+        "train.patience and checkpoint.keep_best go without outer.every",
+        "each island has a validation loss of its own, and all must end and save at the same steps",
+        _one_loss,
     ),
 ]

@@ -30,7 +30,16 @@ _LENGTH = 32  # of the hash before the content
 # Tables and keys that do not decide what a step does on meta.
 _TABLES = ("run", "data", "checkpoint", "metrics", "profile", "source", "model", "parallel")
 _KEYS = {
-    "train": ("steps", "epochs", "stop_after", "global_batch", "validate_every", "seed"),
+    "train": (
+        "steps",
+        "epochs",
+        "stop_after",
+        "global_batch",
+        "validate_every",
+        "patience",
+        "min_delta",
+        "seed",
+    ),
     "optimizer": (
         "lr",
         "beta1",

@@ -1,9 +1,11 @@
 """Forward alone, on any mesh: the loss of a batch or of all validation data, or the model's output."""
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -122,4 +124,19 @@ class Validation:
                 composition, here, micro_batch=train.micro_batch, loss_function=self.function
             )
             total, count = total + loss, count + targets
-        return (total / count.clamp(min=1)).item()
+        mean = total / count.clamp(min=1)
+        dist.broadcast(mean, src=0)  # decisions follow from it, which must be the same on every rank
+        return mean.item()
+
+    def enough(self, validations: Sequence[tuple[int, float | None]]) -> str:
+        """Return why a run with these (step, loss) ends by ``train.patience``; "" if it goes on."""
+        train, best, at, waited = self.job.config.train, math.inf, 0, 0
+        for step, loss in validations:
+            if loss is not None and loss < best - train.min_delta:
+                best, at, waited = loss, step, 0
+            else:
+                waited += 1
+        if not 0 < train.patience <= waited:
+            return ""
+        than = f"on {best:.4f} of step {at}" if at else "on a loss that is not finite"
+        return f"{waited} validations in a row are no improvement {than} (train.patience)"

@@ -122,13 +122,17 @@ class Trainer:
         """Take the steps that are left; return what to raise if a signal has stopped the run."""
         saving, last = self.config.checkpoint, self.config.train.last_step
         first = self.progress.step + 1
-        for number in range(first, last + 1):
+        enough = self.validation.enough(self.progress.validations)
+        while self.progress.step < last and not enough:
+            number = self.progress.step + 1
             for hook in self.hooks:
                 hook.before_step(number)
             metrics = self.step()
             for hook in self.hooks:
                 hook.after_step(number)
             measured = self.validation.loss(self.composition, number)
+            self.progress = self.progress.validated(measured)
+            enough = self.validation.enough(self.progress.validations)
             if number == first:
                 set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.group)
             self.report.write(replace(metrics, validation_loss=measured))
@@ -140,8 +144,11 @@ class Trainer:
                     f"step {number}: {saving.fail_after} checkpoints could not be saved"
                     " (checkpoint.fail_after)"
                 )
-            if saving.interval and (number % saving.interval == 0 or number == last):
+            due = number == last or enough or self.progress.is_among_best(saving.keep_best)
+            if saving.interval and (due or number % saving.interval == 0):
                 self.checkpointer.save(self.progress)
+        if enough:
+            self.report.say(f"stopped after step {self.progress.step}: {enough}")
         for hook in self.hooks:
             hook.finish()
         return None
@@ -212,6 +219,7 @@ class Trainer:
             before.samples + train.global_batch,
             before.tokens + self.step_tokens,
             before.scale and before.scale.after(finite),
+            before.validations,
         )
         saved = self.checkpointer.finished()
         metrics = StepMetrics(

@@ -48,6 +48,16 @@ REFUSED: list[tuple[Keys, str]] = [
         "train.global_batch: 16 is not a multiple of dp_replicate x dp_shard x train.micro_batch ="
         " 2 x 16 = 32; nearest: 32, or train.micro_batch = 8",
     ),
+    (
+        outer(every=4)
+        | TWO
+        | {"data__validation": "stdlib", "train__validate_every": 2, "train__patience": 3}
+        | {"checkpoint__interval": 2, "checkpoint__keep_best": 1},
+        "train.patience: 3 goes by one validation loss, and each island has its own; use train.patience"
+        " = 0, or outer.every = 0\n"
+        "checkpoint.keep_best: 1 goes by one validation loss, and each island has its own; use"
+        " checkpoint.keep_best = 0, or outer.every = 0",
+    ),
     (outer(mix=1.0) | TWO, "command line: outer.mix: 1.0 should be less than 1"),
     (outer(evry=4) | TWO, "command line: outer.evry: unknown key; did you mean outer.every?"),
     (

@@ -1,9 +1,13 @@
 """Forward alone on every axis: the loss of one process, and nothing that a next step would notice."""
 
 import copy
+import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose.build import build, build_optimizer, fill_weights
+from compose.checkpoint import store
+from compose.checkpoint.checkpointer import Progress
+from compose.checkpoint.hf_folder import checkpoints
 from compose.checkpoint.local_shards import local_shard_of
 from compose.composition import Composition
 from compose.config.job import Job
@@ -29,8 +36,9 @@ from compose.pipeline.timeline import simulate
 from compose.train.evaluate import Validation, evaluate
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.collectives import counted_collectives
-from tests.support.helpers import ROOT, keys_in, make_job, refusal, tier
+from tests.support.helpers import ROOT, Keys, keys_in, make_job, refusal, refusals, tier
 from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines, train
 
 CPU = torch.device("cpu")
 ROWS = 12  # of the batch that is evaluated, the last ones of it filled up
@@ -138,6 +146,102 @@ def test_validation_loss_is_the_mean_over_all_targets(pool: Pool, tmp_path: Path
     for due, expected, other in pool.run(_validation, 2, file):
         assert due == pytest.approx(expected, rel=1e-6)
         assert other is None
+
+
+NONE = "compares validation losses, and none is measured; set train.validate_every and data.validation"
+VALIDATED: Keys = {"data__validation": "stdlib", "train__validate_every": 2}
+REFUSED: list[tuple[Keys, str]] = [
+    ({"train__patience": 3}, f"train.patience: 3 {NONE}, or train.patience = 0"),
+    (
+        {"checkpoint__keep_best": 2, "checkpoint__interval": 5},
+        f"checkpoint.keep_best: 2 {NONE}, or checkpoint.keep_best = 0",
+    ),
+    (
+        VALIDATED | {"checkpoint__keep_best": 2},
+        "checkpoint.keep_best: 2 keeps checkpoints, and the run has none; set checkpoint.interval, or"
+        " checkpoint.keep_best = 0",
+    ),
+    (
+        VALIDATED | {"train__min_delta": 0.1},
+        "train.min_delta: 0.1 is read with patience; set train.patience",
+    ),
+]
+test_what_goes_by_validation_is_refused_without = refusals(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "min_delta", "ends_after"),
+    [
+        ([3.0, 2.0, 2.0, 2.5, 1.0], 2, 0.0, 4),
+        ([3.0, 2.0, 2.5, 1.0, 1.0], 2, 0.0, None),
+        # A fall of less than min_delta is none, and the best is still the former one.
+        ([3.0, 2.95, 2.91, 2.0], 2, 0.1, 3),
+        ([3.0, 2.95, 2.89, 2.0], 2, 0.1, None),
+        ([math.nan, math.inf, 1.0], 2, 0.0, 2),
+        ([3.0, 3.0, 3.0], 0, 0.0, None),
+    ],
+)
+def test_patience(losses: list[float], patience: int, min_delta: float, ends_after: int | None) -> None:
+    keys = VALIDATED | {"train__patience": patience, "train__min_delta": min_delta}
+    validation, progress = Validation(make_job(1, **keys), None, CPU), Progress()
+    for number, loss in enumerate(losses, start=1):
+        progress = replace(progress, step=2 * number).validated(loss)
+        assert bool(validation.enough(progress.validations)) == (number == ends_after)
+        if number == ends_after:
+            break
+
+
+def _decided(keys: Keys, losses: Mapping[int, float]) -> list[str]:
+    """Train with these validation losses, and return the lines about an early end."""
+
+    def loss(self: Validation, composition: Any, step: int) -> float | None:
+        return losses.get(step)
+
+    with mock.patch.object(Validation, "loss", loss), mock.patch("builtins.print") as said:
+        train(keys)
+    return [str(call.args[0]) for call in said.call_args_list if "stopped" in str(call.args[0])]
+
+
+@pytest.mark.parametrize("stop", [*(pytest.param(n, marks=tier(slow=True)) for n in (0, 6, 8)), 5])
+def test_decisions_outlive_a_stop(pool: Pool, tmp_path: Path, stop: int) -> None:
+    """The two best are kept, and the run ends when it should, wherever it was begun again."""
+    losses = dict(zip(range(2, 18, 2), [4.0, 2.0, 3.0, 2.5, 2.1, 2.2, 1.0, 0.5], strict=True))
+    keys = keys_for(
+        tmp_path,
+        **VALIDATED,
+        model__n_layers=1,
+        train__seq_len=16,
+        train__global_batch=2,
+        train__steps=16,
+        train__patience=4,
+        checkpoint__interval=5,
+        checkpoint__keep_last=1,
+        checkpoint__keep_best=2,
+    )
+    if stop:
+        assert pool.run(_decided, 1, keys | {"train__stop_after": stop}, losses) == [[]]
+    said = "stopped after step 12: 4 validations in a row are no improvement on 2.0000 of step 4"
+    assert pool.run(_decided, 1, keys, losses) == [[f"{said} (train.patience)"]]
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+    folders = store.newest_first(tmp_path / "checkpoints")
+    assert [store.step_of(folder) for folder in folders] == [12, 10, 4]
+    assert [store.step_of(folder) for folder in checkpoints(tmp_path, best=True)] == [4, 10, 12]
+    # Nothing is left to train, and that is said again.
+    assert pool.run(_decided, 1, keys, losses) == [[f"{said} (train.patience)"]]
+    assert len(lines(tmp_path)) == 12
+
+
+def test_the_best_of_what_was_never_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / store.name_of(2)
+    folder.mkdir(parents=True)
+    assert refusal(checkpoints, tmp_path, best=True) == (
+        f"command line: --best: {tmp_path}: no checkpoint in it has a validation loss; a run with"
+        " train.validate_every and checkpoint.keep_best has some"
+    )
+    (folder / store.MANIFEST).touch()
+    assert refusal(checkpoints, folder, best=True) == (
+        f"command line: --best: {folder} is one checkpoint; name its run's folder"
+    )
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
