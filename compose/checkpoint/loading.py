@@ -180,7 +180,7 @@ def workers_of(folder: Path) -> int:
 def changes(folder: Path, config: Config) -> list[str]:
     """List the keys that decide how a run trains on, and have changed; data are compared elsewhere."""
     was, now, result = _config(folder), tomllib.loads(dump(config)), []
-    for table in ("model", "train", "optimizer", "precision", "outer"):
+    for table in ("model", "train", "optimizer", "precision", "outer", "dpo"):
         before: Any = was.get(table)
         for key, value in now[table].items() if isinstance(before, dict) else ():
             same = key not in before or before[key] == value

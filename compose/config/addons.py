@@ -6,6 +6,7 @@ The package ``compose.<name>`` brings, each under one of these names of its ``__
     compress(options, mesh)  the messages that a composition sends in another way (composition.Messages)
     composition_rules()  rules of what ``compose.apply`` carries out
     run_rules()          rules of a run
+    task(config)         what a model of the next token learns in its place, or None
     hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)
     islands(config)      how many parts of the job train alone
 """
@@ -17,6 +18,7 @@ from typing import Any
 ADD_ONS = {
     "compression": "comm",
     "diloco": "comm",
+    "preference": "train",
     "profiling": "metrics",
 }
 """The add-ons, each with the table that its own tables follow."""

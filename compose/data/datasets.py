@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compose.config.addons import brought
 from compose.config.models import Sampler, Task, find_model
 from compose.config.tables import Config
 from compose.data.batches import Batches
@@ -60,8 +61,10 @@ class LanguageModelling:
 
 
 def task_of(config: Config) -> Task:
-    """Return the task that the model of ``config`` learns."""
-    return find_model(config.model.name).task or LanguageModelling()
+    """Return the task that the model of ``config`` learns: its folder's own, or an add-on's."""
+    own = find_model(config.model.name).task
+    others = (task(config) for _, task in brought("task"))
+    return own or next(filter(None, others), None) or LanguageModelling()
 
 
 class OpenData(NamedTuple):

@@ -84,6 +84,8 @@ class Conversations:
     ``seq_len`` inputs, and dropped if no target is left.
     """
 
+    what = "conversation"
+
     def __init__(self, name: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> None:
         assert token_set.trained is not None
         self.name, self.seq_len, self.vocab_size = name, seq_len, vocab_size
@@ -91,17 +93,25 @@ class Conversations:
         self.tokenizer: str | None = token_set.manifest.tokenizer.sha256
         self.tokens, self.trained = token_set.tokens, token_set.trained
         self.starts = np.concatenate([[0], token_set.ends[:-1]]).astype(np.int64)
-        lengths = np.minimum(token_set.ends - self.starts - 1, seq_len)
-        self.cut = np.flatnonzero(token_set.ends - self.starts - 1 > seq_len)
+        sizes = token_set.ends - self.starts - 1
+        limits = self.limits(sizes)
+        self.cut, self.lengths = np.flatnonzero(sizes > limits), np.minimum(sizes, limits)
         for number in self.cut.tolist():
-            if not self._learnt(number, seq_len).any():
-                lengths[number] = 0
-        self.lengths = lengths
-        self.bins = pack_into_bins(lengths, seq_len)
+            if not self._learnt(number, int(limits[number])).any():
+                self.lengths[number] = 0
+        self.bins = self.binned()
         if not self.bins:
             raise ConfigError(
-                f"{name} has no conversation with something to learn within train.seq_len {seq_len}"
+                f"{name} has no {self.what} with something to learn within train.seq_len {seq_len}"
             )
+
+    def limits(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the most inputs of each conversation, of so many inputs each."""
+        return np.full_like(sizes, self.seq_len)
+
+    def binned(self) -> list[list[int]]:
+        """Return the conversations of each sample."""
+        return pack_into_bins(self.lengths, self.seq_len)
 
     @property
     def content(self) -> str:
@@ -260,14 +270,16 @@ class Windows:
         return {name: value[0] for name, value in batch.items()}
 
 
-def open_samples(path: str, data: Data, seq_len: int, vocab_size: int) -> Samples:
-    """Open the samples at ``path``."""
+def open_samples(
+    path: str, data: Data, seq_len: int, vocab_size: int, pairs: type[Conversations] | None = None
+) -> Samples:
+    """Open the samples at ``path``; ``pairs`` is the class of those of a token set of pairs."""
     if path == "stdlib":
         return Windows(path, _stdlib(), SEPARATOR, seq_len, vocab_size, "")
     if os.path.isdir(path):
         if not (Path(path) / MANIFEST).exists():
             raise ConfigError(f"{path} {_what_it_is(Path(path), path)}")
-        return _of_token_set(path, open_token_set(Path(path)), seq_len, vocab_size)
+        return _of_token_set(path, open_token_set(Path(path)), seq_len, vocab_size, pairs)
     result = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     paths = sorted(each for each in map(Path, result) if each.is_file())
     if not paths:
@@ -317,7 +329,13 @@ def _what_it_is(folder: Path, path: str) -> str:
     return f"is a folder without {MANIFEST}; name its files, as {path}/*, or tokenize them first"
 
 
-def _of_token_set(path: str, token_set: TokenSet, seq_len: int, vocab_size: int) -> Samples:
+def _of_token_set(
+    path: str,
+    token_set: TokenSet,
+    seq_len: int,
+    vocab_size: int,
+    pairs: type[Conversations] | None,
+) -> Samples:
     tokenizer = token_set.manifest.tokenizer
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -326,6 +344,10 @@ def _of_token_set(path: str, token_set: TokenSet, seq_len: int, vocab_size: int)
         )
     if token_set.manifest.kind == "chat":
         return Conversations(path, token_set, seq_len, vocab_size)
+    if token_set.manifest.kind == "pairs":
+        if pairs is None:
+            raise ConfigError(f"{path} holds pairs of replies; set dpo.beta = 0.1 to learn from them")
+        return pairs(path, token_set, seq_len, vocab_size)
     row, end = token_set.tokens, tokenizer.end
     return Windows(path, row, end, seq_len, vocab_size, tokenizer.sha256, token_set)
 

@@ -192,7 +192,7 @@ class _Shard(BaseModel):
 class Manifest(BaseModel):
     """The used part of a manifest."""
 
-    kind: Literal["text", "chat"]
+    kind: Literal["text", "chat", "pairs"]
     dtype: Literal["<u2", "<u4"]  # no others: numpy's dtype "O" would follow pointers
     tokenizer: _Tokenizer
     shards: list[_Shard]
@@ -223,7 +223,7 @@ def open_token_set(folder: Path) -> TokenSet:
     if version != FORMAT:
         raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")
     manifest = read_json(path, Manifest)
-    tokenizer, chat = manifest.tokenizer, manifest.kind == "chat"
+    tokenizer, chat = manifest.tokenizer, manifest.kind != "text"
     if tokenizer.end >= tokenizer.vocab_size or (tokenizer.end < 0 and not chat):
         raise ConfigError(f"{path}: tokenizer.end: {tokenizer.end} is no id of its vocabulary")
     problems: list[str] = []
@@ -241,6 +241,8 @@ def open_token_set(folder: Path) -> TokenSet:
     trained = files("trained", "u1", "tokens") if chat else []
     if problems:
         raise ConfigError(*problems)
+    if manifest.kind == "pairs" and any(shard.documents % 2 for shard in manifest.shards):
+        raise ConfigError(f"{path}: a shard of pairs has an odd number of documents")
     tokenizer_files(folder)  # a run copies these files
     joined = _joined_ends(folder, manifest.shards, ends)
     return TokenSet(folder, manifest, TokenRow(tokens), joined, TokenRow(trained) if chat else None)

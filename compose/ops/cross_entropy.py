@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from compose.errors import ConfigError
 from compose.ops import operators
-from compose.ops.batch import IGNORE
+from compose.ops.batch import IGNORE, count_targets
 from compose.ops.compiled import compiles, run_compiled
 
 # Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.
@@ -33,7 +33,15 @@ AT_ONCE = {"cpu": 2**17}
 MANY = 2**26
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Takes a model's output and its targets, and returns a sum over targets, a scalar."""
+"""Takes a model's output and its targets, and returns a sum over targets, a scalar.
+
+It may have ``count(targets)``: over how many its mean is, if not over targets. It may have ``begin``
+(compose/train/step.py), which prepares it for a batch."""
+
+
+def count_for(function: LossFunction, targets: Tensor) -> Tensor:
+    """Return by how many a sum of ``function`` is divided, a scalar; most often the targets."""
+    return getattr(function, "count", count_targets)(targets)
 
 
 def logits_of(output: Any) -> Any:
@@ -61,7 +69,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             f"loss_function: cross_entropy takes logits, and the model returned a"
             f" {type(logits).__name__}; give a loss_function that takes that"
         )
-    return token_losses(logits.flatten(0, 1), targets.flatten())
+    return token_losses(logits.flatten(0, 1), targets.flatten()).sum()
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -120,10 +128,10 @@ class VocabularyRows:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of -log softmax(logits)[target] over targets (T,) other than IGNORE.
+    """Return -log softmax(logits)[target] of targets (T,), and 0 for those of IGNORE.
 
-    Logits are (T, V), local or a DTensor on one axis that is whole or sharded over V. The result is
-    local, the same on every rank of the axis, in float32 or wider. A target that is no row of the
+    Logits are (T, V), local or a DTensor on one axis that is whole or sharded over V. The result (T,)
+    is local, the same on every rank of the axis, in float32 or wider. A target that is no row of the
     vocabulary raises RuntimeError; where ranks share the vocabulary the loss is infinite instead.
     """
     rows = VocabularyRows.of_logits(logits) if isinstance(logits, DTensor) else VocabularyRows()
@@ -159,14 +167,14 @@ class _CrossEntropy(torch.autograd.Function):
         # The part of each sum that is this rank's; a kernel needs the sum alone.
         share = log_zs if ctx.compiled else (parts[0] - log_zs).exp_()
         ctx.save_for_backward(logits, at, here, share, ignored)
-        return (log_zs - target).masked_fill_(ignored, 0.0).sum()
+        return (log_zs - target).masked_fill_(ignored, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, at, here, share, ignored = ctx.saved_tensors
         wide = share.dtype
-        scale = grads[0].to(wide).expand(len(logits)).masked_fill(ignored, 0.0)
+        scale = grads[0].to(wide).masked_fill(ignored, 0.0)
         if ctx.compiled:
             return run_compiled(fused_softmax, logits, share, scale, at, here), None, None
         gradient, scale = torch.empty_like(logits), scale[:, None]

@@ -38,6 +38,9 @@ _PLACES: dict[Cut, tuple[Placement, bool, Placement, bool]] = {
 class Adapter(nn.Module):
     """The adapter of an nn.Linear; it is the layer's child, and a hook adds its output."""
 
+    off = False
+    """Whether the layer computes as if it had no adapter."""
+
     def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
         device = layer.weight.device
@@ -55,7 +58,8 @@ class Adapter(nn.Module):
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + layer.get_submodule("lora")(inputs[0])
+    adapter = layer.get_submodule("lora")
+    return output if adapter.off else output + adapter(inputs[0])
 
 
 class AdapterParallel(ParallelStyle):

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from compose.memory.float8 import NOTHING, Choice, apply_float8
 from compose.memory.precision import Precision
-from compose.ops.batch import count_targets
-from compose.ops.cross_entropy import LossFunction
+from compose.ops.cross_entropy import LossFunction, count_for
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.parallel.expert_parallel import routers
 from compose.proof.optimizers import Named
@@ -123,7 +122,7 @@ class OneProcess:
         self.received = given.received if given else {}
         self.parts = {}
         targets = batch["targets"]
-        count = count_targets(targets).clamp(min=1)
+        count = count_for(self.loss_function, targets).clamp(min=1)
         batch = self.begin(batch)
         ids = _ids(targets)
         calls = ids.split(self.micro_batch or len(ids))

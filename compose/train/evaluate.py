@@ -3,23 +3,22 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from compose.build import loss_function as loss_of
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.data.batches import in_order
 from compose.data.samples import Samples
-from compose.ops.batch import count_targets
-from compose.ops.cross_entropy import LossFunction, cross_entropy
+from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
 from compose.parallel.output_projection import step_loss
 from compose.train.heartbeat import report_phase
-from compose.train.step import local_batch, micro_batches, on_device, samples_at_once
+from compose.train.step import begun, local_batch, micro_batches, on_device, samples_at_once
 
 
 def evaluate(
@@ -41,13 +40,18 @@ def evaluate(
         loss_function: As ``forward_backward`` takes it.
 
     Returns:
-        The sum of the loss over all targets of all ranks, float64, and the number of targets, int64.
+        The sum of the loss over all targets of all ranks, float64, and the number of targets, int64, or
+        what ``count`` of the loss returns.
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
     """
-    mesh = composition.mesh
-    total = torch.zeros((), dtype=torch.float64, device=batch["targets"].device)
+    micro_batch = samples_at_once(batch, micro_batch)
+    mesh, targets = composition.mesh, batch["targets"]
+    count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES)
+    total = torch.zeros((), dtype=torch.float64, device=targets.device)
+    local = local_batch(composition, batch)
+    loss_function, local = begun(loss_function, composition, local, micro_batch)
 
     with step_loss(loss_function, torch.ones_like(total), composition.output) as loss:
 
@@ -57,28 +61,41 @@ def evaluate(
         def expect(part: Mapping[str, Tensor]) -> None:
             loss.expect(part["targets"])
 
-        forward(composition, batch, micro_batch=micro_batch, each=add, before=expect)
-    count = sum_over(count_targets(batch["targets"]), mesh, BATCH_AXES)
+        forward_local(composition, local, micro_batch=micro_batch, each=add, before=expect)
     return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp")), count
 
 
-@torch.no_grad()
 def forward(
     composition: Composition,
     batch: Mapping[str, Tensor],
     *,
     micro_batch: int | None = None,
     each: Callable[[Tensor, Mapping[str, Tensor]], None],
-    before: Callable[[Mapping[str, Tensor]], None] = lambda part: None,
 ) -> None:
     """Run a batch, as ``forward_backward`` takes it, through the model, which is left as it was.
 
-    ``each(output, part)`` is called for every micro-batch in order, and ``before(part)`` before its
-    forward; in a pipeline on the rank of the last stage. The model does not see ``targets``.
+    ``each(output, part)`` is called for every micro-batch in order; in a pipeline on the rank of the
+    last stage. The model does not see ``targets``.
+    """
+    forward_local(composition, local_batch(composition, batch), micro_batch=micro_batch, each=each)
+
+
+@torch.no_grad()
+def forward_local(
+    composition: Composition,
+    batch: Mapping[str, Any],
+    *,
+    micro_batch: int | None = None,
+    each: Callable[[Tensor, Mapping[str, Tensor]], None],
+    before: Callable[[Mapping[str, Tensor]], None] = lambda part: None,
+) -> None:
+    """Do the work of :func:`forward` with what ``local_batch`` returned.
+
+    ``before(part)`` is called before a micro-batch's forward, where ``each`` is called.
     """
     model, pipeline = composition.model, composition.pipeline
     size = samples_at_once(batch, micro_batch)
-    parts = list(micro_batches(local_batch(composition, batch), size))
+    parts = list(micro_batches(batch, size))
     stages = [stage.module for stage in pipeline.stages] if pipeline else []
     with loss_parallel(), _evaluating(model, *stages):
         if pipeline:
@@ -106,9 +123,10 @@ def _evaluating(*models: nn.Module) -> Iterator[None]:
 class Validation:
     """Measures the loss of ``data.validation`` every ``train.validate_every`` steps, and at the end."""
 
-    def __init__(self, job: Job, samples: Samples | None, device: torch.device) -> None:
-        self.job, self.samples, self.device = job, samples, device
-        self.function = loss_of(job.config)
+    def __init__(
+        self, job: Job, samples: Samples | None, device: torch.device, function: LossFunction
+    ) -> None:
+        self.job, self.samples, self.device, self.function = job, samples, device, function
 
     def loss(self, composition: Composition, step: int) -> float | None:
         """Return the mean loss over all targets after a step, in nats; None if it is not due."""

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import Documents, count_targets, targets_of
-from compose.ops.cross_entropy import LossFunction, cross_entropy
+from compose.ops.batch import Documents, targets_of
+from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
@@ -39,8 +39,9 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss.
 
-    The loss is divided by the number of targets in the *global* batch. So the result does not depend on
-    how samples, or masked targets, are dealt to ranks and micro-batches. Routers
+    The loss is divided by the number of targets in the *global* batch, or by what ``count`` of the loss
+    returns. So the result does not depend on how samples, or masked targets, are dealt to ranks and
+    micro-batches. Routers
     (compose/parallel/expert_parallel.py) act on the counts of the whole batch.
 
     Args:
@@ -65,10 +66,12 @@ def forward_backward(
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
     micro_batch = samples_at_once(batch, micro_batch)
-    count = sum_over(count_targets(targets), mesh, BATCH_AXES).clamp(min=1)
+    count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES).clamp(min=1)
     begin_step(model, targets.shape[:2].numel() * batch_share(mesh)[1], loss_scale)
 
-    batch = _with_masks(composition, local_batch(composition, batch), dropout)
+    batch = local_batch(composition, batch)
+    loss_function, batch = begun(loss_function, composition, batch, micro_batch)
+    batch = _with_masks(composition, batch, dropout)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
     scales = shared_scales(model, composition.float8)
@@ -82,6 +85,18 @@ def forward_backward(
             total = _run(model, batch, micro_batch, loss, composition.data[0])
     finish_step(model, mesh)
     return sum_over(total.double(), mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
+
+
+def begun(
+    function: LossFunction, composition: Composition, batch: Mapping[str, Any], micro_batch: int | None
+) -> tuple[LossFunction, Mapping[str, Any]]:
+    """Return a loss and a batch of :func:`local_batch` as ``begin`` of the loss prepares them.
+
+    A loss that compares the model with another one runs the other's forward there, and puts the result
+    into the targets. Without ``begin`` both are as they were.
+    """
+    begin = getattr(function, "begin", None)
+    return begin(composition, batch, micro_batch) if begin else (function, batch)
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:

@@ -59,7 +59,7 @@ class Trainer:
         index, count = batch_share(mesh)
         share = worker.index * count + index, worker.count * count
         self.batches = training_batches(config, data, share, device)
-        self.validation = Validation(job, data.validation, device)
+        self.validation = Validation(job, data.validation, device, self.loss)
         self.step_tokens = train.global_batch * train.seq_len
         peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
         # The tokens per second if every device ran at its peak.

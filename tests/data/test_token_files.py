@@ -39,7 +39,7 @@ def test_what_is_right_is_read(tmp_path: Path) -> None:
         ("dtype", "O", "dtype: \"O\" should be '<u2' or '<u4'"),
         ("dtype", "<f8", "dtype: \"<f8\" should be '<u2' or '<u4'"),
         ("dtype", ["u1", 7], "dtype: a list should be '<u2' or '<u4'"),
-        ("kind", "texts", "kind: \"texts\" should be 'text' or 'chat'"),
+        ("kind", "texts", "kind: \"texts\" should be 'text', 'chat' or 'pairs'"),
         ("format", "1", 'format: expected a whole number, got "1"'),
         ("format", 2, "is of format 2, this reads 1"),
         ("tokenizer", [], "tokenizer: expected an object, got a list"),

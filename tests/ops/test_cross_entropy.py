@@ -447,7 +447,7 @@ def test_whole_logits_are_two_graphs(dtype: torch.dtype) -> None:
         for compiles in (False, True):
             given = logits.clone().requires_grad_()
             with mock.patch.object(passes, "compiles", return_value=compiles):
-                loss = token_losses(given, targets)
+                loss = token_losses(given, targets).sum()
                 (loss * 0.37).backward()
             results.append((loss.detach(), given.grad))
         torch.testing.assert_close(results[1], results[0])
@@ -466,11 +466,12 @@ def test_losses_of_whole_logits(dtype: torch.dtype, tokens: int, vocabulary: int
     hidden.scatter_(1, targets.clamp(0)[:, None], False)
     logits = logits.masked_fill(hidden, -torch.inf).requires_grad_()
     whole = logits.detach().double().requires_grad_()
-    loss, reference = token_losses(logits, targets), F.cross_entropy(whole, targets, reduction="sum")
+    loss, reference = token_losses(logits, targets), F.cross_entropy(whole, targets, reduction="none")
     wide = torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(loss, reference.to(wide))
-    (3 * loss).backward()
-    (3 * reference).backward()
+    weights = torch.linspace(-1, 3, tokens)
+    (weights * loss).sum().backward()
+    (weights * reference).sum().backward()
     assert logits.grad is not None
     assert whole.grad is not None
     torch.testing.assert_close(logits.grad, whole.grad.to(dtype))

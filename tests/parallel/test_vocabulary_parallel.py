@@ -58,7 +58,7 @@ def _differences(vocabulary: int, sequence: bool, sharded: bool) -> list[str]:
     result = model(tokens)
     assert isinstance(result, DTensor) == sharded
     assert result.shape == logits.shape
-    here = token_losses(result.flatten(0, 1), targets.flatten())
+    here = token_losses(result.flatten(0, 1), targets.flatten()).sum()
     (here + log_z(result).square().sum()).backward()
     wrong = [] if torch.allclose(here, loss) else ["loss"]
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
@@ -159,7 +159,7 @@ def test_messages(pool: Pool, ranks: int) -> None:
 def _of_no_rank() -> float:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     logits = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(1)])
-    return token_losses(logits, torch.tensor([0, 6])).item()
+    return token_losses(logits, torch.tensor([0, 6])).sum().item()
 
 
 def test_a_target_that_no_rank_has_makes_an_infinite_loss(pool: Pool) -> None:

@@ -136,7 +136,7 @@ def _validation(file: Path) -> tuple[float | None, float, float | None]:
     assert samples
     assert len(samples) == 5  # of which a batch holds 4
     loss, count = on_one_process(job, stacked([samples.read(number) for number in range(5)]))
-    validation = Validation(job, samples, CPU)
+    validation = Validation(job, samples, CPU, cross_entropy)
     return validation.loss(composition, 8), loss / count, validation.loss(composition, 9)
 
 

@@ -40,7 +40,7 @@ the loss is that of the last micro-batch | SHARDED | loss
     total = total + value.detach() => total = value.detach()
 ignored targets count | SHARDED | loss | step 1
     in compose.train.step:forward_backward
-    count_targets(targets) => count_targets(targets.clamp(min=0))
+    count_for(loss_function, targets) => count_for(loss_function, targets.clamp(min=0))
 each rank draws weights of its own | SHARDED | initial weight | layers.0.attention.wq.weight
     in compose.weights:init_weights
     - named_generator(seed, name, device))
@@ -88,8 +88,8 @@ LocalNorm: its gradient stays a part | TP | gradient | layers.*.attention_norm.w
     _local(self.weight, Partial()) => _local(self.weight)
 loss parallel: the loss is averaged over ranks | TP | loss | step 1
     in compose.ops.cross_entropy:_CrossEntropy.forward
-    - (log_zs - target).masked_fill_(ignored, 0.0).sum()
-    + (log_zs - target).masked_fill_(ignored, 0.0).sum() / max(1, len(result))
+    - (log_zs - target).masked_fill_(ignored, 0.0)
+    + (log_zs - target).masked_fill_(ignored, 0.0) / max(1, len(result))
 loss parallel: the z-loss is that of a part of the vocabulary | TP train__z_loss=0.1 | gradient | output.weight
     in compose.ops.cross_entropy:_LogZ.forward with untouched='loss/step 1'
     rows.gathered(logits.logsumexp(-1)).logsumexp(0) => rows.gathered(logits.logsumexp(-1))[0]

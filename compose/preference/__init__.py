@@ -1,0 +1,28 @@
+"""Training on pairs of replies, of which one is preferred: DPO."""
+
+from typing import Any
+
+from compose.preference.options import Dpo
+
+TABLES = {"dpo": Dpo}
+
+
+def task(config: Any) -> Any:
+    """Return what a model learns from pairs, if [dpo] is on."""
+    from compose.preference.pairs import Preference
+
+    return Preference() if config.dpo.beta else None
+
+
+def run_rules() -> list[Any]:
+    """Return the rules of [dpo]."""
+    from compose.preference.options import RULES
+
+    return RULES
+
+
+def hooks(trainer: Any) -> list[Any]:
+    """Return what gives the loss its reference, if [dpo] is on."""
+    from compose.preference.reference import Preferences
+
+    return [Preferences(trainer)] if trainer.config.dpo.beta else []

@@ -1,0 +1,55 @@
+"""The table [dpo] and its rules."""
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from compose.config.models import find_model
+from compose.config.setup import Rule
+from compose.errors import ConfigError
+
+if TYPE_CHECKING:
+    from compose.config.job import Job
+
+Beta = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Dpo:
+    """The table [dpo]: direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)."""
+
+    beta: Beta = 0.0
+    """How strongly the model is held to the one that it begins as, most often 0.1; the data are pairs.
+    0: no pairs, the next token is learnt."""
+
+
+def _next_token(job: "Job") -> None:
+    beta, name = job.config.dpo.beta, job.config.model.name
+    if not beta:
+        return
+    own = find_model(name).task is not None
+    if own or "documents" not in signature(type(job.model).forward).parameters:
+        lacks = "learns something else" if own else "takes no documents, which keep a pair's two apart"
+        raise ConfigError(
+            f"dpo.beta: {beta:g} is for models of the next token, and {name} {lacks}; use dpo.beta = 0"
+        )
+    problems = [
+        f"train.{key}: {value:g} is of a sum over tokens, and dpo.beta = {beta:g} has a loss of whole"
+        f" pairs; use 0, or dpo.beta = 0"
+        for key in ("loss_chunk", "z_loss")
+        if (value := getattr(job.config.train, key))
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+RULES: list["Rule[Job]"] = [
+    Rule(
+        "with dpo.beta, the model predicts the next token and takes documents, and train.loss_chunk and"
+        " train.z_loss are 0",
+        "a pair is two documents of a row, and its loss is no sum over tokens",
+        _next_token,
+    ),
+]

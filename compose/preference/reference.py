@@ -1,0 +1,143 @@
+"""The reference of a preference loss: the model as the run began, and its forward in every step.
+
+With adapters it is the run's own model without them, and needs no memory. Else it is a frozen copy, cut
+over the same mesh in the same way. Neither is in a checkpoint: both are made again of the weights that
+the run began with, whose digest is kept in the run's folder.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from compose.build import fill_weights, parallelize
+from compose.checkpoint.peft import base_identity, name_of_base
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.errors import ConfigError, write_whole
+from compose.parallel.lora_parallel import Adapter
+from compose.preference.loss import PairLoss, log_probabilities
+from compose.train.evaluate import forward_local
+from compose.train.hooks import Hook
+from compose.train.step import Reading
+
+if TYPE_CHECKING:
+    from compose.train.trainer import Trainer
+
+KEPT = "reference.txt"
+"""The file in run.dir that says which weights the reference has."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The second forward of a preference loss."""
+
+    copy: Composition | None
+    """The frozen copy; None is the run's own model without its adapters."""
+
+    def __call__(
+        self, composition: Composition, batch: Mapping[str, Any], micro_batch: int | None
+    ) -> Tensor:
+        """Return the targets (B, L, 3) of a local batch with the reference's log-probabilities.
+
+        In a pipeline the rank of the last stage alone has them.
+        """
+        targets, parts = batch["targets"], list[Tensor]()
+
+        def note(output: Tensor, part: Mapping[str, Tensor]) -> None:
+            parts.append(log_probabilities(output, part["targets"]))
+
+        with without_adapters(composition) if self.copy is None else nullcontext():
+            forward_local(self.copy or composition, batch, micro_batch=micro_batch, each=note)
+        if not parts:
+            return targets
+        known = torch.cat(parts).to(targets).where(targets[..., 2].isfinite(), torch.nan)
+        return torch.stack([targets[..., 0], targets[..., 1], known], -1)
+
+
+def reference_of(job: Job, mesh: DeviceMesh, device: torch.device) -> Reference:
+    """Return the reference of a job, with the weights that a new run begins with; a collective."""
+    lora = job.config.model.lora
+    if lora.rank and not lora.load:
+        return Reference(None)
+    frozen = copy.deepcopy(job.model).requires_grad_(False)
+    comm = replace(job.config.comm, weights="off", gradients="off", activations="off")
+    composition = parallelize(replace(job, model=frozen), mesh, device, replace(job.options, comm=comm))
+    fill_weights(composition, job, device)
+    return Reference(composition)
+
+
+@contextmanager
+def without_adapters(composition: Composition) -> Iterator[None]:
+    """Let a composition compute without its adapters meanwhile."""
+    stages = composition.pipeline.stages if composition.pipeline else ()
+    whole = [composition.model, *(stage.module for stage in stages)]
+    adapters = [each for one in whole for each in one.modules() if isinstance(each, Adapter)]
+    for each in adapters:
+        each.off = True
+    try:
+        yield
+    finally:
+        for each in adapters:
+            each.off = False
+
+
+class Preferences(Hook):
+    """Gives the run's loss its reference, and reports the rewards of each step."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        assert isinstance(trainer.loss, PairLoss)
+        self.loss, self.mesh = trainer.loss, trainer.mesh
+        self.loss.reference = reference_of(trainer.job, trainer.mesh, trainer.device)
+        config, self.path = trainer.config, trainer.folder / KEPT
+        self.speaks = trainer.worker.speaks
+        self.where = config.checkpoint.load_hf, config.train.seed
+        self.rewards: dict[str, float] = {}
+
+    def start(self, done: int) -> None:
+        """Note the reference's weights; raise ConfigError if the run began with others."""
+        problem: list[str | None] = [None]
+        if self.speaks:
+            own = base_identity(*self.where)
+            if not done:
+                write_whole(self.path, own.encode())
+            elif (kept := _read(self.path)) != own:
+                problem = [f"{self.path.parent}: {_why(kept, self.where)}"]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0]:
+            raise ConfigError(problem[0])
+
+    def see(self, reading: Reading, scale: float) -> None:
+        """Take the rewards of the step; a collective."""
+        chosen, rejected, right, pairs = self.loss.take_rewards(self.mesh).tolist()
+        pairs = pairs or 1.0
+        self.rewards = {
+            "chosen": chosen / pairs,
+            "rejected": rejected / pairs,
+            "margin": (chosen - rejected) / pairs,
+            "accuracy": right / pairs,
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Return ``rewards``."""
+        return {"rewards": self.rewards}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _why(kept: str, where: tuple[str, int]) -> str:
+    if not kept:
+        return f"its run was no DPO, or {KEPT} is gone; begin a new run.dir, with checkpoint.load_hf"
+    return f"its reference had other weights than {name_of_base(*where)} now has; give it those again"

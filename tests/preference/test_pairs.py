@@ -1,0 +1,85 @@
+"""Pairs of a token set, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compose.data.datasets import open_data, task_of
+from compose.preference.pairs import Pairs, Preference
+from tests.preference.cases import batch_of
+from tests.support.data_made import token_set
+from tests.support.helpers import make_config, refusal
+
+
+def opened(folder: Path, seq_len: int = 32) -> Pairs:
+    """The pairs of a set: of 8 and 10 inputs, and of 4 and 14."""
+    path = str(token_set(folder, "pairs"))
+    samples = Preference().open(path, make_config(1, dpo__beta=0.1, train__seq_len=seq_len))
+    assert isinstance(samples, Pairs)
+    return samples
+
+
+def test_a_sample_holds_both_replies(tmp_path: Path) -> None:
+    samples = opened(tmp_path, 25)
+    assert len(samples) == 2
+    sample = samples.read(0)
+    assert sample["tokens"].tolist()[:18] == [*range(8), *range(9, 19)]
+    assert sample["document_ids"].tolist() == [0] * 8 + [1] * 10 + [2] * 7
+    assert sample["positions"].tolist() == [*range(8), *range(10), *[-1] * 7]
+    ids, side, reference = sample["targets"].unbind(-1)
+    assert ids[:18].tolist() == [*range(1, 9), *range(10, 20)]
+    assert side[:18].tolist() == [1] * 8 + [-1] * 10
+    assert not reference[:18].any()
+    assert sample["targets"][18:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "kept"), [(32, [8, 10, 4, 14]), (17, [8, 9, 4, 13]), (9, [4, 4, 4, 5])]
+)
+def test_long_pairs_are_cut(tmp_path: Path, seq_len: int, kept: list[int]) -> None:
+    """Each is cut to a half, or to what the other leaves."""
+    samples = opened(tmp_path, seq_len)
+    assert samples.lengths.tolist() == kept
+    assert samples.bins == [[0, 1], [2, 3]]
+
+
+def test_a_pair_without_a_target_is_left_out(tmp_path: Path) -> None:
+    token_set(tmp_path, "pairs")
+    (tmp_path / "trained-00000.bin").write_bytes(bytes([0] * 8 + [1] * 12))
+    path = str(tmp_path)
+    samples = Preference().open(path, make_config(1, dpo__beta=0.1, train__seq_len=9))
+    assert len(samples) == 1
+    assert samples.read(0)["tokens"][0] == 20
+
+
+def test_random_pairs_have_both_sides() -> None:
+    batch = batch_of(8, train__seq_len=9)
+    sides = batch["targets"][..., 1]
+    assert ((sides == 1).any(1) & (sides == -1).any(1)).all()
+    assert batch["tokens"].dtype == torch.int64
+    assert batch_of(8, train__seq_len=2)["targets"][..., 0].isnan().sum() == 0
+
+
+def test_refusals(tmp_path: Path) -> None:
+    chat, pairs = (str(token_set(tmp_path / kind, kind)) for kind in ("chat", "pairs"))
+    lines = {
+        (
+            pairs,
+            0.0,
+        ): f"data.path: {pairs} holds pairs of replies; set dpo.beta = 0.1 to learn from them",
+        (chat, 0.1): f"data.path: {chat} holds no pairs, which dpo.beta = 0.1 learns from; make some by"
+        " python -m compose tokenize --pairs, or use dpo.beta = 0",
+    }
+    for (path, beta), line in lines.items():
+        assert refusal(open_data, make_config(1, data__path=path, dpo__beta=beta)) == line
+    odd = token_set(tmp_path / "odd", "pairs", shards__1__documents=1)
+    (odd / "ends-00001.bin").write_bytes((20).to_bytes(8, "little"))
+    path = str(odd)
+    line = f"data.path: {odd / 'manifest.json'}: a shard of pairs has an odd number of documents"
+    assert refusal(open_data, make_config(1, data__path=path, dpo__beta=0.1)) == line
+
+
+def test_the_task_of_a_config() -> None:
+    assert not isinstance(task_of(make_config(1)), Preference)
+    assert isinstance(task_of(make_config(1, dpo__beta=0.1)), Preference)

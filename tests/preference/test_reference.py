@@ -1,0 +1,127 @@
+"""The second forward on meshes, and runs that learn from pairs."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.build import build, fill_weights
+from compose.memory.lora import is_adapter
+from compose.ops.tensors import local_tensor
+from compose.parallel.mesh import axis_size, batch_share
+from compose.preference.pairs import Preference
+from compose.preference.reference import KEPT, reference_of
+from compose.train.step import local_batch
+from tests.preference.cases import LORA, MESHES, keys_of
+from tests.support.data_made import token_set
+from tests.support.helpers import Keys, make_job, refusal, tiered
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines, train
+
+CPU = torch.device("cpu")
+
+
+def _filled(keys: Keys) -> tuple[Tensor, Tensor] | None:
+    """A rank's local targets with the reference's log-probabilities, and those of one process.
+
+    None on ranks without the last stage.
+    """
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    composition = build(job, mesh, CPU)
+    if job.config.model.lora.rank:  # as after some steps
+        for name, parameter in composition.named_parameters():
+            if is_adapter(name):
+                local_tensor(parameter).data.add_(0.1)
+    whole = Preference().random_batch(job.config, job.global_batch, seed=0)
+    model = job.model
+    fill_weights(model, job, CPU)
+    inputs = {name: value for name, value in whole.items() if name != "targets"}
+    with torch.no_grad():
+        logits = model.eval()(**inputs)
+    learnt = whole["targets"][..., 0].isfinite()
+    ids = whole["targets"][..., 0].nan_to_num().long()
+    known = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0].where(learnt, torch.nan)
+    right = {**whole, "targets": torch.cat([whole["targets"][..., :2], known[..., None]], -1)}
+    index, count = batch_share(mesh)
+    mine, right = (
+        local_batch(composition, {name: value.chunk(count)[index] for name, value in batch.items()})
+        for batch in (whole, right)
+    )
+    reference = reference_of(job, mesh, CPU)
+    assert (reference.copy is None) == bool(job.config.model.lora.rank)
+    result = reference(composition, mine, job.config.train.micro_batch)
+    last = mesh.get_local_rank("pp") == axis_size(mesh, "pp") - 1
+    zero_bubble = job.degrees.pp_schedule.startswith("ZBV")
+    return (result, right["targets"]) if last != zero_bubble or axis_size(mesh, "pp") == 1 else None
+
+
+@pytest.mark.parametrize(
+    "case",
+    tiered(MESHES, slow=set(MESHES) - {"cp", "adapters"}, full={"zero 1", "ulysses x tp", "one pair"}),
+)
+def test_as_one_process_finds_it(pool: Pool, case: str) -> None:
+    keys, ranks = keys_of(case)
+    results = [result for result in pool.run(_filled, ranks, keys) if result]
+    assert results
+    for here, right in results:
+        torch.testing.assert_close(here, right, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def _keys(folder: Path, **keys: object) -> Keys:
+    """A run of eight steps on two pairs."""
+    data = str(token_set(folder / "data", "pairs"))
+    return keys_for(
+        folder / "run",
+        data__path=data,
+        dpo__beta=0.5,
+        train__steps=8,
+        train__global_batch=2,
+        train__micro_batch=1,
+        optimizer__warmup=0,
+        **keys,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, LORA, {"parallel__cp": 2}, {"parallel__pp": 2}], ids=str)
+def test_the_margin_rises(pool: Pool, tmp_path: Path, keys: Keys) -> None:
+    """Validation on the same pairs sees the same loss, before the next update."""
+    keys = _keys(tmp_path, **keys, optimizer__lr=1e-2)
+    keys |= {"data__validation": keys["data__path"], "train__validate_every": 1}
+    pool.run(train, 2, keys)
+    steps = lines(tmp_path / "run")
+    assert steps[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert steps[0]["rewards"]["margin"] == pytest.approx(0.0, abs=1e-4)
+    assert steps[-1]["loss"] < 0.5 < steps[0]["loss"]
+    assert steps[-1]["rewards"]["margin"] > steps[3]["rewards"]["margin"] > 0
+    assert steps[-1]["rewards"]["accuracy"] == 1
+    for before, after in pairwise(steps):
+        assert after["loss"] == pytest.approx(before["validation_loss"], rel=1e-4)
+
+
+def _refused(keys: Keys) -> str:
+    return refusal(train, keys)
+
+
+@pytest.mark.slow
+def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
+    """A run that stops and goes on has the reference that it began with."""
+    pool.run(train, 1, _keys(tmp_path / "whole"))
+    keys = _keys(tmp_path / "parts", checkpoint__interval=4)
+    pool.run(train, 2, keys | {"train__stop_after": 4})
+    pool.run(train, 2, keys | {"parallel__cp": 2})
+    whole, parts = (lines(tmp_path / name / "run") for name in ("whole", "parts"))
+    for one, other in zip(whole, parts, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["rewards"]["margin"] == pytest.approx(other["rewards"]["margin"], rel=1e-3, abs=1e-5)
+    kept = tmp_path / "parts/run" / KEPT
+    for text, line in (
+        ("another", "its reference had other weights than weights drawn by train.seed = 0 now has"),
+        ("", "its run was no DPO"),
+    ):
+        kept.write_text(text)
+        assert line in pool.run(_refused, 1, keys)[0]
