@@ -109,7 +109,7 @@ class PeerBlock(nn.Module):
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         y = copied(self.norms[0](x), self.ranks)
-        q, k, v = (w(y).unflatten(-1, (-1, SHAPE.head_dim)) for w in self.qkv)
+        q, k, v = (w(y).unflatten(-1, (-1, SHAPE.head_width)) for w in self.qkv)
         y = self.core(rotated(q, cosine, sine), rotated(k, cosine, sine), v).flatten(2)
         x = x + reduced(self.wo(y), self.ranks)
         y = copied(self.norms[1](x), self.ranks)
@@ -135,7 +135,7 @@ class PeerModel(nn.Module):
 
 def angles_of(length: int, start: int = 0) -> tuple[Tensor, Tensor]:
     """Cosine and sine (L, 1, K) of the positions from ``start``."""
-    frequency = SHAPE.rope_theta ** -(torch.arange(0, SHAPE.head_dim, 2) / SHAPE.head_dim)
+    frequency = SHAPE.rope_theta ** -(torch.arange(0, SHAPE.head_width, 2) / SHAPE.head_width)
     angles = (torch.arange(start, start + length)[:, None, None] * frequency).repeat(1, 1, 2)
     return angles.cos(), angles.sin()
 

@@ -85,11 +85,12 @@ class Stored:
     transposed: bool = False
     """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
     part: int = 0  # which part of theirs ours is, along our first dim (that of a slice, in a stack)
-    parts: int = 1  # how many of our tensors make theirs; they have one shape
+    parts: int = 1  # how many of our tensors make theirs
     base: str = ""
     """A prefix of the name. Files that the model without its head has written leave it out."""
     code: Mxfp4 | None = None
     """The format of few bits in which files may hold ours; then only the name applies besides."""
+    rows: tuple[int, ...] = ()  # rows of each part, if they are not alike
 
     def __post_init__(self) -> None:
         assert 0 <= self.part < self.parts, "the part is one of the parts"
@@ -106,7 +107,7 @@ class Stored:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of theirs (of one slice, if they are several) for that of ours."""
         own = tuple(shape[1:] if self.stacked else shape)
-        whole = (own[0] * self.parts, *own[1:]) if self.parts > 1 else own
+        whole = (sum(self.rows) or own[0] * self.parts, *own[1:]) if self.parts > 1 else own
         return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else whole
 
     def code_in(self, files: Container[str]) -> Mxfp4 | None:
@@ -123,7 +124,7 @@ class Stored:
         """Return the place in theirs of a region of ours (both of one slice, in a stack)."""
         theirs = list(region)
         if self.part:
-            before = self.part * shape[0]
+            before = sum(self.rows[: self.part]) if self.rows else self.part * shape[0]
             theirs[0] = slice(region[0].start + before, region[0].stop + before)
         return [*theirs[:-2], theirs[-1], theirs[-2]] if self.transposed else theirs
 

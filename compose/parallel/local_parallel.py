@@ -41,7 +41,7 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import place_parameters
 from compose.parallel.lora_parallel import AdapterParallel
-from compose.parallel.stream_messages import SendsActivations, Style
+from compose.parallel.stream_messages import SendsActivations, Style, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
 
 
@@ -183,6 +183,27 @@ class LocalNorm(PlainActivations, SequenceParallel):
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
+class LocalWideNorm(PlainActivations, SequenceParallel):
+    """A style for an RMSNorm over the whole width of ``n_heads`` heads, of which each rank has a part.
+
+    The weight is whole on every rank, and its gradient is summed over the axis. So are the squares of
+    a token, forward and backward: two messages (B, L, 1). If ranks share a head (LocalHeads), each has
+    it, and the sum has its squares as often.
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__(use_local_output=True)
+        self.n_heads = n_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _become(module, (RMSNorm,), _LocalWideNorm, self)
+        assert isinstance(module, _LocalWideNorm)
+        module.copies = max(1, device_mesh.size() // self.n_heads)
+        module.part = device_mesh.get_local_rank() // module.copies
+        module.group = device_mesh.get_group().group_name
+        return distribute_module(module, device_mesh, self._replicate_module_fn)
+
+
 class LocalPositions(PlainActivations, SequenceParallel):
     """A style for a table of positions, an nn.Embedding (P, D), before a stream of layout Shard(1).
 
@@ -291,6 +312,21 @@ class _LocalRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else _local(self.weight, Partial())
         return self.normalized(x, weight)
+
+
+class _LocalWideNorm(RMSNorm):
+    copies: int
+    part: int
+    group: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        weight = _local(self.weight, Partial()).narrow(0, self.part * width, width)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)
+        total = send_stream("sum", "sum", self.group, squares) / self.copies
+        scale = torch.rsqrt(total / self.normalized_shape[0] + cast(float, self.eps))
+        return (wide * scale * weight).to(x.dtype)
 
 
 class _LocalLayerNorm(nn.LayerNorm):

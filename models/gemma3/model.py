@@ -20,7 +20,7 @@ from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
-from models.layers.norms import check_eps
+from models.layers.norms import Scale, check_eps
 from models.layers.rope import inverse_frequencies, rotate, rotation
 
 
@@ -129,22 +129,6 @@ PRESETS = {
         query_pre_attn_scalar=168,
     ),
 }
-
-
-class Scale(nn.Module):
-    """A constant factor, rounded to the type of what it multiplies, as for the published weights.
-
-    It is a module, so that a stage of a pipeline without the embedding has no factor either.
-    """
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product."""
-        # A number would be multiplied in float32, unrounded.
-        return x * torch.full((), self.factor, dtype=x.dtype, device=x.device)
 
 
 class Softcap(nn.Module):

@@ -9,10 +9,10 @@ Shapes: B batch, L sequence length, D model width, H heads, K head width, V voca
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from models.layers.feed_forward import ACTIVATIONS, FeedForward
 from models.layers.norms import check_eps
 
 
@@ -126,22 +126,6 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLHK, v_BLHK, documents).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """Two linear layers with a GELU between (Hendrycks and Gimpel 2016, arXiv:1606.08415).
-
-    The GELU is the approximation by a tanh.
-    """
-
-    def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim)
-        self.w2 = nn.Linear(hidden_dim, dim)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return the layer's output, (B, L, D) for (B, L, D)."""
-        return self.w2(F.gelu(self.w1(x_BLD), approximate="tanh"))
-
-
 class Block(nn.Module):
     """One layer: attention and the feed-forward network, each after a norm and added to the stream."""
 
@@ -150,7 +134,10 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+        # Its GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) is the approximation by a tanh.
+        self.feed_forward = FeedForward(
+            config.dim, config.hidden_dim, ACTIVATIONS["gelu_tanh"], gated=False, bias=True
+        )
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the stream after the layer; arguments as for :class:`Attention`.

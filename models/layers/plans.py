@@ -10,7 +10,7 @@ from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinea
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
-    """Return the entries of ``tensor`` for a SwiGLU of w1, w2, w3.
+    """Return the entries of ``tensor`` for a feed-forward network of w1, w2 and, if it is gated, w3.
 
     Args:
         name: The pattern of the layer.

@@ -7,7 +7,7 @@ say nothing about what the weights compute. Any other key may change it, and is 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
     "llama3": (
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         (),
@@ -55,6 +56,10 @@ _RULES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
     ),
 }
 _SHOWN = 60  # characters of a value in a message
@@ -125,11 +130,12 @@ def keys(
     Returns:
         The keys.
     """
-    read = {"model_type", *(_ROPE if rope else ()), *read}
+    read, besides = {"model_type", *(_ROPE if rope else ()), *read}, {*besides}
+    none_here = {key: one for key, one in _NONE_HERE.items() if key not in read | besides}
     return Keys(
         fields,
         frozenset(read),
-        {**{key: one for key, one in _NONE_HERE.items() if key not in read}, **(only or {})},
+        none_here | dict(only or {}),
         # A model may give one of these a meaning.
         frozenset({*_BESIDES.split(), *besides} - {*fields.values(), *read}),
     )
@@ -249,6 +255,25 @@ def _plain(key: str) -> str:
     return key if key.isprintable() and len(key) <= _SHOWN else shown(key)
 
 
+def numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    """Return a list of finite numbers.
+
+    Args:
+        values: The parsed config.json.
+        key: The key.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ValueError: The value is no such list.
+    """
+    value = required(values, key)
+    if not isinstance(value, list):
+        raise ValueError(f"{key}: expected a list of numbers, got {shown(value)}")
+    return tuple(number({key: one}, key) for one in value)
+
+
 def rope(
     values: Mapping[str, Any],
     kind: str = "default",
@@ -274,6 +299,35 @@ def rope(
         ValueError: The rule is another one, has an unknown parameter, or two keys contradict each
             other.
     """
+    theta, _, parameters = rope_rule(values, (kind,), places, base, default)
+    return theta, parameters
+
+
+def rope_rule(
+    values: Mapping[str, Any],
+    kinds: Sequence[str],
+    places: Sequence[str] = ("rope_scaling", "rope_parameters"),
+    base: str = "rope_theta",
+    default: float = 10_000.0,
+    part: bool = False,
+) -> tuple[float, str, dict[str, Any]]:
+    """Return the base of the rotary frequencies, the name of their rule, and its parameters.
+
+    Args:
+        values: The parsed config.json.
+        kinds: The scaling rules that the model can have.
+        places: The keys under which the rule may be.
+        base: The key of the base.
+        default: The base if nothing says another.
+        part: Whether the rule may hold ``partial_rotary_factor``, which is then a parameter.
+
+    Returns:
+        (base, name, parameters), as for :func:`rope`. The length before the rule is
+        max_position_embeddings if the rule has none, as in transformers.
+
+    Raises:
+        ValueError: As for :func:`rope`.
+    """
     given = {key: rule for key in places if (rule := _object(values, key))}
     if any(rule != other for rule in given.values() for other in given.values()):
         raise ValueError(f"{places[0]}: says something else than {places[1]}")
@@ -283,12 +337,15 @@ def rope(
             raise ValueError(f"{key}.{one}: expected a name in quotes, got {shown(rule[one])}")
     result = rule.get("rope_type") or rule.get("type") or "default"
     only({f"{key}.type": rule.get("type")}, f"{key}.type", result)
-    if result not in ("default", kind):
+    if result not in ("default", *kinds):
         raise ValueError(f"{key}: {shown(values[key])} cannot be expressed here")
     # The names are those that a message shows.
     flat = {f"{key}.{name}": value for name, value in rule.items() if value is not None}
-    only(flat, f"{key}.partial_rotary_factor", 1)
     needed, besides = _RULES[result]
+    if part:
+        besides = (*besides, "partial_rotary_factor")
+    else:
+        only(flat, f"{key}.partial_rotary_factor", 1)
     names = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *besides}
     for name, value in rule.items():
         if name not in names and value is not None:
@@ -297,13 +354,23 @@ def rope(
     inner = number(flat, f"{key}.rope_theta", theta)
     if values.get(base) is not None and inner != theta:
         raise ValueError(f"{base}: {theta} is another than {key}.rope_theta, {inner}")
+    length = "original_max_position_embeddings"
+    if length in needed and values.get("max_position_embeddings") is not None:
+        flat.setdefault(f"{key}.{length}", values["max_position_embeddings"])
     parameters: dict[str, Any] = {}
     for name in (*needed, *besides):
         place = f"{key}.{name}"
         if name in needed or place in flat:
-            kinds = {"original_max_position_embeddings": size, "truncate": truth}
-            parameters[name] = kinds.get(name, number)(flat, place)
-    return inner, parameters
+            parameters[name] = _PARAMETERS.get(name, number)(flat, place)
+    return inner, result, parameters
+
+
+_PARAMETERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
+    "original_max_position_embeddings": size,
+    "truncate": truth,
+    "short_factor": numbers,
+    "long_factor": numbers,
+}
 
 
 def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and the rules of llama3 and YaRN."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and the rules that stretch it."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -119,6 +121,76 @@ def yarn_weight(factor: float, magnitude: float) -> float:
     return (magnitude - 1) / (0.1 * math.log(factor))
 
 
+@dataclass(frozen=True)
+class RopeRule:
+    """A rule that stretches the rotary frequencies to a longer context."""
+
+    kind: str = "llama3"
+    """One of RULES."""
+    factor: float = 1.0
+    """The factor on the context's length; 1 is none."""
+    original_len: int = 8192
+    """Length the model was trained at before."""
+    low_freq_factor: float = 1.0
+    """llama3's bound of the long wavelengths."""
+    high_freq_factor: float = 4.0
+    """llama3's bound of the short wavelengths."""
+    beta_fast: float = 32.0
+    """YaRN's turns above which a pair is kept."""
+    beta_slow: float = 1.0
+    """YaRN's turns below which a pair is slowed down in full."""
+    truncate: bool = True
+    """YaRN: whether the blend goes from whole index to whole index."""
+    magnitude: float = 0.0
+    """The factor on queries and keys; 0 is that of the rule."""
+    short_factors: Sequence[float] = ()
+    """LongRoPE's divisors of the frequencies up to ``original_len``."""
+
+    def frequencies(self, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+        """Return the stretched frequencies.
+
+        "dynamic" stretches nothing up to ``original_len``, and LongRoPE (Ding et al. 2024,
+        arXiv:2402.13753) has its short factors there.
+
+        Args:
+            dim: Width of a head's rotated part.
+            theta: Base of the frequencies.
+            device: Where the result is.
+
+        Returns:
+            (dim / 2,), float32, radians per position.
+        """
+        if self.kind == "llama3":
+            bounds = (self.low_freq_factor, self.high_freq_factor)
+            return inverse_frequencies(
+                dim, theta, self.factor, *bounds, self.original_len, device=device
+            )
+        if self.kind == "yarn":
+            bounds = (self.beta_fast, self.beta_slow)
+            return yarn_frequencies(
+                dim, theta, self.factor, self.original_len, *bounds, self.truncate, device
+            )
+        plain = inverse_frequencies(dim, theta, device=device)
+        if self.kind == "longrope" and self.short_factors:
+            return plain / torch.tensor(self.short_factors, dtype=plain.dtype, device=device)
+        return plain / self.factor if self.kind == "linear" else plain
+
+    @property
+    def scale(self) -> float:
+        """The factor on cosine and sine, with which queries and keys grow."""
+        if self.magnitude or self.factor <= 1:
+            return self.magnitude or 1.0
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_len))
+        return yarn_magnitude(self.factor, 1.0) if self.kind == "yarn" else 1.0
+
+
+RULES = ("linear", "dynamic", "llama3", "yarn", "longrope")
+"""Rules whose factor above 1 stretches frequencies."""
+UP_TO_ORIGINAL = ("dynamic", "longrope")
+"""Rules whose frequencies depend on the length at hand; here they serve up to the original length."""
+
+
 def rotation(
     positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -140,6 +212,8 @@ def rotation(
 def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the pairs (i, i + head_dim / 2) of each head, the layout of Hugging Face's weights.
 
+    If cosine and sine are of fewer pairs, the first part of each head is rotated and the rest is kept.
+
     Args:
         x_BLHK: Queries or keys.
         cosine: Of :func:`rotation`.
@@ -149,12 +223,16 @@ def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = Fal
     Returns:
         The rotated tensor, in its own type.
     """
+    rotated = 2 * cosine.shape[-1]
+    if rotated < x_BLHK.shape[-1]:
+        first = rotate(x_BLHK[..., :rotated], cosine, sine, interleaved)
+        return torch.cat([first, x_BLHK[..., rotated:]], -1)
     if not torch.compiler.is_compiling() and type(x_BLHK) is Tensor:
         return cast(Tensor, _Rotate.apply(x_BLHK, cosine, sine, interleaved))
     x = x_BLHK.to(torch.promote_types(x_BLHK.dtype, torch.float32))
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
-    rotated = (first * cosine - second * sine, second * cosine + first * sine)
-    whole = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    both = (first * cosine - second * sine, second * cosine + first * sine)
+    whole = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
     return whole.type_as(x_BLHK)
 
 

@@ -1,8 +1,8 @@
-"""Llama 3. The trainer looks for the four names below in a model's folder."""
+"""Llama 3 and its family. The trainer looks for the four names below in a model's folder."""
 
-from .model import PRESETS
+from .config import PRESETS
+from .config import LlamaConfig as Config
 from .model import Llama as Model
-from .model import LlamaConfig as Config
 from .plan import plan
 
 __all__ = ["PRESETS", "Config", "Model", "plan"]

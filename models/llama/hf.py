@@ -1,124 +1,359 @@
-"""Hugging Face's weights and config.json (``LlamaForCausalLM``); no tensor needs reshaping."""
+"""Hugging Face's weights and config.json of the llama family, by the table in architectures.py."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import keys, number, only, rope, size, truth
+from compose.checkpoint.hf_stored import Stored
+from models.layers.published import number, only, rope_rule, shown, size, truth
+from models.layers.rope import RULES, RopeRule, yarn_magnitude
 
-from .model import LlamaConfig
+from .architectures import ARCHITECTURES, Architecture
+from .config import LlamaConfig
 
-MODEL_TYPES = ("llama",)
+MODEL_TYPES = tuple(ARCHITECTURES)
+KEYS = {name: row.keys for name, row in ARCHITECTURES.items()}
 
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-}
-_RULE = {
-    "rope_scaling": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_seq_len": "original_max_position_embeddings",
-}
-KEYS = {
-    "llama": keys(
-        {
-            **_SIZES,
-            "n_kv_heads": "num_key_value_heads",
-            "norm_eps": "rms_norm_eps",
-            "tie_embeddings": "tie_word_embeddings",
-        },
-        read=("head_dim",),
-        only={"rope_interleaved": (False,)},  # a key of older files: pairs in Meta's layout
-    )
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_WORDS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+_ACTIVATIONS = {theirs: ours for ours, theirs in _WORDS.items()}
+_ACTIVATIONS |= {"swish": "silu", "gelu_new": "gelu_tanh"}
+_LENGTH = "original_max_position_embeddings"
+# The parameters of each rule, by our fields.
+_RULE: dict[str, dict[str, str]] = {
+    "linear": {},
+    "dynamic": {},
+    "llama3": {
+        "rope_low_freq_factor": "low_freq_factor",
+        "rope_high_freq_factor": "high_freq_factor",
+        "rope_original_seq_len": _LENGTH,
+    },
+    "yarn": {
+        "rope_original_seq_len": _LENGTH,
+        "rope_beta_fast": "beta_fast",
+        "rope_beta_slow": "beta_slow",
+        "rope_truncate": "truncate",
+        "rope_magnitude": "attention_factor",
+    },
+    "longrope": {
+        "rope_original_seq_len": _LENGTH,
+        "rope_short_factors": "short_factor",
+        "rope_long_factors": "long_factor",
+        "rope_magnitude": "attention_factor",
+    },
 }
 
 
-def hf_name(name: str, config: LlamaConfig | None = None) -> str:
-    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
+def hf_name(name: str, config: LlamaConfig | None = None) -> str | Stored:
+    """Return the place of our parameter in Hugging Face's files.
 
     Args:
         name: Our name.
-        config: Not used, since no name depends on it.
+        config: The model's config; None: a Llama's.
 
     Returns:
-        Their name.
+        Their name, such as 'model.layers.3.post_attention_layernorm.weight', or the part of a fused
+        tensor.
 
     Raises:
         KeyError: They have no such parameter.
     """
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
-    if layer:
-        return f"model.layers.{layer[1]}.{_MODULES[layer[2]]}.weight"
-    return _MODULES[name.removesuffix(".weight")] + ".weight"
+    c = config or LlamaConfig()
+    row = ARCHITECTURES[c.architecture]
+    module, _, kind = name.rpartition(".")
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+    prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", module)
+    for theirs, ours in row.fused.items():
+        if part in ours:
+            sizes = {"attention.wq": c.n_heads, "attention.wk": c.n_kv_heads}
+            rows = tuple(sizes.get(one, c.n_kv_heads) * c.head_width for one in ours)
+            return Stored(
+                f"{prefix}{theirs}.{kind}",
+                part=ours.index(part),
+                parts=len(ours),
+                rows=rows if "attention.wq" in ours else (),
+            )
+    return f"{prefix}{row.modules[part]}.{kind}"
 
 
 def hf_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the config.json of a model of this shape, with the keys of the published ones.
 
-    Raises ValueError for what theirs cannot have.
+    Raises ValueError for what its architecture cannot have.
     """
-    if config.window or config.sinks:
-        key = "window" if config.window else "sinks"
-        raise ValueError(f"{key}: LlamaForCausalLM has none, so no file of theirs can hold this model")
-    scaled = config.rope_scaling != 1.0
-    rule = {theirs: getattr(config, ours) for ours, theirs in _RULE.items()}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **rule} if scaled else None,
-        # All published models with scaling were trained to this length, whatever their factor.
-        "max_position_embeddings": 131_072 if scaled else config.rope_original_seq_len,
-        "tie_word_embeddings": config.tie_embeddings,
+    c, row = config, _row(config.architecture, "architecture")
+    for ours, value in row.fixed.items():
+        if getattr(c, ours) != value:
+            has = f"{value} alone" if value and value != "none" else "none"
+            raise _unfit(ours, row, has)
+    if c.dim % c.n_heads and row.whole_heads:
+        raise _unfit("dim", row, f"a multiple of n_heads = {c.n_heads} alone")
+    if not row.own_head_dim and c.head_width * c.n_heads != c.dim:
+        raise _unfit("head_dim", row, "dim / n_heads alone")
+    values = row.write(c.architecture, c)
+    for ours in row.inverse:
+        values[row.keys.fields[ours]] = 1 / getattr(c, ours)
+    if "attention_scale" in row.keys.fields:
+        values[row.keys.fields["attention_scale"]] = c.attention_scale or c.head_width**-0.5
+    for theirs, fields in row.flags.items():
+        given = [getattr(c, ours) for ours in fields]
+        if len(set(given)) > 1:
+            raise _unfit(fields[0], row, f"the same value for {', '.join(fields)}")
+        values[theirs] = given[0]
+    return values | {
+        "head_dim": c.head_width,
+        "hidden_act": _WORDS[c.activation],
+        **_written_rope(c, row),
+        **_written_layers(c, row),
     }
 
 
 def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     """Return the config for a config.json, the inverse of :func:`hf_config`.
 
-    Raises ValueError, with key and value, for what a Llama here cannot have.
+    Raises ValueError, with key and value, for what its architecture cannot have here.
     """
-    only(values, "model_type", *MODEL_TYPES)
-    known = KEYS["llama"]
-    known.check(values)
-    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    theta, rule = rope(values, "llama3")
-    scaling = {ours: rule[theirs] for ours, theirs in _RULE.items() if rule}
-    if scaling.get("rope_scaling") == 1:  # a factor of 1 stretches nothing, whatever the length
-        scaling = {}
-    config = known.build(
-        LlamaConfig,
-        **sizes,
-        n_kv_heads=size(values, "num_key_value_heads", sizes["n_heads"]),
-        norm_eps=number(values, "rms_norm_eps"),
-        rope_theta=theta,
-        tie_embeddings=truth(values, "tie_word_embeddings", False),
-        **scaling,
+    name = values.get("model_type") or "llama"
+    row = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise ValueError(f"model_type: {shown(name)} is not of the llama family here")
+    given, values = values, _older(name, values)
+    row.keys.check(values)
+    chosen = row.read(LlamaConfig, values, besides=("n_kv_heads",))
+    chosen["n_kv_heads"] = size(values, "num_key_value_heads", chosen["n_heads"])
+    for theirs, fields in row.flags.items():
+        chosen |= dict.fromkeys(fields, truth(values, theirs, theirs in row.true))
+    for ours in {"attention_scale", *row.inverse} & row.keys.fields.keys():
+        theirs = row.keys.fields[ours]
+        if values.get(theirs) is not None and not chosen[ours] > 0:
+            raise ValueError(f"{theirs}: {chosen[ours]} should be above 0")
+    for ours in row.inverse:
+        chosen[ours] = 1 / chosen[ours]
+    act = {"hidden_act": values.get("hidden_act") or row.activation}
+    only(act, "hidden_act", *_ACTIVATIONS)
+    chosen["activation"] = _ACTIVATIONS[act["hidden_act"]]
+    width, rest = divmod(chosen["dim"], max(chosen["n_heads"], 1))
+    heads = size(values, "head_dim", width if "head_dim" in values else row.head_dim or width)
+    if not row.own_head_dim:
+        only({"head_dim": heads}, "head_dim", width)
+    if heads != width or rest:
+        chosen["head_dim"] = 0 if rest and row.whole_heads else heads
+    chosen |= _read_layers(values, row, chosen) | _read_rope(values, row, heads)
+    one_base = row.fixed.get("rope_scale_windows", True) or chosen["rope_theta"] == row.theta
+    if not one_base and values.get("rope_parameters") == given.get("rope_parameters"):
+        raise ValueError(
+            f"rope_theta: {chosen['rope_theta']} is read by transformers for {_GLOBAL} alone; write"
+            f" rope_parameters with {_GLOBAL} and {_LOCAL}"
+        )
+    return row.keys.build(LlamaConfig, **chosen, architecture=name)
+
+
+def _row(name: str, field: str) -> Architecture:
+    if name not in ARCHITECTURES:
+        raise ValueError(f'{field}: "{name}" is none of {", ".join(ARCHITECTURES)}')
+    return ARCHITECTURES[name]
+
+
+def _unfit(field: str, row: Architecture, has: str) -> ValueError:
+    return ValueError(
+        f"{field}: {row.architecture} has {has}, so no file of theirs can hold this model"
     )
-    only(values, "head_dim", config.head_dim)
-    return config
+
+
+def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json in the one form in which RoPE is read here."""
+    values = dict(values)
+    place = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    rule = values.get(place)
+    if not isinstance(rule, Mapping):
+        return values
+    kind = rule.get("rope_type") or rule.get("type")
+    if name == "phi3" and kind in ("su", "yarn", "longrope"):
+        length = size(values, _LENGTH, 4096)
+        rule = {one: rule[one] for one in rule if one != "type"}
+        values[place] = rule | {"rope_type": "longrope", _LENGTH: length}
+    if name == "hunyuan_v1_dense" and kind == "dynamic" and rule.get("alpha"):
+        # A factor on the base, whatever the length. The other keys are not read by transformers.
+        base = number(values, "rope_theta", number(rule, "rope_theta", 10_000.0))
+        width = size(values, "head_dim")
+        stretched = base * number(rule, "alpha") ** (width / (width - 2))
+        values |= {"rope_theta": stretched, place: None}
+    if name == "olmo3" and {_LOCAL, _GLOBAL} & rule.keys():
+        local, whole = (dict(rule.get(one) or {}) for one in (_LOCAL, _GLOBAL))
+        only({f"{place}.{_LOCAL}": local.get("rope_type")}, f"{place}.{_LOCAL}", "default")
+        only({"rope_theta": local.get("rope_theta")}, "rope_theta", whole.get("rope_theta"))
+        values[place] = whole
+    return values
+
+
+def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[str, Any]:
+    """Return our fields of RoPE."""
+    part = "rotary_dim" not in row.fixed
+    theta, kind, rule = rope_rule(values, RULES, default=row.theta, part=part)
+    result: dict[str, Any] = {"rope_theta": theta}
+    if part:
+        given = rule.get("partial_rotary_factor")
+        fraction = number(values, "partial_rotary_factor", row.part if given is None else given)
+        only({"partial_rotary_factor": given}, "partial_rotary_factor", fraction)
+        rotated = int(head * fraction)
+        if not 2 <= rotated <= head or rotated % 2:
+            raise ValueError(
+                f"partial_rotary_factor: {fraction} rotates {rotated} of a head's {head} numbers,"
+                " and RoPE rotates pairs"
+            )
+        result["rotary_dim"] = 0 if rotated == head else rotated
+    length = size(values, "max_position_embeddings", 0)
+    factor = rule.get("factor", length / rule[_LENGTH] if kind == "longrope" else 1.0)
+    if not factor > 0:
+        raise ValueError(f"rope_scaling.factor: {factor} should be above 0")
+    magnitude = rule.get("attention_factor", 0.0)
+    if not magnitude and rule.get("mscale") and rule.get("mscale_all_dim"):
+        above, below = (yarn_magnitude(factor, rule[one]) for one in ("mscale", "mscale_all_dim"))
+        magnitude = above / below if factor > 1 else 1.0
+    if kind == "default" or (factor == 1 and kind != "longrope" and magnitude in (0, 1)):
+        return result
+    result |= {ours: rule[theirs] for ours, theirs in _RULE[kind].items() if theirs in rule}
+    if kind == "yarn":  # transformers takes 0 for absent
+        result |= {one: result.get(one) or getattr(LlamaConfig, one) for one in _BETAS}
+    if kind == "dynamic":
+        result["rope_original_seq_len"] = size(values, "max_position_embeddings")
+    known = RopeRule(kind, factor, result.get("rope_original_seq_len", 0))
+    if magnitude == known.scale:
+        magnitude = 0.0
+    return result | {"rope_rule": kind, "rope_scaling": factor, "rope_magnitude": magnitude}
+
+
+_BETAS = ("rope_beta_fast", "rope_beta_slow")
+
+
+def _positions(c: LlamaConfig) -> int:
+    """Return the longest text that a config.json names, if it is not known from another file."""
+    if c.rope_rule == "dynamic":  # the rule is about this length
+        return c.rope_original_seq_len
+    # All published models of llama3's rule were trained to one length, whatever their factor.
+    scaled = c.rope_rule == "llama3" and c.rope_scaling != 1
+    return 131_072 if scaled else round(c.rope_original_seq_len * c.rope_scaling)
+
+
+def _written_rope(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
+    """Return the keys of RoPE."""
+    length = _positions(c)
+    values: dict[str, Any] = {"rope_theta": c.rope_theta, "max_position_embeddings": length}
+    rule: dict[str, Any] | None = None
+    if c.rope_scaling != 1 or c.rope_magnitude or c.rope_rule == "longrope":
+        rule = {"rope_type": c.rope_rule, "factor": c.rope_scaling}
+        for ours, theirs in _RULE[c.rope_rule].items():
+            value = getattr(c, ours)
+            rule[theirs] = list(value) if isinstance(value, tuple) else value
+        if not c.rope_magnitude:
+            rule.pop("attention_factor", None)
+        if _LENGTH in row.keys.read:  # versions before 5 want it there, and three keys of the rule
+            values[_LENGTH] = rule.pop(_LENGTH)
+            rule = {"type": rule.pop("rope_type")} | rule
+            if rule["factor"] == length / values[_LENGTH]:
+                del rule["factor"]
+    if "rotary_dim" not in row.fixed:
+        fraction = (c.rotary_dim or c.head_width) / c.head_width
+        if int(c.head_width * fraction) < c.rotary_dim:
+            fraction = math.nextafter(fraction, 1)
+        values["partial_rotary_factor"] = fraction
+    if row.fixed.get("rope_scale_windows", True) or c.rope_theta == row.theta:
+        return values | {"rope_scaling": rule}
+    # Without such objects transformers takes rope_theta for some of the layers alone.
+    rules = {_LOCAL: {"rope_type": "default"}, _GLOBAL: rule or {"rope_type": "default"}}
+    del values["rope_theta"]
+    return values | {
+        "rope_parameters": {one: {**own, "rope_theta": c.rope_theta} for one, own in rules.items()}
+    }
+
+
+def _read_layers(
+    values: Mapping[str, Any], row: Architecture, chosen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return our fields of the layers' windows and RoPE: the shortest pattern of letters."""
+    n_layers, window = chosen["n_layers"], row.window
+    if not row.layers or not 1 <= n_layers < 2**12:  # which the config refuses
+        return {}
+    if "sliding_window" in values:
+        window = size(values, "sliding_window", 0)
+    if values.get("sliding_window") is not None and window < 1:
+        raise ValueError(f"sliding_window: {window} should be at least 1, or null for none")
+    if "use_sliding_window" in row.keys.read and not truth(values, "use_sliding_window", False):
+        window = 0
+    turned = [True] * n_layers
+    if row.layers == "free":
+        every = size(values, "no_rope_layer_interval", 4)
+        turned = [bool((i + 1) % max(every, 1)) for i in range(n_layers)]
+        given = values.get("no_rope_layers")
+        if given is not None:
+            if (
+                not isinstance(given, list)
+                or len(given) < n_layers
+                or not all(x in (0, 1) for x in given)
+            ):
+                raise ValueError(f"no_rope_layers: expected 0 or 1 for each layer, got {shown(given)}")
+            turned = [bool(one) for one in given[:n_layers]]
+    local = _local_layers(values, row, turned, window)
+    if row.layers == "rotated" or (row.layers == "rotated if any" and window):
+        turned = local
+    letters = "".join("FWfw"[2 * rope + near] for rope, near in zip(turned, local, strict=True))
+    if not letters.strip("f"):
+        return {}
+    if not any(local) and row.layers != "rotated if any":
+        window = 0
+    lengths = range(1, n_layers + 1)
+    shortest = next(n for n in lengths if letters == (letters[:n] * n_layers)[:n_layers])
+    return {"window": window, "layer_pattern": letters[:shortest]}
+
+
+def _local_layers(
+    values: Mapping[str, Any], row: Architecture, turned: list[bool], window: int
+) -> list[bool]:
+    """Return which layers have a window."""
+    n_layers, types = len(turned), values.get("layer_types")
+    if types is not None and row.layers != "all":
+        if not isinstance(types, list) or len(types) != n_layers:
+            raise ValueError(f"layer_types: expected a list of {n_layers} names, got {shown(types)}")
+        for one in types:
+            # Without a window there is but one kind.
+            only({"layer_types": one}, "layer_types", *((_LOCAL, _GLOBAL) if window else (_GLOBAL,)))
+        return [one == _LOCAL for one in types]
+    if not window or row.layers == "all":
+        return [window > 0] * n_layers
+    if row.layers == "last":
+        first = size(values, "max_window_layers", 28)
+        return [i >= first for i in range(n_layers)]
+    if row.layers == "free":
+        return [not one for one in turned]
+    every = size(values, "sliding_window_pattern", 4)
+    return [bool((i + 1) % max(every, 1)) for i in range(n_layers)]
+
+
+def _written_layers(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
+    """Return the keys of the layers' windows and RoPE."""
+    if not row.layers:
+        return {}
+    local = [c.window_of(i) > 0 for i in range(c.n_layers)]
+    turned = [c.letter(i) in "wf" for i in range(c.n_layers)]
+    whole = row.layers == "rotated if any" and not c.window
+    wanted = (
+        turned if row.layers == "free" else local if "rotated" in row.layers and not whole else None
+    )
+    if turned != (wanted or [True] * c.n_layers):
+        raise _unfit("layer_pattern", row, "other layers without RoPE")
+    # transformers asks some for a window, though no layer has it.
+    unused = row.window if row.layers in ("some", "rotated") else None
+    values: dict[str, Any] = {"sliding_window": c.window or unused}
+    if row.layers == "all":
+        if len(set(local)) > 1:
+            raise _unfit("layer_pattern", row, "layers of one kind alone")
+        return {"sliding_window": c.window if local[0] else None}
+    values["layer_types"] = [_LOCAL if one else _GLOBAL for one in local]
+    if "use_sliding_window" in row.keys.read:
+        values["use_sliding_window"] = any(local)
+    if row.layers == "last":
+        values["max_window_layers"] = local.index(True) if any(local) else c.n_layers
+    if row.layers == "free":
+        values["no_rope_layers"] = [int(one) for one in turned]
+    return values

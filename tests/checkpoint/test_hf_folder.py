@@ -62,9 +62,9 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
     ("name", "change", "problem"),
     [
         ("gemma3", {"hidden_activation": "relu"}, 'only "gelu_pytorch_tanh"'),
-        ("llama", {"attention_bias": True}, "only false"),
-        ("llama", {"head_dim": 9}, "only 16"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ""),
+        ("llama", {"partial_rotary_factor": 0.5}, "only 1"),
+        ("llama", {"attention_dropout": 0.1}, "only 0"),
+        ("llama", {"rope_scaling": {"type": "proportional", "factor": 2.0}}, ""),
         ("qwen3", {"use_sliding_window": True}, "only false"),
         ("mixtral", {"router_jitter_noise": 0.1}, "only 0"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ""),

@@ -22,8 +22,8 @@ from compose.cli.question import (
 from compose.config.models import find_model, model_names
 from compose.config.toml import without_file
 from compose.planner.cluster import cluster_names
+from models.llama import PRESETS
 from models.llama.hf import hf_config
-from models.llama.model import PRESETS
 from tests.support.helpers import ROOT, refusal
 
 CLUSTERS = f"known: {', '.join(cluster_names())}; or the path of a .toml file"

@@ -127,7 +127,7 @@ def test_bytes_and_repeated_work_are_those_of_the_formulas() -> None:
     elements = 4 * 2 * length * c.n_layers  # bytes of one element a token in all layers
     full = elements * c.dim
     ends = kept["full"] - full
-    products = elements * (3 * c.dim + 2 * c.n_kv_heads * c.head_dim + 2 * c.hidden_dim)
+    products = elements * (3 * c.dim + 2 * c.n_kv_heads * c.head_width + 2 * c.hidden_dim)
     attention = elements * (c.dim + c.n_heads)
     none = 2 * sum(unit.everything for unit in costs("llama", length).values())
     assert kept["selective"] - ends == full + products + attention

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from compose.config.hugging_face import config_problems, find_hf
-from models import deepseek_v3, gemma3, gpt_oss
+from models import deepseek_v3, gemma3, gpt_oss, llama
 from models.deepseek_v3.hf import hf_name as deepseek_name
 from models.gpt_oss.hf import hf_name as gpt_oss_name
 from models.layers.published import Keys
+from models.llama.architectures import ARCHITECTURES
 from tests.support import transformers_models as models
 from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import YARN, compare, published, randomize
@@ -34,6 +35,7 @@ KINDS = {
     "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v2": "deepseek_v3",
+    **dict.fromkeys(ARCHITECTURES, "llama"),
 }
 WITHOUT_ROPE = ("gpt2",)
 PRESETS = {
@@ -47,11 +49,23 @@ PRESETS = {
     "deepseek_v2": "16b",
 }
 # Architectures of a family that has no preset of them.
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "gemma2": models.GEMMA2,
     "gemma": models.GEMMA1,
     "vaultgemma": dataclasses.replace(models.GEMMA2, post_norms=False),
 }
+
+
+def _shape(kind: str) -> llama.Config:
+    """A shape of the llama family."""
+    row = ARCHITECTURES[kind]
+    pattern = "wwwF" if "rotated" in row.layers else "w"
+    free: dict[str, Any] = {"window": 128, "layer_pattern": pattern} if row.layers else {}
+    config = dataclasses.replace(llama.PRESETS["8b"], rope_scaling=1.0, norm_after=False, **free)
+    return dataclasses.replace(config, **row.fixed, architecture=kind)
+
+
+SHAPES |= {kind: _shape(kind) for kind in ARCHITECTURES if kind != "llama"}
 
 
 def known(kind: str) -> Keys:
@@ -132,7 +146,7 @@ def test_an_unknown_key_is_refused_by_name(kind: str) -> None:
     for key, value in (
         ("attention_gate", True),
         ("attention_gate", 0),
-        ("original_max_position_embeddings", 4),
+        ("rope_original" if kind == "phi3" else "original_max_position_embeddings", 4),
     ):
         with pytest.raises(ValueError, match=rf"^{key}: \S+ is of a key that is not known here"):
             imported(kind, **{key: value})
@@ -156,7 +170,8 @@ def test_two_words_on_one_thing_are_refused(kind: str) -> None:
     within = {"rope_scaling": rule | {"rope_theta": 2 * theta}}
     with pytest.raises(ValueError, match=r"^rope_theta: .* is another than rope_scaling.rope_theta"):
         imported(kind, **within)
-    assert imported(kind, **within, rope_theta=None).rope_theta == 2 * theta
+    if kind != "olmo3":  # transformers reads such a base for some of its layers alone
+        assert imported(kind, **within, rope_theta=None).rope_theta == 2 * theta
     with pytest.raises(ValueError, match=r"^rope_scaling.type: "):
         imported(kind, rope_scaling=rule | {"rope_type": "default", "type": "linear"})
 

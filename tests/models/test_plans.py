@@ -26,6 +26,50 @@ from tests.support.helpers import Keys, agreed, parallel, prove_case, prove_step
 from tests.support.pool import Pool
 from tests.support.small_models import AXES, DIT, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
 
+_ODD: Keys = {"dim": 36, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 51}
+# Every option of the llama family is in one of these.
+LLAMAS: dict[str, Keys] = {
+    name: {f"model__{field}": value for field, value in {**_ODD, **fields}.items()}
+    for name, fields in {
+        "llama, biases": {
+            "qkv_bias": True,
+            "wo_bias": True,
+            "ffn_bias": True,
+            "ffn_gated": False,
+            "activation": "relu2",
+            "norm": "layer",
+            "rotary_dim": 4,
+        },
+        "llama, wide norms": {
+            "qk_norm": "width",
+            "norm_before": False,
+            "norm_after": True,
+            "window": 5,
+            "layer_pattern": "wf",
+            "rope_rule": "yarn",
+            "rope_scaling": 4.0,
+            "rope_scale_windows": False,
+        },
+        "llama, parallel": {
+            "parallel_block": True,
+            "norm": "layer_without_bias",
+            "rope_interleaved": True,
+            "logit_scale": 0.25,
+            "window": 5,
+            "layer_pattern": "wF",
+            "tie_embeddings": True,
+        },
+        "llama, factors": {
+            "norm": "layer_without_weight",
+            "embedding_scale": 3.0,
+            "residual_scale": 0.3,
+            "attention_scale": 0.2,
+            "qk_norm": "head_after_rope",
+            "norm_after": True,
+            "tie_embeddings": True,
+        },
+    }.items()
+}
 KEYS: dict[str, Keys] = {
     "gpt2": GPT2,
     "gemma3": GEMMA3,
@@ -33,6 +77,7 @@ KEYS: dict[str, Keys] = {
     "gpt_oss": GPT_OSS,
     "dit": DIT,
     "qwen3": {"model__name": "qwen3", "train__seq_len": 32, "train__global_batch": 16},
+    **LLAMAS,
 }
 PIPELINE = "pp 2 train__micro_batch 1 train__global_batch 4 model__n_layers 4"
 CAPPED = "model__attention_softcap 2.0 model__final_softcap 1.5"
@@ -113,6 +158,34 @@ CASES: dict[str, dict[str, str]] = {
         "dr 2 ds 2 comm__gradients int8": "full",
         "ds 2 tp 2 sequence false precision__float8 rowwise model__dim 64 model__hidden_dim 128"
         " model__n_layers 3": "full",
+    },
+    "llama, biases": {
+        "tp 2": "suite",
+        "ds 2 tp 2": "slow",
+        "ds 2 tp 2 sequence false loss false": "slow",
+        "tp 4": "slow",
+        "pp 2 cp 2 train__seq_len 13": "slow",
+        "ds 2 tp 2 optimizer__name muon": "full",
+    },
+    "llama, wide norms": {
+        "tp 2": "suite",
+        "ds 2 tp 2": "slow",
+        "tp 4 sequence false": "slow",
+        "tp 4 model__n_kv_heads 1": "slow",
+        "pp 2 tp 2 train__seq_len 14": "slow",
+        "cp 2 ds 2 train__seq_len 13": "slow",
+        "ds 2 tp 2 compile__mode block": "full",
+        "ds 2 tp 2 precision__param bfloat16": "full",
+    },
+    "llama, parallel": {
+        "ds 2 tp 2": "slow",
+        "pp 2 tp 2 sequence false train__loss_chunk 7": "slow",
+        "cp 2 tp 2 train__seq_len 14": "slow",
+    },
+    "llama, factors": {
+        "ds 2 tp 2": "slow",
+        "pp 2 tp 2 pp_schedule ZBVZeroBubble model__n_layers 4": "slow",
+        "cp 2 tp 2 sequence false train__loss_chunk 5 train__seq_len 14": "slow",
     },
     # Where the key/value heads are fewer than tp, ranks share them, and k_norm's input. The full tier
     # has what is as with Llama, whose plan is the same there.

@@ -63,7 +63,7 @@ def test_bytes_of_a_layer() -> None:
     scores = 5 * c.n_heads * 8192 / c.dim
     text = entry("A layer")
     assert f"{scores:.0f} of {34 + scores:.0f} for the 8B at 8,192 tokens*" in text
-    kept = 2 * (6 + 2 * c.n_kv_heads * c.head_dim / c.dim + 4 * c.hidden_dim / c.dim)
+    kept = 2 * (6 + 2 * c.n_kv_heads * c.head_width / c.dim + 4 * c.hidden_dim / c.dim)
     assert f"{kept:.0f} for the 8B*" in text
 
 

@@ -1,0 +1,233 @@
+"""The config of the llama family, and the published shapes of Llama itself."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from models.layers.attention import attention_pairs
+from models.layers.feed_forward import ACTIVATIONS
+from models.layers.norms import NORMS, check_eps
+from models.layers.rope import RULES, UP_TO_ORIGINAL, RopeRule
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The config of a Llama, or of a model of its family."""
+
+    vocab_size: int = 257
+    """Rows of the embedding; token ids run from 0 to vocab_size - 1."""
+    dim: int = 128
+    """Width of the residual stream."""
+    n_layers: int = 5
+    """Transformer blocks."""
+    n_heads: int = 8
+    """Query heads."""
+    n_kv_heads: int = 2
+    """Key/value heads; divides n_heads."""
+    head_dim: int = 0
+    """Width of each head; 0 is dim / n_heads."""
+    hidden_dim: int = 384
+    """Inner width of the feed-forward network."""
+    norm_eps: float = 1e-5
+    """Epsilon of the norms."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: float = 1.0
+    """Factor of the rule that stretches long wavelengths; 1 is off."""
+    rope_rule: str = "llama3"
+    """That rule: linear, dynamic, llama3, yarn or longrope."""
+    rope_original_seq_len: int = 8192
+    """Length the model was trained at before rope_scaling."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: wavelengths above rope_original_seq_len / this are stretched in full."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: wavelengths below rope_original_seq_len / this are kept."""
+    rope_beta_fast: float = 32.0
+    """yarn: pairs that turn more often within rope_original_seq_len are kept."""
+    rope_beta_slow: float = 1.0
+    """yarn: pairs that turn less often are slowed down in full."""
+    rope_truncate: bool = True
+    """yarn: blend from whole index to whole index of the pairs."""
+    rope_magnitude: float = 0.0
+    """yarn, longrope: factor on queries and keys; 0 is that of the rule."""
+    rope_short_factors: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies up to rope_original_seq_len, one for each pair."""
+    rope_long_factors: tuple[float, ...] = ()
+    """longrope: divisors above that length. They are kept for export, and not used here."""
+    rope_scale_windows: bool = True
+    """Stretch the frequencies of layers with a window too."""
+    rotary_dim: int = 0
+    """Width of each head's part that is rotated, the first one; 0 is the whole head."""
+    rope_interleaved: bool = False
+    """Rotate pairs (2 i, 2 i + 1) in place of pairs half a width apart."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the output projection too."""
+    window: int = 0
+    """Keys that a query of a layer with a window attends to, the last of them its own; 0 is all."""
+    layer_pattern: str = "w"
+    """Letters of the layers, repeated over them: w has the window, f has none; W and F have no RoPE."""
+    sinks: bool = False
+    """Give each head a learnt score to which attention can give weight in place of a key."""
+    qkv_bias: bool = False
+    """Give the projections to queries, keys and values a bias."""
+    wo_bias: bool = False
+    """Give attention's output projection a bias."""
+    ffn_bias: bool = False
+    """Give the linear layers of the feed-forward network a bias."""
+    ffn_gated: bool = True
+    """Multiply the activation by a third linear layer (w3)."""
+    activation: str = "silu"
+    """Of the feed-forward network: silu, gelu, gelu_tanh or relu2."""
+    norm: str = "rms"
+    """Norms of the stream: rms, layer, layer_without_bias or layer_without_weight."""
+    norm_before: bool = True
+    """Give attention and the feed-forward network a norm of their input."""
+    norm_after: bool = False
+    """Give them a norm of their output."""
+    qk_norm: str = "none"
+    """RMSNorm of queries and keys: none, of each head, head_after_rope, or of the whole width."""
+    parallel_block: bool = False
+    """Let attention and the feed-forward network read one norm of the same stream."""
+    embedding_scale: float = 1.0
+    """Factor on the embedding's output."""
+    residual_scale: float = 1.0
+    """Factor on what attention and the feed-forward network add to the stream."""
+    attention_scale: float = 0.0
+    """Factor on the products of queries and keys; 0 is head_dim^-0.5."""
+    logit_scale: float = 1.0
+    """Factor on the logits. It is applied to the output projection's input."""
+    architecture: str = "llama"
+    """The model_type of an exported config.json, a row of the table in architectures.py."""
+
+    def __post_init__(self) -> None:
+        for size in ("vocab_size", "dim", "n_heads", "n_kv_heads", "hidden_dim"):
+            if not 1 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
+        if not 1 <= self.n_layers < 2**12:
+            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        for factor in (
+            "rope_theta",
+            "rope_scaling",
+            "embedding_scale",
+            "residual_scale",
+            "logit_scale",
+        ):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        for size in ("head_dim", "rotary_dim", "rope_magnitude", "attention_scale"):
+            if not 0 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f'{name}: "{getattr(self, name)}" is none of {", ".join(known)}')
+        if self.window < 0:
+            raise ValueError(f"window: {self.window} should be at least 1, or 0 for all keys")
+        if not self.layer_pattern or set(self.layer_pattern) - set("wfWF"):
+            raise ValueError(f'layer_pattern: "{self.layer_pattern}" should be letters w, f, W and F')
+        check_eps("norm_eps", self.norm_eps)
+        self._check_heads()
+        if self.rope_scaling != 1 or self.rope_rule == "longrope":
+            self._check_rope()
+        if not (self.norm_before or self.norm_after):
+            raise ValueError("norm_before: False leaves no norm; set norm_after")
+        if self.parallel_block and (self.norm_after or not self.norm_before):
+            raise ValueError("parallel_block: True needs norm_before alone")
+
+    def _check_heads(self) -> None:
+        if not self.head_dim and self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
+        if self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim: {self.rotary_dim} is not even, and RoPE rotates pairs")
+        if self.rotary_dim > self.head_width:
+            raise ValueError(f"rotary_dim: {self.rotary_dim} is more than a head's {self.head_width}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    def _check_rope(self) -> None:
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_rule == "llama3" and not 0 < low < high:
+            raise ValueError(f"rope_low_freq_factor: {low} should be above 0, below {high}")
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if self.rope_rule == "yarn" and not 0 < slow <= fast:
+            raise ValueError(f"rope_beta_slow: {slow} should be above 0, at most {fast}")
+        if not 1 <= self.rope_original_seq_len < 2**31:
+            length = self.rope_original_seq_len
+            raise ValueError(f"rope_original_seq_len: {length} should be at least 1, below 2^31")
+        pairs = (self.rotary_dim or self.head_width) // 2
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = getattr(self, name)
+            if self.rope_rule != "longrope":
+                continue
+            if len(factors) != pairs or not all(0 < factor < 2**31 for factor in factors):
+                raise ValueError(f"{name}: should be {pairs} numbers above 0, one for each pair")
+
+    @property
+    def head_width(self) -> int:
+        """Width of each head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest sequence, where frequencies depend on the length at hand; None: no limit."""
+        scaled = self.rope_scaling != 1 or self.rope_rule == "longrope"
+        return self.rope_original_seq_len if scaled and self.rope_rule in UP_TO_ORIGINAL else None
+
+    def letter(self, layer: int) -> str:
+        """Return the letter of a layer, counted from 0."""
+        return self.layer_pattern[layer % len(self.layer_pattern)]
+
+    def window_of(self, layer: int) -> int:
+        """Return the keys that a query of a layer attends to; 0 is all."""
+        return self.window if self.letter(layer) in "wW" else 0
+
+    @property
+    def rule(self) -> RopeRule:
+        """The rule that stretches the rotary frequencies."""
+        return RopeRule(
+            self.rope_rule,
+            self.rope_scaling,
+            self.rope_original_seq_len,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_beta_fast,
+            self.rope_beta_slow,
+            self.rope_truncate,
+            self.rope_magnitude,
+            self.rope_short_factors,
+        )
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
+        attention = 2 * self.dim * self.head_width * (self.n_heads + self.n_kv_heads)
+        matrices = 3 if self.ffn_gated else 2
+        weights = self.n_layers * (attention + matrices * self.dim * self.hidden_dim)
+        weights += self.vocab_size * self.dim
+        pairs = sum(attention_pairs(seq_len, self.window_of(layer)) for layer in range(self.n_layers))
+        return 3 * 2 * (weights + 2 * self.n_heads * self.head_width * pairs)
+
+
+CHOICES: Mapping[str, Collection[str]] = {
+    "rope_rule": RULES,
+    "activation": ACTIVATIONS,
+    "norm": NORMS,
+    "qk_norm": ("none", "head", "head_after_rope", "width"),
+}
+
+
+def _llama31(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **other: float) -> LlamaConfig:
+    shape = {"vocab_size": 128_256, "n_kv_heads": 8, "rope_theta": 500_000.0, "rope_scaling": 8.0}
+    return LlamaConfig(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **{**shape, **other}
+    )  # type: ignore[arg-type]
+
+
+# Published shapes: 1b and 3b are Llama 3.2, the others Llama 3.1.
+PRESETS = {
+    "debug": LlamaConfig(),
+    "1b": _llama31(2048, 16, 32, 8192, rope_scaling=32.0, tie_embeddings=True),
+    "3b": _llama31(3072, 28, 24, 8192, rope_scaling=32.0, tie_embeddings=True),
+    "8b": _llama31(4096, 32, 32, 14_336),
+    "70b": _llama31(8192, 80, 64, 28_672),
+    "405b": _llama31(16_384, 126, 128, 53_248),
+}

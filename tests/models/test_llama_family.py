@@ -1,0 +1,108 @@
+"""The architectures that a Llama of options can be: each beside transformers, with drawn options."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compose.checkpoint.hf_folder import name_of
+from models import llama
+from models.llama.architectures import ARCHITECTURES, Architecture
+from models.llama.hf import config_from_hf, hf_config
+from tests.support.helpers import tier
+from tests.support.transformers_models import compare, published, randomize
+
+
+def draw(name: str, rng: random.Random) -> llama.Config:
+    """Odd sizes, and a value for each field that the row leaves free."""
+    row = ARCHITECTURES[name]
+    kv_heads = rng.choice([1, 2, 3])
+    heads = kv_heads * rng.choice([1, 2, 3])
+    width = 2 * rng.choice([3, 4, 6, 7])
+    dim = heads * width
+    if row.own_head_dim and rng.random() < 0.5:
+        dim = heads * rng.randint(4, 9) if row.whole_heads else rng.randint(30, 60)
+    n_layers = rng.randint(1, 5)
+    free: dict[str, Any] = {}
+    for fields in row.flags.values():
+        free |= dict.fromkeys(fields, rng.random() < 0.6)
+    for field in row.keys.fields:
+        if field.endswith("_scale"):
+            free[field] = rng.choice([0.5, 0.7, 3.0])
+    if "rotary_dim" not in row.fixed:
+        free["rotary_dim"] = rng.choice([0, *range(4, width, 2)])
+    config = llama.Config(
+        **row.fixed
+        | free
+        | _drawn_layers(row, n_layers, rng)
+        | _drawn_rope(name, free.get("rotary_dim") or width, rng),
+        vocab_size=rng.randint(40, 130),
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=0 if dim == heads * width else width,
+        hidden_dim=rng.randint(20, 90),
+        tie_embeddings=rng.random() < 0.5,
+        activation=rng.choice(["silu", "gelu", "gelu_tanh", "relu2"]),
+        architecture=name,
+        **({} if "norm_eps" in row.fixed else {"norm_eps": rng.choice([1e-6, 1e-3])}),
+    )
+    # In the form in which a config.json is read: the shortest pattern, and no unused field.
+    return config_from_hf(hf_config(config))
+
+
+def _drawn_layers(row: Architecture, n_layers: int, rng: random.Random) -> dict[str, Any]:
+    patterns = {
+        "": ["w"],
+        "all": ["w"],
+        "last": ["f" * first + "w" * (n_layers - first) for first in range(n_layers)],
+        "some": ["w", "wf", "wwf", "f"],
+        "rotated": ["wF", "wwwF", "w", "F"],
+        "rotated if any": ["wF", "wwwF", "w", "F"],
+        "free": ["fF", "fWwF", "wwF"],
+    }
+    pattern = rng.choice(patterns[row.layers])
+    if row.layers and rng.random() < 0.2:
+        without = {"rotated": "F", "free": "ffF"}.get(row.layers, "f")
+        return {"window": 0, "layer_pattern": without}
+    if not row.layers:
+        return {}
+    return {"window": rng.choice([1, 4, 17, 100]), "layer_pattern": pattern}
+
+
+def _drawn_rope(name: str, width: int, rng: random.Random) -> dict[str, Any]:
+    theta = {"rope_theta": rng.choice([100.0, 300.0, 1e6])}
+    rules = ["none", "longrope"] if name == "phi3" else ["none", *RULES]
+    rule = rng.choice(rules)
+    if rule == "none":
+        return theta
+    scaled = {"rope_rule": rule, "rope_scaling": rng.choice([2.0, 8.0]), "rope_original_seq_len": 64}
+    factors = [tuple(rng.choice([1.0, 1.5, 4.0]) for _ in range(width // 2)) for _ in range(2)]
+    own: dict[str, dict[str, Any]] = {
+        "yarn": {"rope_beta_fast": 4.0, "rope_magnitude": rng.choice([0.0, 1.3])},
+        "longrope": {"rope_short_factors": factors[0], "rope_long_factors": factors[1]},
+    }
+    return theta | scaled | own.get(rule, {})
+
+
+RULES = ("linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=tier(slow=seed > 0 and seed < 6, full=seed >= 6))
+        for name in ARCHITECTURES
+        for seed in range(20)
+    ],
+)
+def test_logits_equal_transformers(tmp_path: Path, name: str, seed: int) -> None:
+    config = draw(name, random.Random(f"{name} {seed}"))
+    torch.manual_seed(0)
+    model = llama.Model(config)
+    randomize(model)
+    files = published(dict(model.named_parameters()), name_of("llama", config))
+    compare(tmp_path, model, files, hf_config(config), batch=2)
