@@ -448,7 +448,6 @@ NO_TEST_MODULE = {
     "config/models": "test_plan",
     "config/setup": "config/test_rules",
     "config/tables": "config/test_toml",
-    "data/documents": "data/test_token_set_writing",
     "data/generation_config": "cli/test_prompts",
     "data/special_tokens": "data/test_tokenizer",
     "ops/attention_kernels": "ops/test_attention",

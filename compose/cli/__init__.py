@@ -131,20 +131,28 @@ that peft opens, or with --merged one of whole weights, with the adapters added 
         "Turn text or chats into ids: python -m compose tokenize --tokenizer FILE --out DIR FILES.",
         _flags(
             "--tokenizer FILE, --out DIR, --field NAME, --chat, --end TOKEN, "
+            "--shape NAME, --fields NAME=FIELD[,...], --roles NAME=ROLE[,...], "
             "--no-special-tokens, --skip-bad, --workers N"
         ),
         """\
 python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat]
+    [--shape NAME] [--fields NAME=FIELD,...] [--roles NAME=ROLE,...]
     [--end TOKEN] [--no-special-tokens] [--skip-bad] FILES...
 
 Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
-.parquet file one in each row (pip install 'dtensor-compose[parquet]'); any other file is one document
-of UTF-8 text. Started again, it goes on where it was.
+.json file may hold them as one list, a .parquet or .arrow file, or the folder of a dataset that
+`datasets` saved, has one in each row (pip install 'dtensor-compose[parquet]'); any other file is one
+document of UTF-8 text. Started again, it goes on where it was.
 
   --tokenizer  a tokenizer.json, or a folder with one
   --out        folder to make
   --field      field or column with the text; default: text, and messages with --chat
   --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
+  --shape      of rows of chats: messages, sharegpt, alpaca, prompt (with completion), chosen (the
+               chosen one of preference pairs), or plain (prompt and completion without a template);
+               default: as the keys of the rows say, and pairs are refused
+  --fields     fields of chats with other names, such as prompt=question,completion=answer
+  --roles      roles of chats with other names, such as visitor=user,agent=assistant
   --end        token that ends a document, and a reply after which the chat template writes nothing;
                default: the tokenizer's eos_token
   --no-special-tokens

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,9 +170,9 @@ def convert(arguments: Sequence[str]) -> int:
 
 def tokenize(arguments: Sequence[str]) -> int:
     """Turn text or chats into ids."""
-    from compose.data.chat_replies import Replies
+    from compose.data.chat_messages import FIELDS, PLAIN, SHAPES, ChatNames
     from compose.data.token_files import open_token_set
-    from compose.data.token_set_writing import describe_job, make_token_set
+    from compose.data.token_set_writing import describe_job, make_token_set, replies_for
     from compose.data.tokenizer import open_tokenizer
 
     given = read_flags("tokenize", arguments)
@@ -191,14 +191,26 @@ def tokenize(arguments: Sequence[str]) -> int:
         end = tokenizer.tokenizer.token_to_id(flags["--end"])
     if end is None:
         raise flag_error("--end", f"{flags['--end']} is no token of {tokenizer.name}")
-    if chat:
-        Replies(tokenizer)  # raises if there is no template
-    elif end < 0:
-        raise flag_error("--end", f"{tokenizer.name} does not say which token ends a document")
+    for flag in () if chat else ("--shape", "--fields", "--roles"):
+        if flag in flags:
+            raise flag_error(flag, "is for chats; give --chat too")
+    shape, fields = flags.get("--shape", ""), _named(flags, "--fields")
+    roles = tuple(_named(flags, "--roles").items())
+    for flag, given, known in (
+        ("--shape", [shape] if shape else [], [*SHAPES, PLAIN]),
+        ("--fields", fields, FIELDS),
+    ):
+        if wrong := [name for name in given if name not in known]:
+            raise flag_error(flag, f"{wrong[0]} is none of {', '.join(known)}")
     kind = "chat" if chat else "text"
     field = flags.get("--field", "messages" if chat else "text")
+    if chat and field != "messages":
+        fields["messages"] = field
     job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
     job = replace(job, added=job.added if added else False, skip_bad="--skip-bad" in flags)
+    job = replace(job, names=ChatNames(shape, tuple(fields.items()), roles))
+    if end < 0 and (not chat or replies_for(job, tokenizer).plain):
+        raise flag_error("--end", f"{tokenizer.name} does not say which token ends a document")
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
     counts = make_token_set(job, target, workers, bar)
@@ -210,6 +222,14 @@ def tokenize(arguments: Sequence[str]) -> int:
         lengths = np.diff(open_token_set(target).ends, prepend=0)
         print(_table(counts, lengths, chat), flush=True)
     return 0
+
+
+def _named(flags: Mapping[str, str], flag: str) -> dict[str, str]:
+    """Return the names in a flag's value, as in prompt=question,completion=answer."""
+    parts = [part.partition("=") for part in flags.get(flag, "").split(",") if flag in flags]
+    if wrong := ["".join(part) for part in parts if not all(part)]:
+        raise flag_error(flag, f"{wrong[0]!r} is not NAME=NAME")
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def _table(counts: "Counts", lengths: np.ndarray, chat: bool) -> str:

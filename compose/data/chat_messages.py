@@ -75,7 +75,8 @@ def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
     elif shape in ("messages", "sharegpt"):
         messages = _list(row, SHAPES[shape][0], names)
     else:
-        prompt, completion = (_needed(row, name, names) for name in SHAPES["prompt"])
+        read = _text if shape == PLAIN else _needed
+        prompt, completion = (read(row, name, names) for name in SHAPES["prompt"])
         messages, texts = (
             _turns(prompt, "user"),
             isinstance(prompt, str) and isinstance(completion, str),
@@ -152,7 +153,8 @@ def _chat(
     row: Mapping[str, Any], messages: list[ChatMessage], first: int, texts: bool, names: ChatNames
 ) -> Chat:
     """Return the chat of messages, of which replies from ``first`` on are learnt."""
-    if _get(row, "system", names) and all(message["role"] != "system" for message in messages):
+    system = names.shape != PLAIN and _get(row, "system", names)
+    if system and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": _text(row, "system", names)}, *messages]
         first, texts = first + 1, False
     learnt = [

@@ -39,7 +39,7 @@ class Replies:
     """Writes chats by a template, and finds the replies in their text.
 
     ``plain``: a text and its continuation stand one after the other, and then ``end``, as in TRL; a
-    template need not be there. Raises ConfigError if it is needed, and there is none.
+    template need not be there. Without ``plain``, raises ConfigError if there is none.
     """
 
     def __init__(self, tokenizer: JsonTokenizer, end: int = -1, plain: bool = False) -> None:
@@ -59,7 +59,9 @@ class Replies:
     def template(self) -> ChatTemplate:
         """The chat template. Raises ValueError if there is none."""
         if self._template is None:
-            raise ValueError(f"has messages, and there is no chat template beside {self.name}")
+            raise ValueError(
+                f"needs a chat template, and none is beside {self.name}; put chat_template.jinja there"
+            )
         return self._template
 
     def render(self, chat: Chat) -> list[Rendered]:
@@ -243,7 +245,8 @@ def _common(one: str, other: str) -> int:
 def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
     """Encode a text, and mark the tokens to learn, as transformers does.
 
-    A reply reaches from the token with its first character to the first token with its last one.
+    A reply reaches from the token with its first character to the first token with its last one. In a
+    text without a template it reaches to the end, as in TRL.
     """
     ids, offsets = tokenizer.encode_markup(rendered.text, rendered.added)
     learnt, count = [False] * len(ids), len(ids)
@@ -252,8 +255,9 @@ def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], lis
         n = next((n for n in range(first, count) if offsets[n][1] >= stop), count - 1)
         for place in range(first, n + (offsets[n][0] < stop) if n >= 0 else 0):
             learnt[place] = True
-    if rendered.added and ids[-1:] == [rendered.end]:  # the text ends with it, or the tokenizer adds it
-        learnt[-1] = True
-    elif rendered.end >= 0:
+    if rendered.end >= 0 and not (rendered.added and ids[-1:] == [rendered.end]):
         ids, learnt = [*ids, rendered.end], [*learnt, True]
+    if rendered.added:
+        start = next((n for n, (_, last) in enumerate(offsets) if last > rendered.replies[0][0]), count)
+        learnt = [n >= min(start, len(ids) - 1) for n in range(len(ids))]
     return ids, learnt

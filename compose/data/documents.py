@@ -1,22 +1,29 @@
-"""Reads the documents of input files, a unit at a time: lines of text, JSON lines, rows of Parquet.
+"""Reads input files, a unit at a time: text, and rows of JSON lines, a JSON array, Parquet or Arrow.
 
-A unit is a range of bytes of a file, cut at the ends of lines.
+A unit is a range of bytes of a file, cut at the ends of lines; a file of another kind is one unit.
 """
 
+import contextlib
 import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
+from compose.config.json_files import read_json
 from compose.errors import ConfigError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+ARROW = (".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLOCK = 1 << 20  # bytes of a text in one block
+_BATCH = 1024  # rows of Parquet or Arrow that are in memory as Python's objects
 _AROUND = 1 << 14  # bytes before and after a block that are read with it
+_STATE = "state.json"  # of a folder that datasets saved
+_BLANK = object()  # the value of a line without one
 _KINDS = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
 
 
@@ -32,7 +39,7 @@ class FilePart:
 
 
 class BadLine(Exception):
-    """A byte of an input file, or a row of a Parquet file, that cannot be used, and the reason."""
+    """The byte where a line that cannot be used begins, or the row's number, and the reason."""
 
     def __init__(self, path: str, place: int, words: str) -> None:
         super().__init__(path, place, words)  # so that it can be pickled
@@ -41,7 +48,7 @@ class BadLine(Exception):
 
 def describe_bad_line(error: BadLine) -> str:
     """Return the error with its place as people count it: lines from 1."""
-    if error.path.endswith(".parquet"):
+    if is_one_unit(error.path):
         return f"{error.path}: row {error.place + 1}: {error.words}"
     with open(error.path, "rb") as file:
         line = 1 + sum(block.count(b"\n") for block in _blocks(file.read, error.place))
@@ -59,9 +66,42 @@ def stop_at(error: BadLine) -> None:
     raise error
 
 
-def json_texts(unit: FilePart, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
-    """Yield the text of each row of JSON lines."""
-    for place, row in json_rows(unit, bad):
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a dataset that ``datasets`` saved to a folder; another path as it is."""
+    if not path.is_dir():
+        return [path]
+    if (path / "dataset_dict.json").exists():
+        splits = read_json(path / "dataset_dict.json", dict[str, Any]).get("splits")
+        names = ", ".join(map(str, splits)) if isinstance(splits, list) and splits else "none"
+        raise ConfigError(
+            f"{path}: holds splits ({names}); name the folder of one, such as {path}/train"
+        )
+    if not (path / _STATE).exists():
+        raise ConfigError(f"{path}: is a folder, and no dataset that was saved to one ({_STATE})")
+    state = read_json(path / _STATE, dict[str, Any])
+    try:
+        names = [Path(each["filename"]).name for each in state["_data_files"]]
+    except (KeyError, TypeError):
+        raise ConfigError(f"{path / _STATE}: names no files in _data_files") from None
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ConfigError(
+            f"{path}: has its rows in another order; save it again after flatten_indices()"
+        )
+    return [path / name for name in names]
+
+
+def is_one_unit(path: str) -> bool:
+    """Return whether a file is not cut into units, as it is not lines; a place in it is a row."""
+    if path.endswith(ARROW) or not path.endswith(JSON_LINES):
+        return path.endswith(ARROW)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(_AROUND).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+    return False
+
+
+def texts(unit: FilePart, field: str, bad: Callable[[BadLine], None] = stop_at) -> Iterator[str]:
+    """Yield the text of each row of a file of rows."""
+    for place, row in rows(unit, bad, field):
         text = row.get(field)
         if isinstance(text, str):
             yield text
@@ -69,45 +109,65 @@ def json_texts(unit: FilePart, field: str, bad: Callable[[BadLine], None] = stop
             yield ""
         else:
             names = ", ".join(map(repr, row)) or "nothing"
-            has = f"it holds {_KINDS[type(text)]}" if field in row else f"it has {names}"
+            has = f"it has {names}"
+            if field in row:
+                has = f"it holds {_KINDS.get(type(text), type(text).__name__)}"
             bad(BadLine(unit.path, place, f"has no text in {field!r} ({has}); see --field"))
 
 
-def json_rows(
-    unit: FilePart, bad: Callable[[BadLine], None] = stop_at
+def rows(
+    unit: FilePart, bad: Callable[[BadLine], None] = stop_at, field: str = ""
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (place, row) of each row of JSON lines; ``bad`` raises the others, or leaves them out."""
-    for place, line in _lines(unit):
+    """Yield (place, row) of each row of a file; ``bad`` raises the others, or leaves them out.
+
+    ``field``: the only one that is needed, where a file is stored by columns.
+    """
+    if unit.path.endswith(ARROW):
+        yield from _arrow_rows(unit, field)
+        return
+    if is_one_unit(unit.path):
+        with _opened(unit) as file:
+            parsed: Iterator[tuple[int, Any]] = enumerate(_array(unit, file.read()))
+    else:
+        parsed = _lines(unit)
+    for place, content in parsed:
         try:
-            row = _row(unit, place, line)
-        except BadLine as error:
-            bad(error)
+            row = _parsed(content) if isinstance(content, bytes) else content
+            if not isinstance(row, dict) and row is not _BLANK:
+                raise ValueError("is not an object")
+        except ValueError as error:
+            bad(BadLine(unit.path, place, str(error)))
             continue
-        if row is not None:
+        if row is not _BLANK:
             yield place, row
 
 
-def _row(unit: FilePart, place: int, content: bytes) -> dict[str, Any] | None:
-    """Return the row on a line of JSON lines, or None if the line is blank. Raises BadLine."""
+def _array(unit: FilePart, content: bytes) -> list[Any]:
+    try:
+        return _parsed(content.removeprefix(BOM_UTF8))
+    except ValueError as error:
+        raise ConfigError(f"{unit.path}: {error}") from None
+
+
+def _parsed(content: bytes) -> Any:
+    """Return the value of a JSON text, or _BLANK. Raises ValueError."""
     try:
         line = content.decode("utf-8")
         if not line.strip():
-            return None
-        row = json.loads(line)
+            return _BLANK
+        value = json.loads(line)
         if _SURROGATE.search(line):  # a surrogate without a pair is half a character
-            json.dumps(row, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise BadLine(unit.path, place, f"is not UTF-8: {error.reason}") from None
+        raise ValueError(f"is not UTF-8: {error.reason}") from None
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise BadLine(unit.path, place, f"holds half a character, {half[1:-1]}") from None
+        raise ValueError(f"holds half a character, {half[1:-1]}") from None
     except RecursionError:
-        raise BadLine(unit.path, place, "is nested too deeply") from None
+        raise ValueError("is nested too deeply") from None
     except ValueError as error:
-        raise BadLine(unit.path, place, f"is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise BadLine(unit.path, place, "is not an object")
-    return row
+        raise ValueError(f"is not JSON: {error}") from None
+    return value
 
 
 def _lines(unit: FilePart) -> Iterator[tuple[int, bytes]]:
@@ -177,26 +237,49 @@ def _seam(file: IO[bytes], place: int, size: int) -> int:
     return size
 
 
-def parquet_texts(
-    unit: FilePart, field: str, bad: Callable[[BadLine], None] = stop_at
-) -> Iterator[str]:
-    """Yield the text of each row of a Parquet file."""
+def _arrow_rows(unit: FilePart, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (place, row) of each row of a Parquet or an Arrow file, a batch at a time."""
     try:
+        import pyarrow.ipc  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise BadLine(unit.path, 0, "needs pyarrow: pip install 'dtensor-compose[parquet]'") from None
+        raise ConfigError(
+            f"{unit.path}: needs pyarrow: pip install 'dtensor-compose[parquet]'"
+        ) from None
+    place, parquet = 0, unit.path.endswith(".parquet")
     try:
-        file = pyarrow.parquet.ParquetFile(unit.path)
-        if field not in file.schema_arrow.names:
-            has = ", ".join(map(repr, file.schema_arrow.names))
-            raise BadLine(unit.path, 0, f"has no column {field!r} (it has {has}); see --field")
-        row = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                if text is None or isinstance(text, str):
-                    yield text or ""
-                else:
-                    bad(BadLine(unit.path, row, f"has no text in {field!r}"))
-                row += 1
+        with pyarrow.memory_map(unit.path) as source:
+            if parquet:
+                file = pyarrow.parquet.ParquetFile(source)
+                schema = file.schema_arrow
+            else:
+                # A file that can be read from its end begins with this word; datasets writes streams.
+                seekable = source.read(6) == b"ARROW1"
+                source.seek(0)
+                file = pyarrow.ipc.open_file(source) if seekable else pyarrow.ipc.open_stream(source)
+                schema = file.schema
+            if field and field not in schema.names:
+                has = ", ".join(map(repr, schema.names))
+                raise BadLine(unit.path, 0, f"has no column {field!r} (it has {has}); see --field")
+            columns = [field] if field else schema.names
+            if parquet:
+                batches = file.iter_batches(batch_size=_BATCH, columns=columns)
+            elif seekable:
+                batches = map(file.get_batch, range(file.num_record_batches))
+            else:
+                batches = iter(file)
+            for batch in batches:
+                for start in range(0, len(batch), _BATCH):
+                    for row in batch.select(columns).slice(start, _BATCH).to_pylist():
+                        yield place, row if field else _without_nulls(row)
+                        place += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BadLine(unit.path, 0, f"cannot be read as Parquet: {error}") from None
+        kind = "Parquet" if parquet else "Arrow"
+        raise BadLine(unit.path, place, f"cannot be read as {kind}: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave keys without a value out of objects: Arrow gives each object the keys of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ Several processes can work on units, in any order. A shard is renamed into place
 is not written again by a later attempt. The manifest is written last.
 """
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -19,23 +20,26 @@ from typing import Any
 import numpy as np
 
 from compose.config.json_files import Count, read_json
-from compose.data.chat_messages import ChatNames, read_chat
+from compose.data.chat_messages import PLAIN, ChatNames, read_chat, shape_of
 from compose.data.chat_replies import Replies, encode
+from compose.data.chat_template import has_template
 from compose.data.documents import (
+    ARROW,
     JSON_LINES,
     PACKED,
     BadLine,
     FilePart,
     describe_bad_line,
-    json_rows,
-    json_texts,
-    parquet_texts,
+    files_of,
+    is_one_unit,
+    rows,
     stop_at,
     text_blocks,
+    texts,
 )
 from compose.data.token_files import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, copy_tokenizer
-from compose.errors import ConfigError, refuse_link_out, state_of, write_whole
+from compose.errors import ConfigError, noted, refuse_link_out, state_of, write_whole
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
@@ -87,13 +91,17 @@ def describe_job(
     unit: int = UNIT,
 ) -> TokenizeJob:
     """Return the job of tokenizing ``files``; bad rows end it."""
-    problems, result = [], []
+    problems, result, paths = list[str](), [], list[Path]()
     for path in files:
+        with noted(problems):
+            paths += files_of(path)
+    for path in paths:
         if path.suffix in PACKED:
             problems.append(f"{path}: is compressed; unpack it first")
             continue
-        if kind == "chat" and path.suffix not in JSON_LINES:
-            problems.append(f"{path}: is not JSONL, of which chats are read")
+        if kind == "chat" and path.suffix not in (*JSON_LINES, *ARROW):
+            kinds = ", ".join((*JSON_LINES, *ARROW))
+            problems.append(f"{path}: is no file of chats: {kinds}, or the folder of a saved dataset")
             continue
         try:
             state = state_of(path)
@@ -116,7 +124,7 @@ def units_of(job: TokenizeJob) -> list[FilePart]:
     """Return the units of a job, in the order of their shards."""
     results: list[FilePart] = []
     for path, size, _ in job.files:
-        whole = path.endswith(".parquet")
+        whole = is_one_unit(path)
         for start in range(0, size, size if whole else job.unit):
             stop = size if whole else min(start + job.unit, size)
             results.append(FilePart(f"{len(results):05}", path, start, stop, size))
@@ -313,10 +321,8 @@ def _texts(
     path, bad = Path(unit.path), _bad(job, counts)
     before, after = tokenizer.around if job.added else ([], [])
     ending = [] if after[-1:] == [job.end] else [job.end]
-    if path.suffix == ".parquet":
-        documents = parquet_texts(unit, job.field, bad)
-    elif path.suffix in JSON_LINES:
-        documents = json_texts(unit, job.field, bad)
+    if path.suffix in (*JSON_LINES, *ARROW):
+        documents = texts(unit, job.field, bad)
     else:
         # The file is one document, and this unit is a part of it.
         if unit.start == 0:
@@ -334,20 +340,43 @@ def _texts(
             yield [*tokenizer.encode(text, added=bool(job.added)), *ending], [], True
 
 
+def replies_for(job: TokenizeJob, tokenizer: JsonTokenizer) -> Replies:
+    """Return what writes the chats of a job: prompts that are texts need no template."""
+    plain = job.names.shape == PLAIN or not has_template(tokenizer)
+    return Replies(tokenizer, job.end, plain)
+
+
+def _first_shape(job: TokenizeJob, unit: FilePart) -> str:
+    """Return the shape of the first row of a file that has one."""
+    for _, row in rows(replace(unit, start=0, stop=unit.size), lambda error: None):
+        with contextlib.suppress(ValueError):
+            return shape_of(row, job.names)
+    return ""
+
+
 def _chats(
     job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: Counts
 ) -> Iterator[Piece]:
-    replies, bad = Replies(tokenizer, job.end), _bad(job, counts)
-    for place, row in json_rows(unit, bad):
+    replies, bad = replies_for(job, tokenizer), _bad(job, counts)
+    shape = _first_shape(job, unit) if unit.start else ""
+    for place, row in rows(unit, bad):
         try:
-            texts = replies.render(read_chat(row, job.names))
-            encoded = [encode(tokenizer, text) for text in texts]
+            own = shape_of(row, job.names)
+            shape = shape or own
+            if own != shape:
+                has = ", ".join(map(repr, row))
+                raise ValueError(
+                    f"is of the shape {own} (it has {has}), and the first row of {shape}; put them into"
+                    " two files"
+                )
+            rendered = replies.render(read_chat(row, job.names))
+            encoded = [encode(tokenizer, text) for text in rendered]
         except (ValueError, ConfigError) as error:
             bad(BadLine(unit.path, place, str(error)))
             continue
         counts.rows += 1
-        counts.empty += not texts
-        for text, (ids, learnt) in zip(texts, encoded, strict=True):
+        counts.empty += not rendered
+        for text, (ids, learnt) in zip(rendered, encoded, strict=True):
             if any(learnt[1:]):
                 counts.replies += len(text.replies)
                 yield ids, learnt, True

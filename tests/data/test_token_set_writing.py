@@ -286,8 +286,8 @@ def test_rows_that_are_left_out(
         f"    {lines}:2: has no text in 'text' (it holds a number); see --field",
         f"    {lines}:3: is not UTF-8: invalid start byte",
         f"    {lines}:6: has no text in 'text' (it has 'a'); see --field",
-        f"    {table}: row 1: has no text in 'text'",
-        f"    {table}: row 2: has no text in 'text'",
+        f"    {table}: row 1: has no text in 'text' (it holds a list); see --field",
+        f"    {table}: row 2: has no text in 'text' (it holds a list); see --field",
     ]
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     assert [manifest[name] for name in ("rows", "empty", "bad", "documents")] == [3, 1, 5, 2]
