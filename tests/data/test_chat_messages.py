@@ -69,7 +69,7 @@ SAME: dict[str, tuple[Row, list[Row], Row]] = {
         [SYSTEM, *ONE],
         {},
     ),
-    "a prompt of messages": ({"prompt": IN_PROMPT[:-1], "completion": [REPLY]}, IN_PROMPT, {}),
+    "a prompt of messages": ({"prompt": LONG[:-1], "completion": [REPLY]}, IN_PROMPT, {}),
     "a prompt of messages, a text": ({"prompt": [ASKED], "completion": "2½"}, ONE, {}),
 }
 
@@ -123,14 +123,14 @@ def test_preference_pairs(name: str) -> None:
 
 def test_what_both_of_a_pair_begin_with_is_not_learnt() -> None:
     chats = [[*EARLIER, ASKED, REPLY], [*EARLIER, ASKED, OTHER]]
-    for row in (
-        {"chosen": chats[0], "rejected": chats[1], "system": "Be short."},
-        {"prompt": [SYSTEM, *EARLIER, ASKED], "chosen": [REPLY], "rejected": [OTHER]},
-        {"prompt": [SYSTEM], "chosen": chats[0], "rejected": chats[1]},
+    for replies, row in (
+        ([4], {"chosen": chats[0], "rejected": chats[1], "system": "Be short."}),
+        ([4], {"prompt": [SYSTEM, *EARLIER, ASKED], "chosen": [REPLY], "rejected": [OTHER]}),
+        ([2, 4], {"prompt": [SYSTEM], "chosen": chats[0], "rejected": chats[1]}),
     ):
         chosen, rejected = pairs_of(row)
         assert (chosen.messages, rejected.messages) == ([SYSTEM, *chats[0]], [SYSTEM, *chats[1]])
-        assert chosen.learnt[-1] == rejected.learnt[-1] == 4
+        assert chosen.learnt == rejected.learnt == replies
     longer = [*ONE, {"role": "user", "content": "and?"}, OTHER]
     assert [one.learnt for one in pairs_of({"chosen": ONE, "rejected": longer})] == [[1], [1, 3]]
     assert [one.learnt for one in pairs_of({"chosen": ONE, "rejected": ONE})] == [[1], [1]]

@@ -172,7 +172,7 @@ def made(tokenizer: Path, file: Path, *flags: str) -> tuple[list[int], list[bool
     return tokens.tokens.read(0, size).tolist(), learnt.tolist(), tokens.ends.tolist()
 
 
-LATER = ("messages", "tools of OpenAI", "prompt of messages")
+LATER = ("messages", "chosen of messages", "prompt of messages")
 
 
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=tier(slow=s in LATER)) for s in SHAPES])
