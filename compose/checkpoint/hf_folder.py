@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from compose.checkpoint import store
 from compose.checkpoint.dcp_storage import METADATA
-from compose.checkpoint.hf_stored import Named, Stored, stored
+from compose.checkpoint.hf_stored import (
+    E4M3,
+    Named,
+    Stored,
+    read_values,
+    scale_problems,
+    scales_of,
+    stored,
+)
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.checkpoint.safetensors_files import DTYPES, INDEX, WHOLE, TensorFiles
 from compose.composition import Composition, module_of
@@ -104,7 +112,8 @@ def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
         return
 
     def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
-        return place.ours(files.read(place.resolved(name, files.entries), place.region(own, shape)))
+        theirs = place.resolved(name, files.entries)
+        return place.ours(read_values(files, theirs, place.region(own, shape)))
 
     names = place.names(part.shape)
     if not place.stacked:
@@ -132,6 +141,12 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
             continue
         names = [place.resolved(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))
+    in_blocks = [
+        name for name in expected if name in files.entries and files.entries[name].dtype == E4M3
+    ]
+    for name in in_blocks:
+        quantized.add(scales_of(name))
+        results += scale_problems(files, name)
     tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
@@ -143,7 +158,8 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         or name.startswith(tuple(prediction))
         or 0 in files.entries[name].shape  # transformers writes networks without width
     }
-    results += compared(files, expected, quantized | besides, "is missing", "is not of this model")
+    types, known = (*DTYPES, E4M3), quantized | besides
+    results += compared(files, expected, known, "is missing", "is not of this model", types)
     return collapsed(files.folder, results)
 
 
@@ -153,6 +169,7 @@ def compared(
     besides: Container[str],
     missing: str,
     unknown: str,
+    types: Container[str] = DTYPES,
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, words) for each tensor in which files differ from shapes by name."""
     for name, shape in expected.items():
@@ -161,7 +178,7 @@ def compared(
             yield name, missing
         elif entry.shape != tuple(shape):
             yield name, f"is {entry.shape}, the model's is {tuple(shape)}"
-        elif entry.dtype not in DTYPES:
+        elif entry.dtype not in types:
             yield name, f"is {entry.dtype}, not one of {', '.join(DTYPES)}"
     for name in files.entries:
         if name not in expected and name not in besides:

@@ -5,6 +5,10 @@ bitwise. Files may also have a tensor in MXFP4 (OCP Microscaling Formats specifi
 sections 5 and 6), which is read and not written. 32 neighbours along the last dim of a tensor (..., K)
 share a scale 2^(s - 127). There is one byte s for them in ``NAME_scales`` (..., K / 32), and two values
 in each byte of ``NAME_blocks`` (..., K / 32, 16), the first in the lower four bits.
+
+Any matrix (M, N) may be in e4m3 with a scale for each block, as DeepSeek-V3's are (arXiv:2412.19437,
+section 3.3.2; 128 x 128 there). ``NAME_scale_inv`` (M / 128, N / 128, rounded up) has the factors of
+its values. It is read in float32, and not written.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -13,13 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compose.checkpoint.safetensors_files import TensorEntry
+from compose.checkpoint.safetensors_files import DTYPES, TensorEntry, TensorFiles
 
 # The values of e2m1 by their bits: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BLOCK = 32  # values that share a scale
 _BIAS, _NAN = 127, 255  # of a scale's exponent; the exponent that stands for no number
 _TYPE = "U8"
+E4M3 = "F8_E4M3"
+"""The type, in the format of the files, of a matrix with a scale for each block."""
 
 
 class Mxfp4:
@@ -75,6 +81,41 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     exponents = scales[..., None].int()
     scaled = torch.ldexp(values, exponents - _BIAS).masked_fill(exponents == _NAN, torch.nan)
     return scaled.flatten(-2)
+
+
+def scales_of(name: str) -> str:
+    """Return the name of the scales of a matrix in e4m3."""
+    return f"{name}_scale_inv"
+
+
+def scale_problems(files: TensorFiles, name: str) -> list[tuple[str, str]]:
+    """Return what is wrong with the scales of a matrix in e4m3."""
+    entry, scales = files.entries[name], files.entries.get(scales_of(name))
+    if len(entry.shape) != 2:
+        return [(name, f"is {entry.dtype} of shape {entry.shape}; only matrices are read from it")]
+    if scales is None:
+        return [(scales_of(name), f"is missing, and {entry.path.name} holds {name} in {entry.dtype}")]
+    wanted = tuple(-(-n // block) for n, block in zip(entry.shape, files.blocks, strict=True))
+    if scales.shape != wanted:
+        return [(scales_of(name), f"is {scales.shape}, blocks of {files.blocks} need {wanted}")]
+    if scales.dtype not in DTYPES:
+        return [(scales_of(name), f"is {scales.dtype}, not one of {', '.join(DTYPES)}")]
+    return []
+
+
+def read_values(files: TensorFiles, name: str, region: Sequence[slice]) -> Tensor:
+    """Read a part of a tensor; that of a matrix in e4m3 is multiplied by its scales, in float32."""
+    values = files.read(name, region)
+    if files.entries[name].dtype != E4M3:
+        return values
+    sides = list(zip(region, files.blocks, strict=True))
+    cover = [slice(at.start // block, -(-at.stop // block)) for at, block in sides]
+    scales = files.read(scales_of(name), cover).float()
+    for dim, (at, block) in enumerate(sides):
+        # The block of each row or column of the part, counted from the first block that was read.
+        own = torch.arange(at.start, at.stop) // block - at.start // block
+        scales = scales.index_select(dim, own)
+    return values.float() * scales
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ JSON with each tensor's type, shape and place; the tensors' bytes. All numbers a
 Several files have an index beside them with the file of each tensor.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compose.config.json_files import read_json
-from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
+from compose.errors import LEADS_OUT, ConfigError, Positive, leads_out, refuse_link_out
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,6 +40,20 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str  # its name in the format, such as "F32"
     path: Path
+
+
+@dataclass(frozen=True)
+class _Quantization:
+    """The used part of ``quantization_config`` in config.json."""
+
+    weight_block_size: tuple[Positive, Positive]
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """The used part of config.json."""
+
+    quantization_config: _Quantization
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,13 @@ class TensorFiles:
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: no such folder")
         raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and columns of a matrix of 8 bits that share a scale, as config.json says."""
+        path = self.folder / "config.json"
+        refuse_link_out(path, self.folder)
+        return read_json(path, _Quantized).quantization_config.weight_block_size
 
     def read(self, name: str, region: Sequence[slice]) -> Tensor:
         """Read a part of a tensor."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 C = TypeVar("C")
 
+_CODED = "quantization_config"
 # Features that no model here has. The values say that a published model lacks them too.
 _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -24,7 +25,8 @@ _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "moe_frequency": (1,),
     "partial_rotary_factor": (1,),
     "pruned_heads": ({},),
-    "quantization_config": (),
+    # Besides weights of 8 bits with a scale for each block, which compose.checkpoint reads.
+    _CODED: (),
 }
 # Keys that say nothing about the weights: who wrote the file, how text is generated, how results are
 # returned.
@@ -81,7 +83,8 @@ class Keys:
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError for a key that is not known, or has a value that it may not have."""
         for key, allowed in self.only.items():
-            only(values, key, *allowed)
+            if key != _CODED or not _in_blocks(values.get(key)):
+                only(values, key, *allowed)
         known = {*self.fields.values(), *self.read, *self.only, *self.besides}
         for key, value in values.items():
             if key not in known and value is not None:
@@ -139,6 +142,16 @@ def keys(
         # A model may give one of these a meaning.
         frozenset({*_BESIDES.split(), *besides} - {*fields.values(), *read}),
     )
+
+
+def _in_blocks(given: Any) -> bool:
+    """Return whether weights are in e4m3 with a scale for each block of a matrix."""
+    if not isinstance(given, Mapping):
+        return False
+    form = (given.get("quant_method"), given.get("fmt") or "e4m3")
+    blocks = given.get("weight_block_size")
+    sizes = blocks if isinstance(blocks, list) and len(blocks) == 2 else [0]
+    return form == ("fp8", "e4m3") and all(type(one) is int and 0 < one < 2**31 for one in sizes)
 
 
 def required(values: Mapping[str, Any], key: str) -> Any:
@@ -242,6 +255,8 @@ def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
     value = values.get(key)
     if value is not None and value not in allowed:
         choice = f", only {' or '.join(json.dumps(one) for one in allowed)}" if allowed else ""
+        if key == _CODED and not allowed:
+            choice = ', only quant_method "fp8" with weight_block_size; take the folder in bfloat16'
         raise ValueError(f"{key}: {shown(value)} cannot be expressed here{choice}")
 
 

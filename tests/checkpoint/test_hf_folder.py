@@ -24,6 +24,7 @@ from compose.config.models import model_names
 from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from models import deepseek_v3, llama
+from models.layers.published import shown
 from tests.support.helpers import ROOT, Keys, make_config, make_job, parallel, ranks_in, refused
 from tests.support.hugging_face import (
     FOLDERS,
@@ -58,6 +59,10 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
     assert not {k for k in values.keys() & there.keys() - unused if values[k] != there[k]}
 
 
+_E5M2 = {"fmt": "e5m2", "weight_block_size": [128, 128]}
+_AWQ = {"quant_method": "awq", "weight_block_size": [128, 128]}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
@@ -67,7 +72,14 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
         ("llama", {"rope_scaling": {"type": "proportional", "factor": 2.0}}, ""),
         ("qwen3", {"use_sliding_window": True}, "only false"),
         ("mixtral", {"router_jitter_noise": 0.1}, "only 0"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ""),
+        *(
+            (
+                "deepseek_v3",
+                {"quantization_config": {"quant_method": "fp8"} | more},
+                'only quant_method "fp8" with weight_block_size; take the folder in bfloat16',
+            )
+            for more in ({}, {"weight_block_size": [128]}, {"weight_block_size": [0, 2]}, _E5M2, _AWQ)
+        ),
         ("deepseek_v3", {"topk_method": "greedy"}, 'only "noaux_tc"'),
         ("llama", {"hidden_size": None}, "is missing"),
     ],
@@ -75,7 +87,7 @@ def test_published_config_json_is_the_preset(name: str, preset: str) -> None:
 def test_what_cannot_be_expressed_is_refused(name: str, change: dict[str, Any], problem: str) -> None:
     hf, ((key, value),) = find_hf(name), change.items()
     if value is not None:
-        problem = f"{json.dumps(value)} cannot be expressed here{', ' if problem else ''}{problem}"
+        problem = f"{shown(value)} cannot be expressed here{', ' if problem else ''}{problem}"
     values = hf.hf_config(FOLDERS[name].PRESETS["debug"])
     with pytest.raises(ValueError, match=f"^{re.escape(f'{key}: {problem}')}$"):
         hf.config_from_hf(values | change)
@@ -96,7 +108,7 @@ def test_every_model_has_the_names() -> None:
         assert name in without or find_hf(name).MODEL_TYPES
 
 
-def _loaded(keys: Keys) -> tuple[dict[str, Tensor], int, int]:
+def loaded(keys: Keys) -> tuple[dict[str, Tensor], int, int]:
     """On every rank: (the whole model's state, bytes that were read, bytes that this rank holds)."""
     job = make_job(dist.get_world_size(), **keys)
     mesh = make_mesh(job.degrees)
@@ -145,7 +157,7 @@ def test_a_cut_model_is_filled_alike(pool: Pool, tmp_path: Path, name: str, mesh
     names = name_of(config.model.name, config.model.config)
     assert_same(as_files(published(one, names)), read_tensors(folder))
     expected = {key: copies[0].detach() for key, copies in named_tensors(one, None).items()}
-    for result, read, share in pool.run(_loaded, ranks_in(mesh), keys | mesh):
+    for result, read, share in pool.run(loaded, ranks_in(mesh), keys | mesh):
         assert_same(result, expected)
         buffers = 4 * config.model.config.n_layers * getattr(config.model.config, "n_experts", 0)
         assert share <= read <= min(share + buffers, 1.1 * share)
@@ -169,7 +181,7 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     write_tensors(folder, tensors, 300_000)
 
 
-def test_all_that_does_not_fit_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_said_before_anything_isloaded(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     keys = MODELS["deepseek_v3"]
     save_model(folder, keys)

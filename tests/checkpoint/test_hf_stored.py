@@ -1,4 +1,4 @@
-"""MXFP4: read as the specification says and as transformers does, by any region, or refused by name."""
+"""Formats of few bits: read as specified and by transformers, by any region; or refused by name."""
 
 import json
 import math
@@ -7,18 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from compose.__main__ import main
 from compose.checkpoint.hf_conversion import export
-from compose.checkpoint.hf_folder import fill_shard, find_hf, load_hf, name_of
-from compose.checkpoint.hf_stored import Mxfp4, Stored, dequantized
+from compose.checkpoint.hf_folder import HfName, fill_shard, load_hf, name_of
+from compose.checkpoint.hf_stored import Mxfp4, Named, Stored, dequantized, stored
 from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.safetensors_files import TensorFiles
-from models import gpt_oss
-from tests.support.helpers import refused
-from tests.support.hugging_face import assert_same, read_tensors, write_tensors
-from tests.support.transformers_models import published, randomize
+from compose.config.hugging_face import find_hf
+from models import deepseek_v3, gpt_oss, llama
+from tests.checkpoint.test_hf_folder import loaded
+from tests.support.helpers import Keys, make_config, parallel, ranks_in, refused
+from tests.support.hugging_face import MODELS, assert_same, read_tensors, save_model, write_tensors
+from tests.support.pool import Pool
+from tests.support.transformers_models import as_files, published, randomize
 
 CONFIG = gpt_oss.Config(
     vocab_size=91, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, n_experts=3, top_k=2, expert_dim=96
@@ -165,3 +170,176 @@ def test_layers_with_one_fault_are_one_line(tmp_path: Path) -> None:
         f"{tmp_path}: model.layers.*.mlp.experts.down_proj_scales is missing, and {FILE} holds"
         " down_proj_blocks (2 of them)"
     ]
+
+
+def draw_blocks(
+    rows: int, columns: int, sides: tuple[int, int], seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """A random matrix in e4m3, and the scale of each block."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator) * 100
+    grid = [-(-n // side) for n, side in zip((rows, columns), sides, strict=True)]
+    return values.to(torch.float8_e4m3fn), torch.rand(*grid, generator=generator) / 100 + 1e-4
+
+
+def plain_values(values: Tensor, scales: Tensor, sides: tuple[int, int]) -> Tensor:
+    """The product, block by block."""
+    result = values.float()
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = tuple(
+                slice(at * side, (at + 1) * side) for at, side in zip((i, j), sides, strict=True)
+            )
+            result[block] *= float(scales[i, j])
+    return result
+
+
+def quantization(*sides: int) -> dict[str, object]:
+    """What DeepSeek-V3's config.json says."""
+    form = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    return {"quantization_config": form | {"weight_block_size": list(sides)}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sides"), [((576, 200), (128, 128)), ((37, 23), (16, 5)), ((3, 300), (128, 128))]
+)
+def test_any_region_of_blocks_is_read_by_itself(
+    tmp_path: Path, shape: tuple[int, int], sides: tuple[int, int]
+) -> None:
+    values, scales = draw_blocks(*shape, sides)
+    write_tensors(tmp_path, {})
+    save_file({"w": values, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(quantization(*sides)))
+    files, whole, rng = TensorFiles(tmp_path), plain_values(values, scales, sides), random.Random(0)
+    for transposed in (False, True):
+        ours = whole.mT if transposed else whole
+        for _ in range(20):
+            begins = [rng.randrange(size) for size in ours.shape]
+            ends = [rng.randint(b + 1, size) for b, size in zip(begins, ours.shape, strict=True)]
+            region = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
+            part = LocalShard(ours.shape, torch.Size(begins), torch.empty_like(ours[region]))
+            fill_shard(files, Stored("w", transposed=transposed), part)
+            assert torch.equal(part.local, ours[region])
+
+
+def save_blocks(
+    folder: Path, sides: tuple[int, int], scale: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """A DeepSeek-V3 as it is published; returned is what its files mean."""
+    save_model(folder, MODELS["deepseek_v3"])
+    kept, meant = dict[str, Tensor](), dict[str, Tensor]()
+    for seed, (name, tensor) in enumerate(sorted(read_tensors(folder).items())):
+        if not name.endswith("_proj.weight") and "kv_a_proj" not in name:
+            kept[name] = meant[name] = tensor
+            continue
+        values, scales = draw_blocks(*tensor.shape, sides, seed)
+        scales = scales.to(scale)
+        kept |= {name: values, f"{name}_scale_inv": scales}
+        meant[name] = plain_values(values, scales.float(), sides)
+    write_tensors(folder, {})
+    save_file(kept, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text()) | quantization(*sides)
+    (folder / "config.json").write_text(json.dumps(values))
+    return meant
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        parallel(dp_shard=2, tp=2),
+        parallel(pp=2, tp=2, ep=2),
+        parallel(dp_shard=2, ep=4, tp=2),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_a_cut_model_is_filled_from_blocks(pool: Pool, tmp_path: Path, mesh: Keys) -> None:
+    """Blocks of 7 x 5 divide no side, and ranks begin within them; each rank reads its part alone."""
+    meant = save_blocks(tmp_path / "hf", (7, 5))
+    keys = MODELS["deepseek_v3"] | {"checkpoint__load_hf": tmp_path / "hf"}
+    names = name_of("deepseek_v3", make_config(1, **keys).model.config)
+    for result, read, share in pool.run(loaded, ranks_in(mesh), keys | mesh):
+        assert_same(as_files(place_of(result, names)), meant)
+        # A byte for each element in place of 4, but for the rest of the weights, and the scales.
+        assert read < share
+
+
+def place_of(state: dict[str, Tensor], names: HfName) -> list[Named]:
+    """A state's tensors with their places in files."""
+    model = {name.removeprefix("model."): value for name, value in state.items()}
+    return [
+        (name, stored(names(name)), value)
+        for name, value in model.items()
+        if "router" not in name or name.endswith(("gate.weight", "router.bias"))
+    ]
+
+
+def test_blocks_are_imported_and_exported_in_the_type_that_is_asked(tmp_path: Path) -> None:
+    """Scales may have another type; config.json has no quantization afterwards."""
+    there, run, back = tmp_path / "there", tmp_path / "run", tmp_path / "back"
+    meant = save_blocks(there, (128, 128), torch.bfloat16)
+    assert main(["convert", str(there), str(run)]) == 0
+    export(run / "checkpoints/step-00000000", back)
+    assert_same(read_tensors(back), meant)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+def test_blocks_equal_those_of_transformers(tmp_path: Path) -> None:
+    """It reads sides that the blocks divide, and takes the values in bfloat16."""
+    config = llama.Config(vocab_size=96, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256)
+    model, names = llama.Model(config), name_of("llama", config)
+    randomize(model)
+    tensors = dict[str, Tensor]()
+    for seed, (name, tensor) in enumerate(published(dict(model.named_parameters()), names).items()):
+        tensors[name] = tensor.detach()
+        if name.endswith("_proj.weight"):
+            values, scales = draw_blocks(*tensor.shape, (64, 32), seed)
+            tensors |= {name: values, f"{name}_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    values = find_hf("llama").hf_config(config) | quantization(64, 32)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    load_hf(model, tmp_path, names)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert_same(published(dict(model.named_parameters()), names), theirs)
+
+
+PROJ = "model.layers.0.self_attn.o_proj.weight"
+SCALE = f"{PROJ}_scale_inv"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DAMAGED: list[tuple[str, Tensor | None, str]] = [
+    (SCALE, None, f"{SCALE} is missing, and {FILE} holds {PROJ} in F8_E4M3"),
+    (SCALE, torch.ones(3, 3), f"{SCALE} is (3, 3), blocks of (16, 8) need (2, 8)"),
+    (SCALE, torch.ones(2, 8).int(), f"{SCALE} is I32, not one of F32, BF16, F16"),
+    (PROJ, torch.ones(32, 64).to(E5M2), f"{PROJ} is F8_E5M2, not one of F32, BF16, F16"),
+    (
+        "model.norm.weight",
+        torch.ones(32).to(E4M3),
+        "model.norm.weight is F8_E4M3 of shape (32,); only matrices are read from it",
+    ),
+    ("x.weight_scale_inv", torch.ones(1), "x.weight_scale_inv is not of this model"),
+]
+
+
+def test_damaged_blocks_are_one_line(tmp_path: Path) -> None:
+    save_blocks(tmp_path, (16, 8))
+    whole, path = read_tensors(tmp_path), tmp_path / "config.json"
+    config = make_config(1, **MODELS["deepseek_v3"]).model.config
+    model, names = deepseek_v3.Model(config), name_of("deepseek_v3", config)
+    for name, value, message in DAMAGED:
+        without = SCALE if name == PROJ else ""
+        tensors = {k: v for k, v in (whole | {name: value}).items() if v is not None and k != without}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert refused(load_hf, model, tmp_path, names) == [f"{tmp_path}: {message}"]
+    save_file(whole, tmp_path / "model.safetensors")
+    values = json.loads(path.read_text())
+    for given, message in (
+        ({}, "quantization_config: is missing"),
+        (
+            quantization(0, 8),
+            "quantization_config.weight_block_size[0]: 0 should be greater than or equal to 1",
+        ),
+    ):
+        del values["quantization_config"]
+        path.write_text(json.dumps(values | given))
+        values["quantization_config"] = {}
+        assert refused(load_hf, model, tmp_path, names) == [f"{path}: {message}"]

@@ -73,7 +73,7 @@ def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch
         for ours, place, tensor in published(model, name_of(config.model.name, config.model.config))
     )
     planned = [Planned(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()]
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     write_files(folder, planned, tensors.values(), 300_000)
     values = find_hf(config.model.name).hf_config(config.model.config)
     (folder / "config.json").write_text(json.dumps(values))
