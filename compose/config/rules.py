@@ -89,9 +89,11 @@ def _sequence(job: Job) -> None:
 def _positions(job: Job) -> None:
     seq_len, most = job.config.train.seq_len, max_seq_len(job.config.model.config)
     if most is not None and seq_len > most:
+        # In a model with a table the length is a key; in others it follows from their RoPE.
+        own = "max_seq_len" in vars(job.config.model.config)
         raise ConfigError(
             f"train.seq_len: {seq_len} is more than the {most} positions that the model has;"
-            f" nearest: {most}, or model.max_seq_len = {seq_len}"
+            f" nearest: {most}{f', or model.max_seq_len = {seq_len}' if own else ''}"
         )
 
 

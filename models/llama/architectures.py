@@ -142,6 +142,13 @@ _COHERE: dict[str, Any] = {
     "parallel_block": True,
     "rope_interleaved": True,
 }
+# Older files have words on images, on layers that share keys, and on special tokens.
+_HUNYUAN = """
+anyres_pooling_size anyres_vit_max_image_size anyres_vit_two_views attention_head_dim class_num
+cla_share_factor dense_list eod_token_id im_end_id im_newline_id im_start_id image_token_id mask_init_id
+max_image_size num_media_embeds org_vocab_size pool_type skip_cls_token text_end_id text_start_id
+video_end_id video_start_id
+"""
 _TIED: dict[str, Any] = {"norm_eps": 1e-5, "tie_embeddings": True}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _row(
@@ -157,6 +164,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers="last",
         read=("use_sliding_window", "max_window_layers"),
         window=4096,
+        only={"use_mrope": (False,)},
     ),
     "smollm3": _row(
         "SmolLM3ForCausalLM",
@@ -178,6 +186,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         besides=_DROPOUT,
         own_head_dim=False,
+        # Phi-4-mini has these besides.
+        only={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
     ),
     "olmo": _row(
         "OlmoForCausalLM",
@@ -252,6 +262,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         only={"use_qk_norm": (False,)},
         defaults=_TIED | {"logit_scale": 0.0625},
         theta=500_000.0,
+        besides=("model_max_length",),
     ),
     "cohere2": _row(
         "Cohere2ForCausalLM",
@@ -266,10 +277,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "rotary_pct": (1,),
             "use_embedding_sharing": (True,),
             "use_gated_activation": (True,),
+            "use_qk_norm": (False,),
             "use_parallel_block": (True,),
             "use_parallel_embedding": (True, False),
         },
-        besides=("_sliding_window_pattern", "cache_implementation", "layer_switch"),
+        besides=("_sliding_window_pattern", "cache_implementation", "layer_switch", "model_max_length"),
         defaults=_TIED | {"logit_scale": 0.0625},
         window=4096,
     ),
@@ -324,11 +336,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         flags={"attention_bias": _QKVO},
         only={
             "norm_type": ("rms",),
+            "add_classification_head": (False,),
             "use_cla": (False,),
             "use_qk_norm": (True,),
             "use_rotary_pos_emb": (True,),
         },
-        besides=("attention_head_dim", "cla_share_factor", "eod_token_id", "im_start_id", "im_end_id"),
+        besides=tuple(_HUNYUAN.split()),
         defaults={"norm_eps": 1e-5},
     ),
     "seed_oss": _row(

@@ -176,7 +176,9 @@ def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if name == "hunyuan_v1_dense" and kind == "dynamic" and rule.get("alpha"):
         # A factor on the base, whatever the length. The other keys are not read by transformers.
         base = number(values, "rope_theta", number(rule, "rope_theta", 10_000.0))
-        width = size(values, "head_dim")
+        width = size(
+            values, "head_dim", size(values, "hidden_size") // size(values, "num_attention_heads")
+        )
         stretched = base * number(rule, "alpha") ** (width / (width - 2))
         values |= {"rope_theta": stretched, place: None}
     if name == "olmo3" and {_LOCAL, _GLOBAL} & rule.keys():
