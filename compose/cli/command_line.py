@@ -16,7 +16,7 @@ from typing import NamedTuple
 from compose.checkpoint.store import newest_first
 from compose.cli import COMMANDS, PATH_FLAGS, TRAIN, Usage
 from compose.config import rules
-from compose.config.hugging_face import hub_name, model_folder
+from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
 from compose.config.models import find_model, model_names
 from compose.config.tables import TABLES, Config, Model
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
     world_size = world_size_of(given) or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
-    say_cached("checkpoint.load_hf: ", config.checkpoint.load_hf)
+    say_source("checkpoint.load_hf: ", config.checkpoint.load_hf)
     problems, of_data = list[str](), list[str]()
     if trains and (config.train.epochs or not dry_run):
         with noted(of_data):
@@ -195,14 +195,21 @@ def model_path(text: str, flag: str = "") -> Path:
     path = named_path(text, flag)
     folder = model_folder(path)
     if folder != path:
-        say_cached(flag, folder)
+        _warn(f"{flag}{hub_name(folder)} of the hub's local cache: {folder}")
     return Path(folder)
 
 
-def say_cached(where: str, folder: str | Path) -> None:
-    """Say on standard error which folder of the hub's cache a model comes from; once for all ranks."""
-    if (name := hub_name(folder)) and is_first_rank():
-        print(f"{where}{name} of the hub's local cache: {folder}", file=sys.stderr, flush=True)
+def say_source(where: str, folder: str) -> None:
+    """Say which folder of the hub's cache a model comes from, and which of its layers are left out."""
+    if name := hub_name(folder):
+        _warn(f"{where}{name} of the hub's local cache: {folder}")
+    if folder and (line := left_out(Path(folder))):
+        _warn(f"{where}{line}")
+
+
+def _warn(line: str) -> None:
+    if is_first_rank():
+        print(line, file=sys.stderr, flush=True)
 
 
 def read_flags(command: str, words: Sequence[str]) -> Words:

@@ -27,6 +27,7 @@ from compose.cli.command_line import (
     written,
 )
 from compose.config import rules
+from compose.config.hugging_face import left_out
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
 from compose.errors import ConfigError, printable, refused_in
@@ -133,6 +134,8 @@ def convert(arguments: Sequence[str]) -> int:
         for flag in ("--original", "--dtype", "--merged", "--best"):
             if flag in flags:
                 raise flag_error(flag, "is for the way to Hugging Face")
+        if line := left_out(source):
+            print(line, file=sys.stderr)
         done = import_(source, target, config or Config(model=model_in(source)))
         then = f"a run with --run.dir={target} begins with it"
     else:

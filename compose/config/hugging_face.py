@@ -67,7 +67,10 @@ def described_model(folder: Path) -> tuple[str, Any]:
     path = folder / "config.json"
     if not fitting:
         every = ", ".join(sorted({one for types in known.values() for one in types}))
-        raise ConfigError(f"{path}: model_type: {kind!r} is no model here (known: {every})")
+        raise ConfigError(
+            f"{path}: model_type: {kind!r} is no model here (known: {every}); docs/new-architecture.md"
+            " says how to add one"
+        )
     if len(fitting) > 1:
         raise ConfigError(
             f"{path}: model_type: {kind!r} is {' and '.join(fitting)} of models/; choose by --config"
@@ -76,6 +79,19 @@ def described_model(folder: Path) -> tuple[str, Any]:
         return fitting[0], find_hf(fitting[0]).config_from_hf(values)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def left_out(folder: Path) -> str:
+    """Return a line on layers that a folder has and no model here; "" if there are none."""
+    with contextlib.suppress(ConfigError):  # whoever reads the model says what is wrong
+        values = read_config(folder)
+        for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+            if isinstance(values.get(key), int) and values[key] > 0:
+                return (
+                    f"{folder}: {key} = {values[key]}: layers of multi-token prediction are left out,"
+                    " neither trained nor exported"
+                )
+    return ""
 
 
 def _model_types(name: str) -> Sequence[str]:

@@ -181,11 +181,8 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
     for message, words in cases.items():
         assert sorted(refused(main, ["convert", *map(str, words)])) == sorted(message.split("\n"))
     (hf / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    assert refused(main, ["convert", str(hf), "x"]) == [
-        f"{hf}/config.json: model_type: 'mamba' is no model here"
-        " (known: deepseek_v2, deepseek_v3, gemma3, gemma3_text,"
-        " gpt2, gpt_oss, llama, mixtral, qwen3, qwen3_moe)"
-    ]
+    (line,) = refused(main, ["convert", str(hf), "x"])
+    assert line.startswith(f"{hf}/config.json: model_type: 'mamba' is no model here (known: ")
     shard = next(step.glob("__*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r": damaged: __0_0\.safetensors has [\d,]+ of [\d,]+ bytes$"):

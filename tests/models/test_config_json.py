@@ -5,13 +5,15 @@ That the models themselves equal transformers' is tested beside each.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compose.config.hugging_face import config_problems, find_hf
+from compose.config.hugging_face import config_problems, described_model, find_hf, left_out
+from compose.errors import ConfigError
 from models import deepseek_v3, gemma3, gpt_oss, llama
 from models.deepseek_v3.hf import hf_name as deepseek_name
 from models.gpt_oss.hf import hf_name as gpt_oss_name
@@ -574,3 +576,184 @@ def test_every_field_of_gemma3_has_a_key() -> None:
     fields = {field.name for field in dataclasses.fields(gemma3.Config)}
     fixed = {"qk_norm", "post_norms"}
     assert fields - known("gemma3_text").fields.keys() == {"rope_theta", "rope_scaling"} | fixed
+
+
+# config.json of published models, as their files have it (keys about generation are left out).
+FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": FP8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+OLDER_V3 = {"aux_loss_alpha": 0.001, "pretraining_tp": 1, "seq_aux": True}
+KIMI = {
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": V3["rope_scaling"] | {"beta_fast": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+GLM: dict[str, Any] = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+MIXTRAL: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+# The file, the fields that it decides, and a reason that it is refused for.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "DeepSeek-V3": (V3 | OLDER_V3, {"n_experts": 256, "top_groups": 4, "balance_weight": 1e-3}, ""),
+    "DeepSeek-R1": (V3 | OLDER_V3 | {"num_nextn_predict_layers": 1}, {"route_scale": 2.5}, ""),
+    "DeepSeek-V3.1": (
+        V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}},
+        {"n_dense_layers": 3, "scoring": "sigmoid"},
+        "",
+    ),
+    "DeepSeek-V3 with another router": (
+        V3 | {"topk_method": "group_limited_greedy"},
+        {},
+        'topk_method: "group_limited_greedy" cannot be expressed here, only "noaux_tc"',
+    ),
+    "Kimi-K2": (V3 | OLDER_V3 | KIMI, {"n_experts": 384, "n_groups": 1, "rope_factor": 32.0}, ""),
+    "Kimi-K2-Thinking": (
+        V3 | KIMI | {"quantization_config": {"quant_method": "compressed-tensors"}},
+        {},
+        'quantization_config: {"quant_method": "compressed-tensors"} cannot be expressed here, only'
+        ' quant_method "fp8" with weight_block_size; take the folder in bfloat16',
+    ),
+    "GLM-4.5-Air": (GLM, {"n_experts": 128, "top_k": 8}, ""),
+    "Mixtral-8x7B": (MIXTRAL, {"n_experts": 8, "balance_weight": 0.02, "window": 0}, ""),
+    "Mixtral with jitter": (
+        MIXTRAL | {"router_jitter_noise": 0.1},
+        {},
+        "router_jitter_noise: 0.1 cannot be expressed here, only 0",
+    ),
+    "gpt-oss-20b": (OSS.hf_config(gpt_oss.PRESETS["20b"]), {"n_experts": 32, "top_k": 4}, ""),
+    "Qwen3-Next": ({"model_type": "qwen3_next", "full_attention_interval": 4}, {}, ""),
+    "Llama 4": ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, {}, ""),
+    "DeepSeek-V3.2": (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, {}, ""),
+}
+NEVER = ("Qwen3-Next", "Llama 4", "DeepSeek-V3.2")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_built_or_refused_by_a_key(tmp_path: Path, name: str) -> None:
+    """Keys of layers that no model here has are said, and the rest of the model is built."""
+    values, fields, line = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    kind, path = values["model_type"], tmp_path / "config.json"
+    if not any(kind in find_hf(folder).MODEL_TYPES for folder in FOLDERS):
+        near = rf"{re.escape(str(path))}: model_type: '{kind}' is no model here \(known: .*llama.*\)"
+        with pytest.raises(
+            ConfigError, match=f"^{near}; docs/new-architecture.md says how to add one$"
+        ):
+            described_model(tmp_path)
+        return
+    assert name not in NEVER
+    if line:
+        with pytest.raises(ConfigError) as caught:
+            described_model(tmp_path)
+        assert str(caught.value) == f"{path}: {line}"
+        return
+    own, config = described_model(tmp_path)
+    assert {field: getattr(config, field) for field in fields} == fields
+    assert find_hf(own).config_from_hf(find_hf(own).hf_config(config)) == config
+    layers = values.get("num_nextn_predict_layers")
+    said = f"{tmp_path}: num_nextn_predict_layers = {layers}: layers of multi-token prediction are"
+    assert left_out(tmp_path) == (f"{said} left out, neither trained nor exported" if layers else "")
