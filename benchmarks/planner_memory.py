@@ -54,14 +54,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, loss_function
+from compose.config.job import Job
 from compose.data.samples import random_batch
 from compose.memory.activation_offload import ActivationOffload
 from compose.ops.tensors import local_tensor
 from compose.optim import offload
 from compose.optim.offload import OffloadedAdamW
 from compose.planner import estimate, memory
-from compose.planner.cluster import load_cluster
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.few_layers import runs_of
 from compose.planner.memory import categorize
+from compose.planner.record_pool import RecordPool
 from compose.planner.trace import RankStep, trace
 from compose.profiling.summary import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
@@ -312,7 +315,7 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
     rows = estimate.schedule_rows(job)
     with mock.patch.object(offload, "CHUNK", PIECE):
         costs = estimate.rank_costs(job, cluster, rows, 2)
-        stream = estimate.stream_of(job, cluster) if job.degrees.pp > 1 else None
+        stream = stream_of(job, cluster) if job.degrees.pp > 1 else None
     replay = []
     for of_rank, row in zip(costs, rows, strict=True):
         size, _ = memory.peak(of_rank.memory, row, job.micro_batches)
@@ -324,6 +327,19 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
         works = [lambda i=i: from_table(keys, ranks, i, None if i < each else stream) for i in some]
         table |= dict(zip(some, forked(works), strict=True))
     return table, replay
+
+
+def stream_of(job: Job, cluster: Cluster) -> Any:
+    """Return shape and type of what a pipeline's stages send."""
+    with RecordPool(1) as pool:
+        pool.submit("", _stream, job, cluster)
+        [(_, result)] = pool.results()
+    return result
+
+
+def _stream(job: Job, cluster: Cluster) -> Any:
+    runs = runs_of(job)
+    return estimate._record(job, cluster, None, runs and runs.fewest(), micro_batches=0).broadcast[0]
 
 
 def errors(found: Peaks, real: Peaks) -> dict[str, Any]:

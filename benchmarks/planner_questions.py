@@ -32,6 +32,7 @@ from compose.config.toml import load
 from compose.errors import ConfigError
 from compose.planner.candidates import Candidate, Space, candidates, describe, fits, shape_for
 from compose.planner.cluster import cluster_names, load_cluster
+from compose.planner.record_cache import default_folder
 from compose.planner.search import record_all, search
 
 HERE = Path(__file__).parent
@@ -224,30 +225,41 @@ def fuzz(number: int, seed: int, out: Path | None) -> int:
     return int(wrong > 0)
 
 
-# Models and devices that are small enough to record all candidates.
-_SMALL = (
-    ("llama", "1b", 8, 4096),
-    ("gpt2", "774m", 4, 1024),
-    ("qwen3", "4b", 8, 4096),
-    ("gemma3", "1b", 4, 8192),
-    ("deepseek_v3", "16b", 8, 4096),
+# Models and devices that are small enough to record all candidates: meshes with each way to recompute.
+_SMALL: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("llama", "1b", 4096, {}),
+    ("llama", "3b", 8192, {"model.n_layers": 14}),
+    ("gpt2", "774m", 1024, {}),
+    ("qwen3", "1.7b", 4096, {}),
+    ("qwen3", "30b_a3b", 4096, {"model.n_layers": 6}),
 )
-_SMALL_CLUSTERS = ("a100_40gb", "rtx4090")
+_SMALL_GPUS = 4
+# Two and eight devices in a node; records of one serve the other.
+_SMALL_CLUSTERS = ("rtx4090", "l40s")
+_PINNED = {
+    "parallel.zero": 3,
+    "parallel.pp_schedule": "1F1B",
+    "parallel.offload": "none",
+    "optimizer.offload": "none",
+    "train.micro_batch": 2,
+    "train.loss_chunk": 0,
+    "activation_checkpoint.budget": 0.5,
+}
 _REGRET = 1.03
 
 
 def exhaustive(out: Path | None) -> int:
     """Record all legal candidates; return 1 if a pick takes 3% longer than the fastest that fits."""
     wrong = 0
-    for model, preset, gpus, seq_len in _SMALL:
+    for model, preset, seq_len, more in _SMALL:
         for name in _SMALL_CLUSTERS:
-            space = _space(model, preset, gpus, seq_len, name)
+            space = _space(model, preset, seq_len, more, name)
             pick = search(space).candidates[0]
             every = [c.config for c in candidates(space, shape_for(space))]
             began = time.monotonic()
             recorded = [c for c in record_all(space, every) if isinstance(c, Candidate)]
             suitable = [c for c in recorded if fits(space, c)]
-            line: dict[str, Any] = {"model": f"{model} {preset}", "gpus": gpus, "cluster": name}
+            line: dict[str, Any] = {"model": f"{model} {preset}", "cluster": name}
             line |= {"candidates": len(every), "legal": len(recorded), "fit": len(suitable)}
             if suitable and pick.estimate:
                 best = min(suitable, key=_step)
@@ -261,16 +273,19 @@ def exhaustive(out: Path | None) -> int:
     return int(wrong > 0)
 
 
-def _space(model: str, preset: str, gpus: int, seq_len: int, cluster: str) -> Space:
+def _space(model: str, preset: str, seq_len: int, more: Mapping[str, Any], cluster: str) -> Space:
     keys = {
         "model.name": model,
         "model.preset": preset,
         "train.seq_len": seq_len,
-        "train.global_batch": 2 * gpus,
+        "train.global_batch": 8 * _SMALL_GPUS,
         "precision.param": "bfloat16",
+        **_PINNED,
+        **more,
     }
     config = load(str(HERE.parent / "train.toml"), [(key, str(value)) for key, value in keys.items()])
-    return Space(config, load_cluster(cluster), gpus, frozenset(keys))
+    pins = frozenset(keys)
+    return Space(config, load_cluster(cluster), _SMALL_GPUS, pins, cache=default_folder())
 
 
 def _step(candidate: Candidate) -> float:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from compose.config import setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION, check_segment
@@ -298,14 +300,17 @@ def _asked(job: Job) -> Setup:
     )
 
 
-def check(config: Config, world_size: int, target: Target | None = None) -> Job:
+def check(
+    config: Config, world_size: int, target: Target | None = None, model: nn.Module | None = None
+) -> Job:
     """Return the job of a config on a number of ranks, with its degrees and its stages' layers.
 
-    ``target`` are the devices that it is planned for; None: those of this machine.
+    ``target`` are the devices that it is planned for; None: those of this machine. ``model`` is the
+    config's on meta, if it is there already.
     Raises ConfigError, with all problems, if it is not legal.
     """
     degrees = resolve_degrees(config.parallel, world_size)
-    job = replace(make_job(replace(config, parallel=degrees), world_size), target=target)
+    job = replace(make_job(replace(config, parallel=degrees), world_size, model), target=target)
     if problems := problems_of(job):
         raise ConfigError(*problems)
     if degrees.pp == 1:

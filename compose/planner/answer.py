@@ -7,12 +7,15 @@ from typing import Any
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.planner.candidates import (
+    PLAIN,
+    TEXTBOOK,
     Candidate,
     Space,
     candidates,
     capacity,
     describe,
     fits,
+    known_as,
     lack_of_node,
     order,
     shape_for,
@@ -24,7 +27,7 @@ from compose.planner.explain import neighbours, promise
 from compose.planner.page import seconds
 from compose.planner.quick_estimate import micro_batches
 from compose.planner.report import in_columns, recomputation
-from compose.planner.search import is_plain, is_textbook, record_all
+from compose.planner.search import record_all
 
 _GIB = 2**30
 _DAY = 86400.0
@@ -101,14 +104,14 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     """
     node = min(space.cluster.node, space.world_size)
     results = []
-    for name, whose, keys in (
-        ("plain FSDP", is_plain, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
-        (f"tensor parallel {node} in the node", is_textbook, {"tp": node}),
+    for name, known, keys in (
+        (PLAIN, PLAIN, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
+        (f"tensor parallel {node} in the node", TEXTBOOK, {"tp": node}),
     ):
-        mine = next((c for c in recorded if whose(space, c)), None)
+        mine = next((c for c in recorded if known_as(space, c.config.parallel) == known), None)
         if mine and fits(space, mine):
             results.append(Compared(name, mine))
-        elif node > 1 or whose is is_plain:
+        elif node > 1 or known == PLAIN:
             named = {f"parallel.{axis}": n for axis, n in {"dp_replicate": 1, "cp": 1, **keys}.items()}
             results.append(_recorded_with(space, name, named, mine))
     return results

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compose.config.job import make_job
 from compose.config.tables import Config
-from compose.parallel.mesh import AXES
+from compose.parallel.mesh import AXES, Parallel
 from compose.pipeline.schedules import stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.estimate import Estimate
@@ -163,19 +162,30 @@ def _promising(
             (order(space, c) for c in _of_mesh(space, shape, degrees, few, anyway)), default=None
         )
         if best:
-            ranked.append((not _is_known(space, degrees), *best, number))
+            named = {key.partition(".")[2]: degree for key, degree in degrees.items()}
+            known = known_as(space, replace(space.config.parallel, zero=3, offload="none", **named))
+            ranked.append((not known, *best, number))
     return [meshes[number] for *_, number in heapq.nsmallest(_MESHES, ranked)]
 
 
-def _is_known(space: Space, degrees: dict[str, int]) -> bool:
-    """Return whether a mesh is FSDP's, replicated or not, or the textbook's, whose tp has the node."""
-    shards, node = degrees["parallel.dp_shard"], space.cluster.node
-    plain = degrees["parallel.ep"] == 1 and (
-        shards == space.world_size
-        or (shards == node and shards * degrees["parallel.dp_replicate"] == space.world_size)
-    )
-    alone = degrees["parallel.cp"] == degrees["parallel.dp_replicate"] == 1
-    return plain or (alone and degrees["parallel.tp"] == space.cluster.node)
+PLAIN, TEXTBOOK, HYBRID, OFFLOADED = "plain FSDP", "textbook", "FSDP in nodes", "offloaded FSDP"
+
+
+def known_as(space: Space, parallel: Parallel) -> str:
+    """Return the name that readers know a mesh by, or "".
+
+    It is FSDP over all ranks, its shards in host memory or not; the textbook's mesh, with tp within
+    nodes, and pp and data parallel between them; or FSDP within nodes, and replicas between them.
+    """
+    node, shards, offloaded = space.cluster.node, parallel.dp_shard, parallel.offload != "none"
+    if parallel.ep == 1 and shards == space.world_size and parallel.zero == 3:
+        return OFFLOADED if offloaded else PLAIN
+    if offloaded:
+        return ""
+    if parallel.tp == node and parallel.cp == parallel.dp_replicate == 1:
+        return TEXTBOOK
+    over = shards * parallel.dp_replicate == space.world_size and parallel.ep == 1
+    return HYBRID if over and shards == node else ""
 
 
 def _free(space: Space, degrees: dict[str, int], offload: bool) -> dict[str, tuple[Any, ...]]:
@@ -338,8 +348,7 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
 
 def shape_for(space: Space) -> ModelShape:
     """Return the shape of the space's model."""
-    one = with_keys(space.config, dict.fromkeys(DEGREES, 1))
-    return shape_of(make_job(one, 1))
+    return shape_of(space.config)
 
 
 def describe(candidate: Candidate) -> str:

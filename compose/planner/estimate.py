@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.pipeline.schedules import Action, build_table
@@ -392,8 +390,13 @@ def _costs(
 
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
             plan = plans[place]
-            task = plan.job, cluster, other, rank, plan.kept[rank][number], stream, cache
-            pool.submit((place, rank, number), _recorded, *task)
+            kept, name = plan.kept[rank][number], (place, rank, number)
+            of = rank, stream, other is None, *_played(cluster, other).items()
+            file = RecordFile(cache, plan.job, kept, *of) if cache else None
+            if traced := file and file.read():
+                pool.known(name, _priced(traced, plan.job, cluster, other, kept, stream))
+            else:
+                pool.submit(name, _recorded, plan.job, cluster, other, rank, kept, stream, file)
 
         for place in left:
             for number in range(len(plans[place].kept[0])):
@@ -439,23 +442,6 @@ def _kept(runs: LayerRuns | None, stages: Sequence[int], ranks: int) -> list[Lay
     return [*several]
 
 
-def stream_of(
-    job: Job, cluster: Cluster, other: OtherProgram | None = None
-) -> tuple[torch.Size, torch.dtype]:
-    """Return shape and dtype of what a pipeline's stages send: the stream of one micro-batch."""
-    runs = runs_of(job)
-    with RecordPool(1) as pool:
-        pool.submit("", _stream, job, cluster, other, runs and runs.fewest())
-        [(_, result)] = pool.results()
-    return result
-
-
-def _stream(
-    job: Job, cluster: Cluster, other: OtherProgram | None, kept: LayerRuns | None
-) -> tuple[torch.Size, torch.dtype]:
-    return _record(job, cluster, other, kept, micro_batches=0).broadcast[0]
-
-
 def _recorded(
     job: Job,
     cluster: Cluster,
@@ -463,24 +449,31 @@ def _recorded(
     pp_rank: int,
     kept: LayerRuns | None,
     stream: Any,
-    cache: Path | None = None,
+    file: RecordFile | None = None,
 ) -> tuple[RankCosts, Any]:
     """Make the record of a rank, and return what it costs; of all layers unless some are ``kept``.
 
     ``stream`` is what stages send, as the first rank of the pipeline broadcast it. It is returned too.
-    ``cache`` is a folder in which the record may be, and is put if it is not.
+    The record is put into ``file``.
     """
     count = len(few_micro_batches(job))
     objects = None if pp_rank == 0 else [stream]
     rank = pp_rank * job.world_size // job.degrees.pp
-    of = pp_rank, stream, other is None, *_played(cluster, other).items()
-    file = RecordFile(cache, job, kept, *of) if cache else None
-    traced = file.read() if file else None
-    if traced is None:
-        traced = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects)
-        if file:
-            file.write(traced)
-    record, sent = traced.record, traced.broadcast
+    traced = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects)
+    if file:
+        file.write(traced)
+    return _priced(traced, job, cluster, other, kept, stream)
+
+
+def _priced(
+    traced: Traced,
+    job: Job,
+    cluster: Cluster,
+    other: OtherProgram | None,
+    kept: LayerRuns | None,
+    stream: Any,
+) -> tuple[RankCosts, Any]:
+    record, sent, count = traced.record, traced.broadcast, len(few_micro_batches(job))
     if other:
         other.change(record, job)
     categorize(record, job.resolved.output)

@@ -7,56 +7,73 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from compose.ops.attention_layout import attention_pairs
 
 
-class ElementwiseResults:
-    """Runs operators on meta, and remembers shape, stride and dtype of elementwise results.
+class RememberedResults:
+    """Runs operators on meta, and remembers shape, stride and dtype of results that are new tensors.
 
-    On meta PyTorch runs many elementwise operators as Python programs, which take most of a record's
-    time. A known result is a new tensor.
+    On meta PyTorch runs many operators as Python programs, which take most of a record's time. A known
+    result is a new tensor. What is computed in place changes nothing on meta.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        self._known: dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator."""
-        key = _key(func, args, kwargs)
-        if key is None:
+        returns = func._schema.returns
+        inplace = func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags
+        if inplace and args[0].device.type == "meta":
+            return args[0]
+        if not returns or any(each.alias_info for each in returns):
             return func(*args, **kwargs)
+        key = _key((func, args, *kwargs.items()))
         if key in self._known:
-            shape, stride, dtype = self._known[key]
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            made = [
+                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                for shape, stride, dtype in self._known[key]
+            ]
+            return made[0] if len(returns) == 1 else tuple(made)
         result = func(*args, **kwargs)
-        if type(result) is Tensor and result.device.type == "meta" and not result.storage_offset():
-            self._known[key] = result.shape, result.stride(), result.dtype
+        made = [result] if len(returns) == 1 else result
+        taken = [t.untyped_storage()._cdata for t in tensors_in((args, kwargs))]
+        if key and all(type(t) is Tensor and _is_new(t, taken) for t in made):
+            self._known[key] = [(t.shape, t.stride(), t.dtype) for t in made]
         return result
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what decides the result's shape; None for an operator whose result is not remembered."""
-    schema = func._schema
-    if torch.Tag.pointwise not in func.tags:
-        return None
-    if len(schema.returns) != 1 or schema.returns[0].alias_info is not None:
-        return None
-    results: list[Any] = [func, tuple(kwargs)]
-    for given in (*args, *kwargs.values()):
-        if not isinstance(given, Tensor):
-            results.append((type(given), given))
-        elif given.device.type == "meta":
-            results.append((given.shape, given.stride(), given.dtype))
-        else:
-            return None
+def _is_new(tensor: Tensor, taken: Sequence[int]) -> bool:
+    """Tell whether a tensor on meta is all of its storage, which is none of those ``taken``."""
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor_bytes(tensor) and not tensor.storage_offset()
+    return tensor.device.type == "meta" and whole and storage._cdata not in taken
+
+
+def _key(given: Any) -> Any:
+    """Return what decides an operator's result; None if it is not remembered."""
+    if isinstance(given, Tensor):
+        return (given.shape, given.stride(), given.dtype) if given.device.type == "meta" else None
+    if isinstance(given, (list, tuple)):
+        keys = tuple(map(_key, given))
+        return None if None in keys else keys
     try:
-        key = tuple(results)
-        hash(key)
+        hash(given)
     except TypeError:
         return None
-    return key
+    return type(given), given
+
+
+def tensors_in(given: Any) -> list[Tensor]:
+    """Return the tensors in an argument, a result, or lists and dicts of them, in their order."""
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, dict):
+        given = given.values()
+    elif not isinstance(given, (list, tuple)):
+        return []
+    return [tensor for each in given for tensor in tensors_in(each)]
 
 
 # Elementwise operators of tensors whose types may differ.
@@ -99,7 +116,7 @@ def changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            results += [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+            results += tensors_in(given)
     return results
 
 
@@ -120,7 +137,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 def bytes_of_lists(args: Any) -> int:
     """Return the bytes of the largest list of tensors, as all_gather and reduce_scatter may take."""
     lists = [leaf for leaf in args if isinstance(leaf, (list, tuple))]
-    sizes = [sum(tensor_bytes(t) for t in tree_leaves(x) if isinstance(t, Tensor)) for x in lists]
+    sizes = [sum(map(tensor_bytes, tensors_in(each))) for each in lists]
     return max(sizes, default=0)
 
 

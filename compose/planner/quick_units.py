@@ -3,20 +3,20 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from compose.config.job import Job
+from compose.config.job import Job, make_job
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import ActivationCheckpoint, unit_costs, within
-from compose.parallel.mesh import Parallel
+from compose.parallel.mesh import AXES, Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.layer_probe import LAST, Figures, Part, Small, batch_of, combined, probe, small
 from compose.planner.record import Operator
-from compose.planner.step_time import operator_seconds
+from compose.planner.step_time import dispatch, operator_seconds
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,23 @@ class ModelShape:
         return len(self.few.order)
 
 
-class _Asked:
-    """A job, which is equal to another of the same model and data."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.key = repr((job.config.model, job.config.train.seq_len, job.config.data))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+_SHAPES: dict[str, ModelShape] = {}
+_MOST_SHAPES = 8
 
 
-def shape_of(job: Job) -> ModelShape:
-    """Return what a quick estimate takes of a job's model; it holds the model's probes."""
-    return _shape_of(_Asked(job))
+def shape_of(config: Config) -> ModelShape:
+    """Return what a quick estimate takes of a config's model; it holds the model's probes."""
+    key = repr((config.model, config.train.seq_len, config.data))
+    if key not in _SHAPES:
+        alone = replace(config.parallel, **dict.fromkeys((*AXES, "ep"), 1))
+        shape = _shape_of(make_job(replace(config, parallel=alone), 1))
+        for old in [*_SHAPES][: 1 - _MOST_SHAPES]:
+            del _SHAPES[old]
+        _SHAPES[key] = shape
+    return _SHAPES[key]
 
 
-@lru_cache(8)
-def _shape_of(asked: _Asked) -> ModelShape:
-    job = asked.job
+def _shape_of(job: Job) -> ModelShape:
     few = small(job)
     routed = {
         id(p) for name, _ in job.resolved.expert for p in job.model.get_submodule(name).parameters()
@@ -320,13 +315,13 @@ def _unit(
         kept += 4 * size["trained weights"] - logits
         shown = chunk * logits * (1 + 8 / config.precision.param_dtype.itemsize)
         working = kept + shown + stream
-    dispatch = cluster.device.dispatch
+    issue = dispatch(cluster, config.compile.mode != "off")
     shown = sum(sent["F"].values())
     numbers = size["weights"] + size["expert weights"]
     here = size["weights"] + size["expert weights"] / config.parallel.ep
     return Unit(
-        max(forward + shown, issued["F"] * dispatch),
-        max(backward + again + sum(every.values()) - shown, (issued["B"] + issued_again) * dispatch),
+        max(forward + shown, issued["F"] * issue),
+        max(backward + again + sum(every.values()) - shown, (issued["B"] + issued_again) * issue),
         dict(every),
         kept,
         working,

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import BaseContext
+from multiprocessing.pool import Pool
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -24,7 +25,8 @@ class RecordPool:
 
     def __init__(self, workers: int = 0) -> None:
         """``workers``: processes at a time; 0: as many as this process has cores."""
-        self._pool = _processes().Pool(workers or len(os.sched_getaffinity(0)), _begin, (), 1)
+        self._workers = workers or len(os.sched_getaffinity(0))
+        self._pool: Pool | None = None
         self._ended: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._running = 0
 
@@ -34,7 +36,8 @@ class RecordPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._pool.terminate()
+        if self._pool:
+            self._pool.terminate()
 
     def submit(self, name: Hashable, function: Callable[..., Any], *args: Any) -> None:
         """Run a function of a module, whose result :meth:`results` yields with ``name``."""
@@ -43,7 +46,14 @@ class RecordPool:
             self._ended.put((name, result))
 
         self._running += 1
+        if not self._pool:
+            self._pool = _processes().Pool(self._workers, _begin, (), 1)
         self._pool.apply_async(function, args, callback=ended, error_callback=ended)
+
+    def known(self, name: Hashable, result: object) -> None:
+        """Have :meth:`results` yield a result that is there already."""
+        self._running += 1
+        self._ended.put((name, result))
 
     def results(self) -> Iterator[tuple[Any, Any]]:
         """Yield names and results until no function runs. A ConfigError is a result too."""

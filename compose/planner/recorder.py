@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from compose.ops.operators import BODIES
 from compose.ops.tensors import local_tensor
 from compose.planner.operator_figures import (
-    ElementwiseResults,
+    RememberedResults,
     argument,
     attention_flops,
     bytes_of_lists,
@@ -33,6 +32,7 @@ from compose.planner.operator_figures import (
     grouped_shape,
     product_shape,
     tensor_bytes,
+    tensors_in,
 )
 from compose.planner.record import (
     BACKWARD,
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self._place_of: dict[int, int] = {}
         self._host: dict[int, int] = {}
         self._copies_in = False
-        self._shapes = ElementwiseResults()
+        self._shapes = RememberedResults()
         self._ended = False
 
     def end(self) -> None:
@@ -272,8 +272,8 @@ class Recorder(TorchDispatchMode):
                 return BODIES[func](*args, **kwargs)
         self.begin()
         result = self._shapes.run(func, args, kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        given = tensors_in((args, kwargs))
+        made = tensors_in(result)
         name = str(func.name()).partition("::")[0] + "." + func.overloadpacket.__name__
         message = self._message(name, args, kwargs, given, made)
         self.within = "message" if message and not self.within else self.within

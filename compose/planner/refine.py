@@ -66,7 +66,9 @@ def refinements(space: Space, shape: ModelShape, recorded: Sequence[Candidate]) 
             if micro_batches(config) < max(1, config.parallel.pp if config.parallel.pp > 1 else 1):
                 continue
             one = Candidate(config, base.keys | keys, quick(shape, config, space.cluster))
-            place = order(space, one, size, step)
+            # A simpler one wins if it is nearly as fast.
+            more = _NEAR if complexity(one) > complexity(bases[0]) else 1.0
+            place = order(space, one, size, step * more)
             if place < order(space, bases[0]):
                 results.append((place, len(results), one))
     return [candidate for *_, candidate in sorted(results, key=lambda row: row[:2])]

@@ -12,12 +12,17 @@ from compose.errors import ConfigError
 from compose.parallel.mesh import resolve_degrees
 from compose.planner.candidates import (
     DEGREES,
+    HYBRID,
+    OFFLOADED,
+    PLAIN,
+    TEXTBOOK,
     Candidate,
     Space,
     candidate_of,
     candidates,
     describe,
     fits,
+    known_as,
     order,
     shape_for,
 )
@@ -52,9 +57,9 @@ class RecordQueue:
         if recorded:
             return self._best(recorded, min(most, _NEXT))
         first = [self.next(recorded)]
-        for whose in (is_plain, is_textbook, _is_hybrid, _is_offloaded):
-            near = [c for c in self._left if whose(self._space, c)]
-            if near and not any(c and whose(self._space, c) for c in first):
+        for name in (PLAIN, TEXTBOOK, HYBRID, OFFLOADED):
+            near = [c for c in self._left if known_as(self._space, c.config.parallel) == name]
+            if near and not any(c and known_as(self._space, c.config.parallel) == name for c in first):
                 first.append(self._take(min(near, key=lambda c: order(self._space, c))))
         first += self._best(recorded, _FIRST - len(first))
         return [candidate for candidate in first if candidate][:most]
@@ -83,35 +88,6 @@ class RecordQueue:
         mesh = _mesh(candidate)
         self._seen[mesh] = self._seen.get(mesh, 0) + 1
         return candidate
-
-
-def is_plain(space: Space, candidate: Candidate) -> bool:
-    """Return whether a candidate is FSDP alone: all ranks share the parameters."""
-    return _is_whole(space, candidate) and candidate.config.parallel.offload == "none"
-
-
-def _is_offloaded(space: Space, candidate: Candidate) -> bool:
-    """Return whether a candidate is FSDP alone, with its shards in host memory."""
-    return _is_whole(space, candidate) and candidate.config.parallel.offload != "none"
-
-
-def _is_whole(space: Space, candidate: Candidate) -> bool:
-    parallel = candidate.config.parallel
-    return parallel.dp_shard == space.world_size and parallel.ep == 1 and parallel.zero == 3
-
-
-def is_textbook(space: Space, candidate: Candidate) -> bool:
-    """Return whether a candidate has tp within nodes, and pp and dp between them."""
-    parallel = candidate.config.parallel
-    in_node = parallel.tp == space.cluster.node
-    return in_node and parallel.cp == parallel.dp_replicate == 1 and parallel.offload == "none"
-
-
-def _is_hybrid(space: Space, candidate: Candidate) -> bool:
-    """Return whether a candidate is FSDP within nodes, and replicas between them."""
-    parallel = candidate.config.parallel
-    over = parallel.dp_replicate * parallel.dp_shard == space.world_size and parallel.ep == 1
-    return over and parallel.dp_shard == space.cluster.node and parallel.offload == "none"
 
 
 def _mesh(candidate: Candidate) -> _Traits:
@@ -193,10 +169,10 @@ def _recorded(
     space: Space, chosen: Sequence[Candidate], workers: int
 ) -> Iterator[tuple[int, Candidate | ConfigError]]:
     """Yield the place of each candidate with its record, or why it is not legal, as they end."""
-    jobs: dict[int, Job] = {}
+    jobs, model = dict[int, Job](), shape_for(space).job.model
     for place, candidate in enumerate(chosen):
         try:
-            jobs[place] = rules.check(candidate.config, space.world_size, space.cluster.target)
+            jobs[place] = rules.check(candidate.config, space.world_size, space.cluster.target, model)
         except ConfigError as error:
             yield place, error
     places = list(jobs)

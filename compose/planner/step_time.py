@@ -25,6 +25,9 @@ PART = "part"
 PROCESSOR = "processor"
 """The kind of an operator that the host computes, with tensors in its own memory."""
 _COPIES = ("copy", "to_copy", "cat", "split", "foreach", "fused_adam", "contiguous", "clone", "chunk")
+_COMPILED = 10e-6
+"""Seconds that the host takes at most to issue a kernel of compiled code; assumed: a launch alone takes
+3 to 6 (ahrefs/ocannl #488)."""
 _NEAR = 8  # pieces of work between a message and the product that it is split with
 NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
@@ -55,6 +58,7 @@ def action_seconds(
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
     slowest = costs.slowest(cluster, math.prod(getattr(degrees, axis) for axis in AXES))
+    issue = dispatch(cluster, fused and compiled)
     for place, work in enumerate(joined(record) if fused else record.work):
         while taken < len(events) and events[taken][0] <= place:
             number = events[taken][1]
@@ -79,7 +83,7 @@ def action_seconds(
             if axis == "pp" or work.received:
                 continue
             took = _message(cluster, work)
-            host += cluster.device.dispatch
+            host += issue
             late = max(0.0, host - clock[work.stream])
             clock[work.stream] += late + took
             sent[work.stream] = axis
@@ -98,7 +102,7 @@ def action_seconds(
                 seconds["all"] += clock[0] - before
                 continue
             took *= slowest
-            host += (work.kind != PART) * (1 + waiting) * cluster.device.dispatch
+            host += (work.kind != PART) * (1 + waiting) * issue
             late = max(0.0, host - clock[work.stream])
             running = max((clock[stream] for stream in sent if stream), default=0.0)
             took = beside_messages(cluster, took, running - clock[work.stream] - late)
@@ -109,6 +113,11 @@ def action_seconds(
                 seconds["host"] += late
         seconds["all"] += clock[0] - before
     return results
+
+
+def dispatch(cluster: Cluster, compiled: bool) -> float:
+    """Return the seconds that the host takes to issue a kernel."""
+    return min(cluster.device.dispatch, _COMPILED) if compiled else cluster.device.dispatch
 
 
 def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:

@@ -130,7 +130,7 @@ def test_activations_pass_the_link_too() -> None:
 
 def _candidate(space: Space, result: Estimate) -> Candidate:
     job = make_job(RANKS, **WIDE, **parallel(dp_shard=RANKS), parallel__offload="cpu")
-    return Candidate(job.config, {}, quick(shape_of(job), job.config, space.cluster), result)
+    return Candidate(job.config, {}, quick(shape_of(job.config), job.config, space.cluster), result)
 
 
 def test_what_a_node_cannot_hold_does_not_fit() -> None:

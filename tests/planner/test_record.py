@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compose.planner.operator_figures import ElementwiseResults, casts
+from compose.planner.operator_figures import RememberedResults, casts, tensors_in
 from compose.planner.record import Operator
 from compose.planner.recorder import Recorder
 
@@ -28,11 +28,13 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "where": (aten.where.self, (_meta(4, 1, dtype=torch.bool), _meta(4, 3), _meta(3))),
     "compared": (aten.eq.Tensor, (_meta(4, 3), _meta(3))),
     "no elements": (aten.sigmoid.default, (_meta(0, 3),)),
+    "a product": (aten.mm.default, (_meta(4, 3), _meta(3, 5))),
+    "a list": (aten.cat.default, ([_meta(4, 3), _meta(2, 3)],)),
 }
 
 
 def test_as_computed() -> None:
-    shapes = ElementwiseResults()
+    shapes = RememberedResults()
     for turn in range(2):
         for name, (func, args) in CASES.items():
             result, right = shapes.run(func, args, {}), func(*args)
@@ -44,24 +46,25 @@ def test_as_computed() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_result_has_its_own_memory(name: str) -> None:
-    shapes, (func, args) = ElementwiseResults(), CASES[name]
+    shapes, (func, args) = RememberedResults(), CASES[name]
     one, two = shapes.run(func, args, {}), shapes.run(func, args, {})
-    given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
+    given = [x.untyped_storage()._cdata for x in tensors_in(args)]
     assert len({*given, one.untyped_storage()._cdata, two.untyped_storage()._cdata}) >= 3
 
 
 def test_what_writes_or_is_a_view_is_run_each_time() -> None:
-    shapes, x = ElementwiseResults(), _meta(3, 4)
+    shapes, x = RememberedResults(), _meta(3, 4)
     for _ in range(2):
         assert shapes.run(aten.add_.Tensor, (x, 1.0), {}) is x
         view = shapes.run(aten.t.default, (x,), {})
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
-        shapes.run(aten.mm.default, (x, x.t()), {})
+        same = shapes.run(aten._unsafe_view.default, (x, [12]), {})  # its schema does not say so
+        assert same.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert not shapes._known
 
 
 def test_values_are_not_remembered() -> None:
-    shapes = ElementwiseResults()
+    shapes = RememberedResults()
     for value in (1.0, 2.0):
         result = shapes.run(aten.mul.Tensor, (torch.ones(2), value), {})
         assert result.tolist() == [value, value]
