@@ -61,23 +61,23 @@ class ModelShape:
         return len(self.few.order)
 
 
-_SHAPES: dict[str, ModelShape] = {}
-_MOST_SHAPES = 8
+@dataclass(frozen=True)
+class _Asked:
+    """A config, which is equal to another of the same model and data."""
+
+    key: str
+    config: Config = field(compare=False)
 
 
 def shape_of(config: Config) -> ModelShape:
     """Return what a quick estimate takes of a config's model; it holds the model's probes."""
-    key = repr((config.model, config.train.seq_len, config.data))
-    if key not in _SHAPES:
-        alone = replace(config.parallel, **dict.fromkeys((*AXES, "ep"), 1))
-        shape = _shape_of(make_job(replace(config, parallel=alone), 1))
-        for old in [*_SHAPES][: 1 - _MOST_SHAPES]:
-            del _SHAPES[old]
-        _SHAPES[key] = shape
-    return _SHAPES[key]
+    return _shape_of(_Asked(repr((config.model, config.train.seq_len, config.data)), config))
 
 
-def _shape_of(job: Job) -> ModelShape:
+@lru_cache(8)
+def _shape_of(asked: _Asked) -> ModelShape:
+    alone = replace(asked.config.parallel, **dict.fromkeys((*AXES, "ep"), 1))
+    job = make_job(replace(asked.config, parallel=alone), 1)
     few = small(job)
     routed = {
         id(p) for name, _ in job.resolved.expert for p in job.model.get_submodule(name).parameters()

@@ -9,7 +9,7 @@ from compose.config import rules
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.errors import ConfigError
-from compose.parallel.mesh import resolve_degrees
+from compose.parallel.mesh import AXES, resolve_degrees
 from compose.planner.candidates import (
     DEGREES,
     HYBRID,
@@ -92,8 +92,8 @@ class RecordQueue:
 
 def _mesh(candidate: Candidate) -> _Traits:
     parallel = candidate.config.parallel
-    replicas = parallel.dp_replicate
-    return parallel.pp, replicas, parallel.cp, parallel.tp, parallel.ep, parallel.zero
+    degrees = (getattr(parallel, axis) for axis in (*AXES, "ep"))
+    return *degrees, parallel.zero, parallel.offload
 
 
 def _kind(candidate: Candidate) -> _Traits:

@@ -84,6 +84,16 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
     assert set(order) == {(c.config.parallel.pp_schedule, c.config.parallel.tp) for c in every}
 
 
+def test_fsdp_with_and_without_offload_does_not_share_its_turns() -> None:
+    where, every = space(TRAIN, "h100_sxm", 16), []
+    for number, (tp, offload) in enumerate([(1, "none"), (1, "none"), (1, "cpu"), (2, "none")]):
+        keys = {"parallel.tp": tp, "parallel.offload": offload}
+        rough = QuickEstimate({"compute": number + 1.0}, {"weights": 2.0**30})
+        every.append(Candidate(with_keys(where.config, keys), keys, rough))
+    turns = RecordQueue(where, every)
+    assert [turns.next([]) for _ in every] == every
+
+
 def test_one_node_holds_a_7b_by_zero_alone() -> None:
     best = picks(space(TRAIN, "h100_sxm", 8, **LLAMA_8B))[0].config.parallel
     assert (best.tp, best.pp, best.cp, best.dp_shard) == (1, 1, 1, 8)
