@@ -169,18 +169,18 @@ def _put(parameters: Sequence[nn.Parameter], flat: Tensor, complete: bool = Fals
 
 def _complete(parameters: Sequence[nn.Parameter]) -> None:
     """Give gradients the placements of their parameters; those of whole ones make one message."""
-    # By mesh, in the order of parameters, which is the same on every rank.
-    whole: dict[int, tuple[DeviceMesh, list[nn.Parameter]]] = {}
+    # By mesh, in the order of parameters, which is the same on every rank. A mesh may be several equal
+    # objects, on some ranks alone: DTensor's caches return the one that a rank has seen first.
+    whole: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.grad, DTensor)
         there, here = parameter.grad.placements, parameter.placements
         if there == (Partial(),) and here[0].is_replicate():
-            mesh = parameter.device_mesh
-            whole.setdefault(id(mesh), (mesh, []))[1].append(parameter)
+            whole.setdefault(parameter.device_mesh, []).append(parameter)
         elif there != here:
             parameter.grad = parameter.grad.redistribute(placements=here)
-    for mesh, partial_sums in whole.values():
+    for mesh, partial_sums in whole.items():
         flat = _flat(partial_sums)
         dist.all_reduce(flat, group=mesh.get_group())
         _put(partial_sums, flat, complete=True)

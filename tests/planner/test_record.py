@@ -87,9 +87,9 @@ def test_experts_are_products() -> None:
     rows, weight = _meta(64, 32, dtype=bf16), _meta(4, 32, 48, dtype=bf16)
     grad, ends = _meta(64, 48, dtype=bf16), _meta(4, dtype=torch.int32)
     with recorder:
-        torch._grouped_mm(rows, weight, offs=ends)
-        torch._grouped_mm(grad, weight.transpose(1, 2), offs=ends)
-        torch._grouped_mm(rows.t(), grad, offs=ends)
+        torch.ops.aten._grouped_mm(rows, weight, offs=ends)
+        torch.ops.aten._grouped_mm(grad, weight.transpose(1, 2), offs=ends)
+        torch.ops.aten._grouped_mm(rows.t(), grad, offs=ends)
     work = [w for w in recorder.record_of.work if isinstance(w, Operator) and w.kind == "product"]
     assert [w.shape for w in work] == [(4, 16, 48, 32), (4, 16, 32, 48), (4, 32, 48, 16)]
     assert {w.flops for w in work} == {2 * 64 * 32 * 48}

@@ -254,21 +254,22 @@ def _native(process: BaseProcess) -> str:
     return f"\n{done.stdout}{done.stderr}"
 
 
-_last: tuple[int, ...] = ()
+_last: tuple[int | str, ...] = ()
 
 
 def make_mesh(parallel: Parallel) -> DeviceMesh:
     """``compose.init_mesh``, for use in a pool.
 
     DTensor caches results by a mesh's layout, with the names of its process groups; those are other
-    groups once a mesh of another shape, or with another ep, was made in this process, so the caches are
-    then emptied.
+    groups once a mesh of another shape, or with another ep, was made in this process, or other groups
+    before it. The caches are then emptied.
     """
     global _last
     mesh = init_mesh(parallel)
-    if (*mesh.shape, parallel.ep) != _last:
+    made = (*mesh.shape, parallel.ep, *mesh._dim_group_names)
+    if made != _last:
         _clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
-    _last = (*mesh.shape, parallel.ep)
+    _last = made
     return mesh
