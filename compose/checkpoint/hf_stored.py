@@ -125,13 +125,14 @@ class Stored:
     name: str  # Hugging Face's name; '{}' in it stands for the index in a stack
     transposed: bool = False
     """Theirs is a matrix whose two dims are swapped, or a stack of such matrices."""
-    part: int = 0  # which part of theirs ours is, along our first dim (that of a slice, in a stack)
+    part: int = 0  # which part of theirs ours is, along ``dim`` (that of a slice, in a stack)
     parts: int = 1  # how many of our tensors make theirs
     base: str = ""
     """A prefix of the name. Files that the model without its head has written leave it out."""
     code: Mxfp4 | None = None
     """The format of few bits in which files may hold ours; then only the name applies besides."""
     rows: tuple[int, ...] = ()  # rows of each part, if they are not alike
+    dim: int = 0  # the dim along which theirs has parts
 
     def __post_init__(self) -> None:
         assert 0 <= self.part < self.parts, "the part is one of the parts"
@@ -148,8 +149,10 @@ class Stored:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of theirs (of one slice, if they are several) for that of ours."""
         own = tuple(shape[1:] if self.stacked else shape)
-        whole = (sum(self.rows) or own[0] * self.parts, *own[1:]) if self.parts > 1 else own
-        return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else whole
+        whole = list(own)
+        if self.parts > 1:
+            whole[self.dim] = sum(self.rows) or own[self.dim] * self.parts
+        return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else tuple(whole)
 
     def code_in(self, files: Container[str]) -> Mxfp4 | None:
         """Return the format of few bits, if ``files`` hold any of its tensors."""
@@ -165,8 +168,9 @@ class Stored:
         """Return the place in theirs of a region of ours (both of one slice, in a stack)."""
         theirs = list(region)
         if self.part:
-            before = sum(self.rows[: self.part]) if self.rows else self.part * shape[0]
-            theirs[0] = slice(region[0].start + before, region[0].stop + before)
+            before = sum(self.rows[: self.part]) if self.rows else self.part * shape[self.dim]
+            own = region[self.dim]
+            theirs[self.dim] = slice(own.start + before, own.stop + before)
         return [*theirs[:-2], theirs[-1], theirs[-2]] if self.transposed else theirs
 
     def ours(self, theirs: Tensor) -> Tensor:
@@ -176,7 +180,7 @@ class Stored:
     def theirs(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors of theirs that ``parts`` make, in the order of :meth:`names`."""
         for own in zip(*parts, strict=True) if self.stacked else [tuple(parts)]:
-            whole = own[0] if len(own) == 1 else torch.cat(own)
+            whole = own[0] if len(own) == 1 else torch.cat(own, self.dim)
             yield whole.mT.contiguous() if self.transposed else whole
 
 

@@ -76,6 +76,7 @@ def _layers_matrices(model: nn.Module, plan: Plan, names: dict[str, list[str]]) 
         name
         for name, all_names in names.items()
         if model.get_parameter(name).ndim in (2, 3)
+        and model.get_parameter(name).shape[-2] > 1  # else it is a vector
         and all(inside(one, layers) and not inside(one, others) for one in all_names)
     }
 

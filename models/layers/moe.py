@@ -127,6 +127,7 @@ class MoE(nn.Module):
 
     The router's weights are applied after the experts. If all rows of a token are dropped, it gets the
     output of ``shared`` alone. ``experts`` are others than :class:`Experts`, with the same forward.
+    ``shared_gate`` gives the output of ``shared`` a weight between 0 and 1, which each token chooses.
     """
 
     def __init__(
@@ -136,11 +137,13 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
         experts: nn.Module | None = None,
         gate_bias: bool = False,
+        shared_gate: bool = False,
     ) -> None:
         super().__init__()
         self.router = Router(dim, config, gate_bias)
         self.experts = experts or Experts(config.n_experts, dim, config.expert_dim)
         self.shared = shared
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
         """Run the layer.
@@ -169,7 +172,12 @@ class MoE(nn.Module):
         back_TKD = cast(Tensor, _Combine.apply(out_ND, order, places)).unflatten(0, (-1, k))
         weights_T1K = routing.weights.flatten(0, 1)[:, None].to(back_TKD.dtype)
         out_BLD = (weights_T1K @ back_TKD).view_as(x_BLD)
-        return out_BLD if self.shared is None else out_BLD + self.shared(x_BLD)
+        if self.shared is None:
+            return out_BLD
+        shared_BLD = self.shared(x_BLD)
+        if self.shared_gate is not None:
+            shared_BLD = self.shared_gate(x_BLD).sigmoid() * shared_BLD
+        return out_BLD + shared_BLD
 
 
 class _Dispatch(torch.autograd.Function):

@@ -49,6 +49,8 @@ class MoEPlan:
     """The tensor-parallel degree."""
     shared_dim: int = 0
     """Inner width of the shared expert; 0 without one."""
+    shared_gate: bool = False
+    """Whether the shared expert has a gate."""
 
     @property
     def tensor(self) -> dict[str, ParallelStyle]:
@@ -68,6 +70,8 @@ class MoEPlan:
         }
         if self.shared_dim:
             styles |= feed_forward(f"{self.name}.shared", Shard(1), self.shared_dim % self.tp == 0)
+        if self.shared_gate:
+            styles[f"{self.name}.shared_gate"] = LocalLinear()
         return styles
 
     @property

@@ -43,9 +43,11 @@ class MoEConfig:
     route_scale: float = 1.0
     """Factor on those weights."""
     n_groups: int = 1
-    """Groups of neighbouring experts; a token picks groups first, by their two best scores."""
+    """Groups of neighbouring experts; a token picks groups first, by their best scores."""
     top_groups: int = 1
     """Groups that a token's experts come from."""
+    group_best: int = 2
+    """A group's score is the sum of its so many best."""
     balance_loss: Literal["batch", "sequence"] = "batch"
     """The balancing loss evens out the load of the whole batch, or of each sequence."""
     balance_weight: float = 0.0
@@ -65,15 +67,18 @@ class MoEConfig:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
         if not self.n_experts:
             return
-        for size in ("top_k", "expert_dim", "n_groups", "top_groups"):
+        for size in ("top_k", "expert_dim", "n_groups", "top_groups", "group_best"):
             if not 1 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
         if not self.route_scale > 0:
             raise ValueError(f"route_scale: {self.route_scale} should be above 0")
         if self.n_experts % self.n_groups:
             raise ValueError(f"n_groups: {self.n_groups} does not divide n_experts {self.n_experts}")
-        if self.n_groups > 1 and self.n_experts == self.n_groups:
-            raise ValueError(f"n_groups: {self.n_groups} leaves groups of one expert; two are scored")
+        if self.n_groups > 1 and self.n_experts // self.n_groups < self.group_best:
+            few = {1: "one expert; two are scored"} if self.group_best == 2 else {}
+            each = self.n_experts // self.n_groups
+            few = few.get(each, f"{each}; group_best = {self.group_best} are scored")
+            raise ValueError(f"n_groups: {self.n_groups} leaves groups of {few}")
         if self.top_groups > self.n_groups:
             raise ValueError(f"top_groups: {self.top_groups} is more than n_groups {self.n_groups}")
         choice = self.n_experts // self.n_groups * self.top_groups
@@ -207,7 +212,7 @@ class Router(nn.Module):
         c, margin_BL = self.config, torch.full_like(scores_BLE[..., 0], torch.inf)
         if c.top_groups < c.n_groups:
             groups = scores_BLE.unflatten(-1, (c.n_groups, -1))
-            best = groups.topk(2).values.sum(-1).topk(c.top_groups + 1)
+            best = groups.topk(c.group_best).values.sum(-1).topk(c.top_groups + 1)
             margin_BL = _lead(best.values)
             outside = torch.ones_like(groups[..., 0], dtype=torch.bool)
             outside = outside.scatter(-1, best.indices[..., :-1], False)

@@ -1,17 +1,17 @@
-"""Hugging Face's weights and config.json (``Qwen3ForCausalLM``, ``Qwen3MoeForCausalLM``).
+"""Hugging Face's weights and config.json of Qwen3, and of the mixtures of experts like it.
 
-No tensor needs reshaping.
+``KINDS`` is the table of differences: one row for each architecture.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import keys, number, only, rope, size, truth, unpublished
+from compose.checkpoint.hf_stored import Stored
+from models.layers.kinds import Kind, kind_of
+from models.layers.published import keys, number, only, rope_rule, size, truth
 
 from .model import Qwen3Config
-
-MODEL_TYPES = ("qwen3", "qwen3_moe")
 
 _MODULES = {
     "tok_embeddings": "model.embed_tokens",
@@ -33,132 +33,343 @@ _MODULES = {
     "moe.experts.w2": "mlp.experts.{}.down_proj",
     "moe.experts.w3": "mlp.experts.{}.up_proj",
 }
-_SIZES = {
+_FIELDS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
-    "head_dim": "head_dim",
-}
-_FIELDS = {
-    **_SIZES,
     "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-_EXPERTS = {"top_k": "num_experts_per_tok", "expert_dim": "moe_intermediate_size"}
-_ROUTER = {"normalize_weights": "norm_topk_prob", "balance_weight": "router_aux_loss_coef"}
-# The fields that only training needs, under our own names.
-_OURS = {one: one for one in ("balance_loss", "z_weight", "capacity_factor")}
-KEYS = {
-    "qwen3": keys(
-        _FIELDS | {"hidden_dim": "intermediate_size"},
-        read=("layer_types",),
-        only={"use_sliding_window": (False,)},
-        besides=("sliding_window",),  # not used without use_sliding_window
-    ),
-    "qwen3_moe": keys(
-        _FIELDS | _EXPERTS | _ROUTER | _OURS | {"n_experts": "num_experts"},
-        read=("layer_types", "num_local_experts"),
-        only={"use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-        # intermediate_size is for layers without experts, and there are none.
-        besides=("sliding_window", "intermediate_size"),
-    ),
+_EXPERTS = {
+    "n_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "balance_weight": "router_aux_loss_coef",
+    # The fields that only training needs, under our own names.
+    **{one: one for one in ("balance_loss", "z_weight", "capacity_factor")},
+}
+_WEIGHTS = {"normalize_weights": "norm_topk_prob"}
+# Every option, with the value that leaves it out.
+_OFF: dict[str, Any] = {
+    "qk_norm": "none",
+    "qkv_bias": False,
+    "rotary_dim": 0,
+    "rope_interleaved": False,
+    "norm_after": False,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "attention_scale": 0.0,
+    "logit_scale": 1.0,
+}
+_OFF_EXPERTS: dict[str, Any] = {
+    "n_dense_layers": 0,
+    "shared_dim": 0,
+    "n_shared_experts": 0,
+    "shared_gate": False,
+    "scoring": "softmax",
+    "normalize_weights": True,
+    "n_groups": 1,
+    "route_scale": 1.0,
+    "bias_rate": 0.0,
 }
 
 
-def hf_name(name: str, config: Qwen3Config | None = None) -> str:
+def _row(
+    architecture: str,
+    fields: Mapping[str, str],
+    fixed: Mapping[str, Any],
+    modules: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    read: tuple[str, ...] = (),
+    only: Mapping[str, tuple[Any, ...]] | None = None,
+    besides: tuple[str, ...] = (),
+    writes: Mapping[str, Any] | None = None,
+) -> Kind:
+    """Return a row: what is given is beside what every row has."""
+    experts = "n_experts" in fields
+    options = _OFF | (_OFF_EXPERTS if experts else {"n_experts": 0}) | dict(fixed)
+    read = ("layer_types", "num_local_experts", "num_experts", *read) if experts else read
+    training = {"balance_weight": 0.0, "balance_loss": "batch", "z_weight": 0.0, "capacity_factor": 0.0}
+    return Kind(
+        architecture,
+        keys(_FIELDS | dict(fields), read, only, besides),
+        {ours: value for ours, value in options.items() if ours not in fields},
+        _MODULES | dict(modules or {}),
+        {"tie_embeddings": False, "norm_eps": 1e-6} | (training if experts else {}) | (defaults or {}),
+        writes={"hidden_act": "silu"}
+        | ({} if "qkv_bias" in fields else {"attention_bias": False})
+        | dict(writes or {}),
+    )
+
+
+_NO_WINDOW: dict[str, Any] = {"use_sliding_window": (False,)}
+_ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_WRITES = {"use_sliding_window": False, "sliding_window": None}
+_WRITES_SPARSE = {**_WRITES, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_SIGMOID = {"scoring": "sigmoid"}
+_SIGMOID_KEYS = {
+    "n_groups": "n_group",
+    "top_groups": "topk_group",
+    "route_scale": "routed_scaling_factor",
+    "bias_rate": "bias_rate",
+    "n_experts": "n_routed_experts",
+    "n_shared_experts": "n_shared_experts",
+    "n_dense_layers": "first_k_dense_replace",
+    "hidden_dim": "intermediate_size",
+}
+_SIGMOID_ONLY = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+_SIGMOID_DEFAULTS = {"n_groups": 1, "top_groups": 1, "route_scale": 1.0, "bias_rate": 0.0}
+_SHARED = {
+    "moe.shared.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared.w2": "mlp.shared_experts.down_proj",
+    "moe.shared.w3": "mlp.shared_experts.up_proj",
+}
+_BIAS = {"moe.router.bias": "mlp.gate.e_score_correction_bias"}
+# Layers of multi-token prediction, that no model here has.
+_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
+_SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_GRANITE = {
+    "moe.router.gate": "block_sparse_moe.router.layer",
+    "moe.experts.w1": "block_sparse_moe.input_linear",
+    "moe.experts.w3": "block_sparse_moe.input_linear",
+    "moe.experts.w2": "block_sparse_moe.output_linear",
+    "moe.shared.w1": "shared_mlp.input_linear",
+    "moe.shared.w3": "shared_mlp.input_linear",
+    "moe.shared.w2": "shared_mlp.output_linear",
+}
+_LOCAL = {"n_experts": "num_local_experts", "expert_dim": "intermediate_size"}
+_GRANITE_KEYS = _EXPERTS | _SCALES | _LOCAL
+_ONES = dict.fromkeys(_SCALES, 1.0)
+KINDS = {
+    "qwen3": _row(
+        "Qwen3ForCausalLM",
+        {"hidden_dim": "intermediate_size"},
+        {"qk_norm": "head"},
+        read=("layer_types",),
+        only=_NO_WINDOW,
+        besides=("sliding_window",),  # not used without use_sliding_window
+        writes=_WRITES,
+    ),
+    "qwen3_moe": _row(
+        "Qwen3MoeForCausalLM",
+        _EXPERTS | _WEIGHTS,
+        {"qk_norm": "head"},
+        defaults={"normalize_weights": False},
+        only=_NO_WINDOW | _ALL_SPARSE,
+        # intermediate_size is for layers without experts, and there are none.
+        besides=("sliding_window", "intermediate_size"),
+        writes=_WRITES_SPARSE,
+    ),
+    "qwen2_moe": _row(
+        "Qwen2MoeForCausalLM",
+        _EXPERTS | _WEIGHTS | {"qkv_bias": "qkv_bias", "shared_dim": "shared_expert_intermediate_size"},
+        {"shared_gate": True},
+        {one: theirs.replace("experts", "expert") for one, theirs in _SHARED.items()}
+        | {"moe.shared_gate": "mlp.shared_expert_gate"},
+        {"normalize_weights": False, "qkv_bias": True, "balance_weight": 0.001},
+        only=_NO_WINDOW | _ALL_SPARSE,
+        besides=("sliding_window", "intermediate_size"),
+        writes=_WRITES_SPARSE,
+    ),
+    "olmoe": _row(
+        "OlmoeForCausalLM",
+        _EXPERTS | _WEIGHTS | {"expert_dim": "intermediate_size"},
+        {"qk_norm": "width"},
+        defaults={"normalize_weights": False, "norm_eps": 1e-5, "balance_weight": 0.01},
+        only={"clip_qkv": ()},
+        writes={"clip_qkv": None},
+    ),
+    "flex_olmo": _row(
+        "FlexOlmoForCausalLM",
+        _EXPERTS | _WEIGHTS | {"expert_dim": "intermediate_size"},
+        {"qk_norm": "width", "norm_after": True},
+        {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+        {"normalize_weights": False, "balance_weight": 0.01},
+        writes={"pad_token_id": None},  # theirs is a number that a small vocabulary lacks
+    ),
+    "granitemoe": _row(
+        "GraniteMoeForCausalLM", _GRANITE_KEYS, {}, _GRANITE, _ONES | {"balance_weight": 0.001}
+    ),
+    "granitemoeshared": _row(
+        "GraniteMoeSharedForCausalLM",
+        _GRANITE_KEYS | {"shared_dim": "shared_intermediate_size"},
+        {},
+        _GRANITE,
+        _ONES | {"balance_weight": 0.001, "shared_dim": 0},
+    ),
+    "dots1": _row(
+        "Dots1ForCausalLM",
+        _EXPERTS | _WEIGHTS | _SIGMOID_KEYS,
+        {"qk_norm": "head", **_SIGMOID},
+        _SHARED | _BIAS,
+        _SIGMOID_DEFAULTS | {"n_dense_layers": 0, "n_shared_experts": 0, "normalize_weights": False},
+        only={"sliding_window": (), **_SIGMOID_ONLY},
+        besides=_PREDICTION,
+        writes={"sliding_window": None},
+    ),
+    "minimax_m2": _row(
+        "MiniMaxM2ForCausalLM",
+        _EXPERTS | _LOCAL | {"rotary_dim": "rotary_dim", "bias_rate": "bias_rate"},
+        {"qk_norm": "width", **_SIGMOID},
+        {
+            "moe.router.gate": "block_sparse_moe.gate",
+            "moe.router.bias": "block_sparse_moe.e_score_correction_bias",
+            **{f"moe.experts.w{n}": f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 2, 3)},
+        },
+        {"balance_weight": 0.001, "bias_rate": 0.0},
+        ("partial_rotary_factor",),
+        {"router_jitter_noise": (0,)},
+    ),
+    "glm4_moe": _row(
+        "Glm4MoeForCausalLM",
+        _EXPERTS
+        | _WEIGHTS
+        | _SIGMOID_KEYS
+        | {
+            "qkv_bias": "attention_bias",
+            "qk_norm": "use_qk_norm",
+            "rotary_dim": "partial_rotary_factor",
+        },
+        _SIGMOID,
+        _SHARED | _BIAS,
+        _SIGMOID_DEFAULTS
+        | {"n_dense_layers": 1, "n_shared_experts": 1, "normalize_weights": True, "qkv_bias": False},
+        ("attention_bias", "partial_rotary_factor"),
+        _SIGMOID_ONLY,
+        besides=_PREDICTION,
+    ),
+}
+KEYS = {name: kind.keys for name, kind in KINDS.items()}
+MODEL_TYPES = tuple(KINDS)
+# RoPE's base where config.json has none.
+_THETAS = {"flex_olmo": 5e5, "minimax_m2": 5e6}
+# Their norms of queries and keys are as wide as the stream.
+_OF_DIM = ("olmoe", "flex_olmo")
+
+
+def hf_name(name: str, config: Qwen3Config | None = None) -> str | Stored:
     """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
 
-    Their experts are not stacked. In the name of our experts' weight '{}' stands for the index of the
-    expert, whose part is ``weight[index]``.
+    Most of their experts are not stacked. In the name of our experts' weight '{}' stands for the index
+    of the expert, whose part is ``weight[index]``.
 
     Args:
         name: Our name.
-        config: Not used, since no name depends on it.
+        config: The model's config; None: a Qwen3.
 
     Returns:
-        Their name.
+        Their name; for weights that they have fused, their place.
 
     Raises:
-        KeyError: They have no such parameter, as for a router's buffers.
+        KeyError: They have no such parameter, as for most of a router's buffers.
     """
+    modules = KINDS[kind_of(KINDS, config) if config else "qwen3"].modules
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
-    return prefix + _MODULES[part.removesuffix(".weight")] + ".weight"
+    if part in modules and part.endswith(".bias"):
+        return prefix + modules[part]
+    module, kind = part.removesuffix(".weight"), "weight"
+    if module.endswith(".bias"):
+        module, kind = module.removesuffix(".bias"), "bias"
+    theirs = f"{prefix}{modules[module]}.{kind}"
+    if module[-2:] in ("w1", "w3") and modules[f"{module[:-1]}1"] == modules[f"{module[:-1]}3"]:
+        return Stored(theirs, part=int(module[-1]) // 2, parts=2, dim=int("experts" in module))
+    return theirs
 
 
 def hf_config(config: Qwen3Config) -> dict[str, Any]:
     """Return the config.json of a model of this shape.
 
     It has the keys of the published ones. Fields that only training needs are under our own names.
-    Raises ValueError for a router that theirs cannot be.
+    Raises ValueError for what no architecture of the table can be.
     """
-    c = config
-    values: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM" if c.n_experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if c.n_experts else "qwen3",
-        **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
-        "intermediate_size": c.hidden_dim,
-        "num_key_value_heads": c.n_kv_heads,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": c.tie_embeddings,
-    }
-    if not c.n_experts:
+    c, name = config, kind_of(KINDS, config)
+    kind = KINDS[name]
+    values = kind.write(name, c) | {"rope_theta": c.rope_theta, "rope_scaling": None}
+    values["max_position_embeddings"] = 40_960
+    if name == "qwen3":
         return values
-    unpublished(c, "Qwen3's", scoring="softmax", n_groups=1, route_scale=1.0, bias_rate=0)
-    return values | {
-        "num_experts": c.n_experts,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        **{theirs: getattr(c, ours) for ours, theirs in (_EXPERTS | _ROUTER | _OURS).items()},
-    }
+    if not c.n_experts:
+        raise ValueError(f"n_experts: 0 should be at least 1 in {kind.architecture}")
+    values.setdefault("intermediate_size", c.hidden_dim)
+    if "qk_norm" in kind.keys.fields:
+        if c.qk_norm not in ("none", "head"):
+            raise ValueError(
+                f'qk_norm: "{c.qk_norm}" has no place in the config.json of {kind.architecture}'
+            )
+        values["use_qk_norm"] = c.qk_norm == "head"
+    if kind.keys.fields.get("rotary_dim") == "partial_rotary_factor":
+        values["partial_rotary_factor"] = (c.rotary_dim or c.head_dim) / c.head_dim
+    elif "rotary_dim" in kind.keys.fields:
+        values["rotary_dim"] = c.rotary_dim or c.head_dim
+    if c.logit_scale != 1:
+        values["logits_scaling"] = 1 / c.logit_scale
+    if not c.attention_scale and "attention_scale" in kind.keys.fields:
+        values["attention_multiplier"] = c.head_dim**-0.5
+    if name in _OF_DIM and c.n_heads * c.head_dim != c.dim:
+        raise ValueError(f"head_dim: {c.head_dim} is not dim / n_heads, which {kind.architecture} has")
+    return values
 
 
 def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     """Return the config for a config.json, the inverse of :func:`hf_config`.
 
-    Raises ValueError, with key and value, for what a Qwen3 here cannot have.
+    Raises ValueError, with key and value, for what a model here cannot have.
     """
     only(values, "model_type", *MODEL_TYPES)
-    known = KEYS[values.get("model_type") or "qwen3"]
-    known.check(values)
+    name = values.get("model_type") or "qwen3"
+    kind = KINDS[name]
+    kind.keys.check(values)
+    only(values, "balance_loss", "batch", "sequence")
     layers = values.get("layer_types")
-    for kind in layers if isinstance(layers, list) else [layers]:
-        only({"layer_types": kind}, "layer_types", "full_attention")
-    theta, _ = rope(values)
-    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    kinds: dict[str, Any] = {}
-    if values.get("model_type") == "qwen3_moe":
-        only(values, "balance_loss", "batch", "sequence")
-        experts = {"num_experts": values.get("num_experts", values.get("num_local_experts"))}
-        only(values, "num_local_experts", experts["num_experts"])
-        kinds = {
-            **{ours: size(values, theirs) for ours, theirs in _EXPERTS.items()},
-            "n_experts": size(experts, "num_experts"),
-            "normalize_weights": truth(values, "norm_topk_prob", False),
-            "balance_weight": number(values, "router_aux_loss_coef", 0),
-            "balance_loss": values.get("balance_loss") or Qwen3Config.balance_loss,
-            "z_weight": number(values, "z_weight", 0),
-            "capacity_factor": number(values, "capacity_factor", 0),
-        }
-        if not kinds["n_experts"]:
-            raise ValueError("num_experts: 0 should be at least 1")
-    else:  # the published size of dense layers is not used, as there is no such layer
-        kinds = {"hidden_dim": size(values, "intermediate_size")}
-    return known.build(
-        Qwen3Config,
-        **sizes,
-        n_kv_heads=size(values, "num_key_value_heads", sizes["n_heads"]),
-        norm_eps=number(values, "rms_norm_eps"),
-        rope_theta=theta,
-        tie_embeddings=truth(values, "tie_word_embeddings", False),
-        **kinds,
-    )
+    for one in layers if isinstance(layers, list) else [layers]:
+        only({"layer_types": one}, "layer_types", "full_attention")
+    values = dict(values)
+    experts = kind.keys.fields.get("n_experts")
+    for other in ("num_local_experts", "num_experts") if experts else ():
+        values.setdefault(experts, values.get(other))
+        only(values, other, values[experts])
+    special = ("qk_norm", "rotary_dim", "logit_scale", "n_kv_heads", "head_dim")
+    result = kind.read(Qwen3Config, values, special)
+    own_head_dim = name in ("qwen3", "qwen3_moe")
+    result["n_kv_heads"] = size(values, "num_key_value_heads", result["n_heads"])
+    apart = result["dim"] // max(result["n_heads"], 1)
+    result["head_dim"] = size(values, "head_dim", None if own_head_dim else apart)
+    if name in _OF_DIM:
+        only(values, "head_dim", apart)
+    if "qk_norm" in kind.keys.fields:
+        result["qk_norm"] = "head" if truth(values, "use_qk_norm", False) else "none"
+    if "logit_scale" in kind.keys.fields:
+        divisor = number(values, "logits_scaling", 1.0)
+        if not divisor > 0:
+            raise ValueError(f"logits_scaling: {divisor} should be above 0")
+        result["logit_scale"] = 1 / divisor
+    part = "rotary_dim" in kind.keys.fields
+    theta, _, rule = rope_rule(values, (), default=_THETAS.get(name, 10_000.0), part=part)
+    if part:
+        result["rotary_dim"] = _rotary_dim(values, rule, result["head_dim"])
+    config = kind.keys.build(Qwen3Config, **result, rope_theta=theta)
+    if experts and not config.n_experts:
+        raise ValueError(f"{experts}: 0 should be at least 1")
+    return config
+
+
+def _rotary_dim(values: Mapping[str, Any], rule: Mapping[str, Any], head_dim: int) -> int:
+    """Return the width that is rotated: 0 if it is the whole head."""
+    if values.get("rotary_dim") is not None:
+        width = size(values, "rotary_dim")
+    else:
+        default = 0.5 if values.get("model_type") == "glm4_moe" else 1.0
+        inner = rule.get("partial_rotary_factor", default)
+        width = int(head_dim * number(values, "partial_rotary_factor", inner))
+    if not 1 <= width <= head_dim:
+        raise ValueError(f"partial_rotary_factor: leaves {width} of {head_dim} to rotate")
+    return 0 if width == head_dim else width

@@ -1,19 +1,24 @@
 """Qwen3, dense and mixture of experts (Qwen team 2025, arXiv:2505.09388), as a plain nn.Module.
 
+By its options the model is another mixture of experts with attention over all keys, as OLMoE or
+GLM-4.5. The table in hf.py says which published architecture has which options.
+
 Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
 V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
-from models.layers.norms import check_eps
+from models.layers.norms import Scale, check_eps
 from models.layers.rope import inverse_frequencies, rotate, rotation
 from models.layers.router import MoEConfig
 
@@ -42,6 +47,32 @@ class Qwen3Config(MoEConfig):
     """Base of the rotary frequencies."""
     tie_embeddings: bool = False
     """Use the embedding's weight for the output projection too."""
+    qk_norm: Literal["none", "head", "head_after_rope", "width"] = "head"
+    """RMSNorm of queries and keys: none, of each head, head_after_rope, or of the whole width."""
+    qkv_bias: bool = False
+    """Give the projections to queries, keys and values a bias."""
+    rotary_dim: int = 0
+    """Width of each head's part that is rotated, the first one; 0 is the whole head."""
+    rope_interleaved: bool = False
+    """Rotate pairs (2 i, 2 i + 1) in place of pairs half a width apart."""
+    norm_after: bool = False
+    """Normalize the outputs of attention and the experts, and not their inputs."""
+    n_dense_layers: int = 0
+    """First layers without experts, where there are experts."""
+    shared_dim: int = 0
+    """Inner width of an expert that every token goes to besides; 0 is n_shared_experts * expert_dim."""
+    n_shared_experts: int = 0
+    """Experts that every token goes to besides; they are one network, as many times as wide."""
+    shared_gate: bool = False
+    """Multiply that network's output by the sigmoid of a projection of the token to one number."""
+    embedding_scale: float = 1.0
+    """Factor on the embedding's output."""
+    residual_scale: float = 1.0
+    """Factor on what attention and the experts add to the stream."""
+    attention_scale: float = 0.0
+    """Factor on the products of queries and keys; 0 is head_dim^-0.5."""
+    logit_scale: float = 1.0
+    """Factor on the logits. It is applied to the output projection's input."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,22 +82,47 @@ class Qwen3Config(MoEConfig):
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
         if not 1 <= self.n_layers < 2**12:
             raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta: {self.rope_theta} should be above 0")
+        for factor in ("rope_theta", "embedding_scale", "residual_scale", "logit_scale"):
+            if not getattr(self, factor) > 0:
+                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        for size in ("n_dense_layers", "shared_dim", "n_shared_experts", "attention_scale"):
+            if not 0 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        if self.n_experts and self.n_dense_layers > self.n_layers:
+            raise ValueError(
+                f"n_dense_layers: {self.n_dense_layers} is more than n_layers {self.n_layers}"
+            )
+        if self.shared_gate and not self.shared_width:
+            raise ValueError(
+                "shared_gate: True needs an expert that every token goes to; set shared_dim"
+            )
         check_eps("norm_eps", self.norm_eps)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
+        for size in ("head_dim", "rotary_dim"):
+            if getattr(self, size) % 2:
+                raise ValueError(f"{size}: {getattr(self, size)} is not even, and RoPE rotates pairs")
+        if not 0 <= self.rotary_dim <= self.head_dim:
+            raise ValueError(f"rotary_dim: {self.rotary_dim} is no part of head_dim {self.head_dim}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the network of shared experts; 0 without one."""
+        return (self.shared_dim or self.n_shared_experts * self.expert_dim) if self.n_experts else 0
+
+    def is_dense(self, layer: int) -> bool:
+        """Tell whether the layer of this index has a dense feed-forward network."""
+        return layer < self.n_dense_layers or not self.n_experts
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        hidden, router = self.hidden_dim, 0
-        if self.n_experts:  # only the experts that a token activates count
-            hidden, router = self.top_k * self.expert_dim, self.dim * self.n_experts
-        weights = self.n_layers * (attention + 3 * self.dim * hidden + router)
-        weights += self.vocab_size * self.dim
+        # Only the experts that a token activates count.
+        hidden = self.top_k * self.expert_dim + self.shared_width
+        experts = self.dim * (3 * hidden + self.n_experts + self.shared_gate)
+        n_dense = self.n_dense_layers if self.n_experts else self.n_layers
+        weights = self.n_layers * attention + n_dense * 3 * self.dim * self.hidden_dim
+        weights += (self.n_layers - n_dense) * experts + self.vocab_size * self.dim
         scores = self.n_layers * 2 * self.n_heads * self.head_dim * attention_pairs(seq_len)
         return 3 * 2 * (weights + scores)
 
@@ -116,22 +172,25 @@ PRESETS = {
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm).
+    """Grouped-query attention with an RMSNorm of queries and keys (QK-Norm).
 
     It counts heads from its input, so a rank may hold a part of them.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, q_dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(q_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.core = AttentionCore()
+        c = config
+        self.head_dim, self.norm_of, self.interleaved = c.head_dim, c.qk_norm, c.rope_interleaved
+        q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        self.wq = nn.Linear(c.dim, q_dim, bias=c.qkv_bias)
+        self.wk = nn.Linear(c.dim, kv_dim, bias=c.qkv_bias)
+        self.wv = nn.Linear(c.dim, kv_dim, bias=c.qkv_bias)
+        self.wo = nn.Linear(q_dim, c.dim, bias=False)
+        if c.qk_norm != "none":
+            whole = c.qk_norm == "width"
+            self.q_norm = RMSNorm(q_dim if whole else c.head_dim, eps=c.norm_eps)
+            self.k_norm = RMSNorm(kv_dim if whole else c.head_dim, eps=c.norm_eps)
+        self.core = AttentionCore(AttentionOptions(scale=c.attention_scale or None))
 
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
@@ -140,33 +199,41 @@ class Attention(nn.Module):
 
         Args:
             x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2).
-            sine: Of the positions' angles, (B, L, 1, K / 2).
+            cosine: Of the positions' angles, (B, L, 1, K / 2), or of fewer pairs.
+            sine: Of the positions' angles, as ``cosine``.
             documents: The documents; None makes each row one.
 
         Returns:
             (B, L, D).
         """
-        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
-        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
-        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
-        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        q, k = self.wq(x_BLD), self.wk(x_BLD)
+        if self.norm_of == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BLHK, k_BLGK, v_BLGK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, self.wv(x_BLD)))
+        if self.norm_of == "head":
+            q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        q_BLHK = rotate(q_BLHK, cosine, sine, self.interleaved)
+        k_BLGK = rotate(k_BLGK, cosine, sine, self.interleaved)
+        if self.norm_of == "head_after_rope":
+            q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
 
 
 class Block(nn.Module):
-    """One layer: attention and a feed-forward network or experts, each after a norm."""
+    """One layer: attention and a feed-forward network or experts, each after or before a norm."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        if config.n_experts:
-            self.moe = MoE(config.dim, config)
+        c = config
+        self.scale, self.after = c.residual_scale, c.norm_after
+        self.attention_norm = RMSNorm(c.dim, eps=c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = RMSNorm(c.dim, eps=c.norm_eps)
+        if c.is_dense(layer):
+            self.feed_forward = FeedForward(c.dim, c.hidden_dim)
         else:
-            self.feed_forward = FeedForward(config.dim, config.hidden_dim)
+            shared = FeedForward(c.dim, c.shared_width) if c.shared_width else None
+            self.moe = MoE(c.dim, c, shared, shared_gate=c.shared_gate)
 
     def forward(
         self,
@@ -180,17 +247,23 @@ class Block(nn.Module):
 
         Args:
             x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2).
-            sine: Of the positions' angles, (B, L, 1, K / 2).
+            cosine: Of the positions' angles, (B, L, 1, K / 2), or of fewer pairs.
+            sine: Of the positions' angles, as ``cosine``.
             real_BL: False for padding, which routers do not count.
             documents: The documents; None makes each row one.
 
         Returns:
             (B, L, D).
         """
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
-        x = self.ffn_norm(x_BLD)
-        return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
+        first, second = self.attention_norm, self.ffn_norm
+        x = self.attention(x_BLD if self.after else first(x_BLD), cosine, sine, documents)
+        x_BLD = x_BLD + self._scaled(first(x) if self.after else x)
+        x = x_BLD if self.after else second(x_BLD)
+        x = self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x)
+        return x_BLD + self._scaled(second(x) if self.after else x)
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.scale == 1 else branch * self.scale
 
 
 class Qwen3(nn.Module):
@@ -200,9 +273,13 @@ class Qwen3(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        if config.embedding_scale != 1:
+            self.embedding_scale = Scale(config.embedding_scale)
         # The keys are indices, so that a layer keeps its name when others are removed.
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        if config.logit_scale != 1:
+            self.logit_scale = Scale(config.logit_scale)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
@@ -229,14 +306,18 @@ class Qwen3(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         # It is computed, and no buffer, which would have no values if the model is built on meta.
-        frequency = inverse_frequencies(c.head_dim, c.rope_theta, device=tokens.device)
+        width = c.rotary_dim or c.head_dim
+        frequency = inverse_frequencies(width, c.rope_theta, device=tokens.device)
         x_BLD = self.tok_embeddings(tokens)
+        if c.embedding_scale != 1:
+            x_BLD = self.embedding_scale(x_BLD)
         cosine, sine = rotation(positions, frequency, x_BLD.dtype)
         documents = documents_of(document_ids, documents)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
-        return self.output(self.norm(x_BLD))
+        x_BLD = self.norm(x_BLD)
+        return self.output(x_BLD if c.logit_scale == 1 else self.logit_scale(x_BLD))
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -1,6 +1,7 @@
 """The plan that cuts Qwen3: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
@@ -10,6 +11,7 @@ from compose.parallel.local_parallel import (
     LocalInput,
     LocalNorm,
     LocalRowwise,
+    LocalWideNorm,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
@@ -29,10 +31,19 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
     """
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
-    moe = MoEPlan("layers.*.moe", stream, parallel.tp)
+    moe = MoEPlan("layers.*.moe", stream, parallel.tp, model.shared_width, model.shared_gate)
     hidden = feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0)
+    has_dense, has_moe = (
+        any(model.is_dense(layer) is kind for layer in range(model.n_layers)) for kind in (True, False)
+    )
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     ends = ["tok_embeddings", "norm", "output"]
+    # Constant factors, without weights.
+    first = ends[:1] + (["embedding_scale"] if model.embedding_scale != 1 else [])
+    last = ends[1:] + (["logit_scale"] if model.logit_scale != 1 else [])
+    compiled = ["layers.*"]
+    if has_moe:
+        compiled = moe.compile + (["layers.*.feed_forward"] if has_dense else [])
     return Plan(
         tensor={
             "tok_embeddings": LocalEmbedding(stream),
@@ -40,25 +51,36 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
-            # These norms are whole and run on this rank's heads (B, L, heads, head_dim), so their
-            # gradients are summed over tp.
-            "layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2),
+            **_qk_norms(model),
             "layers.*.attention.wo": LocalRowwise(stream),
-            **(moe.tensor if model.n_experts else hidden),
+            **(hidden if has_dense else {}),
+            **(moe.tensor if has_moe else {}),
             "output": LocalOutput(stream, sharded=parallel.loss),
         },
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
-        | (moe.context if model.n_experts else {}),
-        expert=moe.expert if model.n_experts else {},
+        | (moe.context if has_moe else {}),
+        expert=moe.expert if has_moe else {},
         replicate=[] if parallel.sequence else norms,
         # A tied weight must be in one unit.
         shard=["layers.*", ends] if model.tie_embeddings else [ends[0], "layers.*", ends[1:]],
         checkpoint=["layers.*"],
-        compile=moe.compile if model.n_experts else ["layers.*"],
+        compile=compiled,
         float8=["layers.*.attention", "layers.*.attention.w[qkvo]"]
-        + (moe.float8 if model.n_experts else float8_feed_forward("layers.*.feed_forward")),
+        + (float8_feed_forward("layers.*.feed_forward") if has_dense else [])
+        + (moe.float8 if has_moe else []),
         float8_except=outermost(model.n_layers),
-        pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
+        pipeline=Pipeline(first=first, layers="layers", last=last),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],
+    )
+
+
+def _qk_norms(model: Qwen3Config) -> dict[str, ParallelStyle]:
+    """Return the styles of the norms of queries and keys."""
+    names = {"q": model.n_heads, "k": model.n_kv_heads}
+    if model.qk_norm == "width":
+        return {f"layers.*.attention.{one}_norm": LocalWideNorm(heads) for one, heads in names.items()}
+    # They are whole and run on this rank's heads, so their gradients are summed over tp.
+    return (
+        {"layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2)} if model.qk_norm != "none" else {}
     )

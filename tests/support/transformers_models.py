@@ -23,6 +23,24 @@ _SIZES: dict[str, Any] = {"vocab_size": 91, "n_layers": 3, **_HEADS}
 LLAMA = llama.Config(**_SIZES, dim=48, hidden_dim=70)
 QWEN3 = qwen3.Config(**_SIZES, dim=45, head_dim=14, hidden_dim=71)
 QWEN3_MOE = qwen3.Config(**_SIZES, dim=45, head_dim=14, n_experts=7, top_k=3, expert_dim=19)
+# A mixture of experts without the norms of Qwen3's queries and keys.
+_MOE = dataclasses.replace(QWEN3_MOE, qk_norm="none", head_dim=12, dim=72)
+QWEN2_MOE = dataclasses.replace(
+    _MOE, qkv_bias=True, shared_dim=23, shared_gate=True, normalize_weights=False
+)
+OLMOE = dataclasses.replace(_MOE, qk_norm="width", normalize_weights=False)
+FLEX_OLMO = dataclasses.replace(OLMOE, norm_after=True, n_kv_heads=3)
+GRANITE_MOE = dataclasses.replace(
+    _MOE, embedding_scale=3.0, residual_scale=0.6, attention_scale=0.2, logit_scale=0.25, head_dim=14
+)
+_SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "n_dense_layers": 1, "route_scale": 2.5}
+DOTS1 = dataclasses.replace(_MOE, **_SIGMOID, qk_norm="head", n_shared_experts=2, bias_rate=0.1)
+GLM4_MOE = dataclasses.replace(
+    DOTS1, qk_norm="none", qkv_bias=True, rotary_dim=6, n_experts=6, n_groups=3, top_groups=2
+)
+MINIMAX_M2 = dataclasses.replace(
+    _MOE, qk_norm="width", rotary_dim=8, head_dim=14, scoring="sigmoid", bias_rate=0.1
+)
 MIXTRAL = mixtral.Config(**_SIZES, dim=60, n_experts=5, top_k=2, expert_dim=19, window=7)
 _GPT2: dict[str, Any] = {"max_seq_len": 70, "dim": 42, "n_heads": 6, "hidden_dim": 71}
 GPT2 = gpt2.Config(vocab_size=91, n_layers=3, **_GPT2, norm_eps=1e-3)
