@@ -48,6 +48,7 @@ def stated_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, 
             options.name == "muon"
             and matrix
             and parameter.ndim in (2, 3)
+            and parameter.shape[-2] > 1
             and all(is_named(name, layers) for name in own)
             and not any(is_named(name, never) for name in own)
         )

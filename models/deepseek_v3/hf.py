@@ -1,7 +1,8 @@
 """Hugging Face's weights and config.json (``DeepseekV3ForCausalLM``, and V2's).
 
-No tensor needs reshaping. V2 has a softmax over its experts, without groups, normalization and
-selection bias.
+No tensor needs reshaping. V2 has a softmax over its experts, without normalization and selection bias.
+Its groups are chosen by their best expert. Kimi K2 and GLM-4.7-Flash (``Glm4MoeLiteForCausalLM``) are a
+V3 under other names, and are written as one.
 """
 
 import re
@@ -13,7 +14,8 @@ from models.layers.rope import yarn_magnitude, yarn_weight
 
 from .model import DeepSeekV3Config
 
-MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
+_LITE = "glm4_moe_lite"
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", _LITE, "kimi_k2")
 
 _MODULES = {
     "tok_embeddings": "model.embed_tokens",
@@ -69,6 +71,7 @@ _FIELDS = {
     "z_weight": "z_weight",
     "capacity_factor": "capacity_factor",
 }
+_GROUPED = "group_limited_greedy"  # V2's method, where it has groups
 _GROUPS = {"n_groups": "n_group", "top_groups": "topk_group", "normalize_weights": "norm_topk_prob"}
 _READ = ("num_key_value_heads", "head_dim", "qk_head_dim", "num_local_experts", "num_experts")
 _ONLY = {"moe_layer_freq": (1,), "rope_interleave": (True,)}
@@ -83,13 +86,20 @@ KEYS = {
     ),
     "deepseek_v2": keys(
         _FIELDS,
-        _READ,
+        (*_READ, "n_group", "topk_group"),
         _ONLY
-        | {"scoring_func": ("softmax",), "topk_method": ("greedy",)}
-        | {"n_group": (1,), "topk_group": (1,), "norm_topk_prob": (False,)},
+        | {"scoring_func": ("softmax",), "topk_method": ("greedy", _GROUPED)}
+        | {"norm_topk_prob": (False,)},
+        _PREDICTION,
+    ),
+    _LITE: keys(
+        _FIELDS | _GROUPS,
+        (*_READ, "mlp_layer_types"),
+        _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         _PREDICTION,
     ),
 }
+KEYS["kimi_k2"] = KEYS["deepseek_v3"]
 # The epsilon of the latents' norms in all published code, whatever rms_norm_eps says.
 _LATENT_EPS = 1e-6
 
@@ -130,8 +140,10 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
         raise ValueError(
             f"norm_eps: {c.norm_eps} of latents is not theirs; set latent_norm_eps = {_LATENT_EPS}"
         )
+    if c.n_groups > 1:
+        unpublished(c, "DeepSeek-V3's" if third else "DeepSeek-V2's", group_best=2 if third else 1)
     if not third:
-        unpublished(c, "DeepSeek-V2's", n_groups=1, normalize_weights=False, bias_rate=0)
+        unpublished(c, "DeepSeek-V2's", normalize_weights=False, bias_rate=0)
     rule = {
         "type": "yarn",
         "factor": c.rope_factor,
@@ -163,7 +175,7 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
         "n_shared_experts": c.n_shared_experts,
         "scoring_func": c.scoring,
         "routed_scaling_factor": c.route_scale,
-        "topk_method": "noaux_tc" if third else "greedy",
+        "topk_method": "noaux_tc" if third else _GROUPED if c.n_groups > 1 else "greedy",
         "num_nextn_predict_layers": 0,
         "aux_loss_alpha": c.balance_weight,
         "seq_aux": c.balance_loss == "sequence",
@@ -182,6 +194,9 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
     known = KEYS[values.get("model_type") or "deepseek_v3"]
     known.check(values)
     third = values.get("model_type") != "deepseek_v2"
+    grouped = third or values.get("topk_method") == _GROUPED
+    if values.get("model_type") == _LITE:
+        values = {**values, "first_k_dense_replace": _dense_layers(values)}
     theta, rule = rope(values, "yarn")
     sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
     # A null means none. If the key is absent, transformers uses its own default.
@@ -207,8 +222,9 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
         scoring="sigmoid" if third else "softmax",
         normalize_weights=third and truth(values, "norm_topk_prob"),
         route_scale=number(values, "routed_scaling_factor"),
-        n_groups=size(values, "n_group") if third else 1,
-        top_groups=size(values, "topk_group") if third else 1,
+        n_groups=size(values, "n_group") if grouped else 1,
+        top_groups=size(values, "topk_group") if grouped else 1,
+        group_best=2 if third else 1,
         balance_loss="sequence" if truth(values, "seq_aux", True) else "batch",
         # V3's report gives the weight, and its config.json does not: section 4.2 of arXiv:2412.19437.
         balance_weight=number(values, "aux_loss_alpha", 1e-4 if third else 1e-3),
@@ -217,6 +233,19 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
         capacity_factor=number(values, "capacity_factor", 0),
         **_yarn(rule, "rope_scaling" if values.get("rope_scaling") else "rope_parameters"),
     )
+
+
+def _dense_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of first layers that are dense, from the kinds of layers."""
+    layers = size(values, "num_hidden_layers")
+    kinds = values.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    count = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * count + ["sparse"] * (layers - count):
+        raise ValueError(
+            f"mlp_layer_types: {shown(kinds)} cannot be expressed here, only dense layers first"
+        )
+    only(values, "first_k_dense_replace", count)
+    return count
 
 
 def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:

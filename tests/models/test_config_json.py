@@ -46,6 +46,7 @@ KINDS = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v2": "deepseek_v3",
     **dict.fromkeys(ARCHITECTURES, "llama"),
+    "glm4_moe_lite": "deepseek_v3",
 }
 WITHOUT_ROPE = ("gpt2",)
 PRESETS = {
@@ -57,6 +58,7 @@ PRESETS = {
     "mixtral": "8x7b",
     "deepseek_v3": "671b",
     "deepseek_v2": "16b",
+    "glm4_moe_lite": "671b",
 }
 # Architectures of a family that has no preset of them.
 SHAPES: dict[str, Any] = {
@@ -85,6 +87,9 @@ def _shape(kind: str) -> llama.Config:
 
 SHAPES |= {kind: _shape(kind) for kind in ARCHITECTURES if kind != "llama"}
 
+# GLM-4.7-Flash in place of DeepSeek-V3, with three dense layers.
+LITE = {"model_type": "glm4_moe_lite", "mlp_layer_types": 3 * ["dense"] + 58 * ["sparse"]}
+
 
 def known(kind: str) -> Keys:
     keys: dict[str, Keys] = find_hf(KINDS[kind]).KEYS  # type: ignore[attr-defined]
@@ -95,6 +100,8 @@ def values_of(kind: str) -> dict[str, Any]:
     """A published model's config.json."""
     hf, presets = find_hf(KINDS[kind]), FOLDERS[KINDS[kind]].PRESETS
     values = hf.hf_config(SHAPES.get(kind) or presets[PRESETS.get(kind, "8b")])
+    if kind == "glm4_moe_lite":
+        return values | LITE
     assert values["model_type"] == kind
     return values
 
@@ -245,6 +252,19 @@ def test_yarn_is_as_transformers_reads_it_or_refused(tmp_path: Path, rule: str) 
     again = DEEPSEEK.config_from_hf(json.loads(json.dumps(DEEPSEEK.hf_config(config))))
     assert dataclasses.replace(again, rope_mscale=0.0) == dataclasses.replace(config, rope_mscale=0.0)
     assert again.rope_mscale == pytest.approx(config.rope_mscale, rel=1e-12)
+
+
+def test_other_names_of_deepseek_v3(tmp_path: Path) -> None:
+    values = DEEPSEEK.hf_config(models.DEEPSEEK) | {"model_type": "kimi_k2"}
+    assert DEEPSEEK.config_from_hf(values) == DEEPSEEK.config_from_hf(
+        values | {"model_type": "deepseek_v3"}
+    )
+    lite = {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
+    layers = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    _equals_transformers(tmp_path, values | lite | layers)
+    assert DEEPSEEK.config_from_hf(values | lite).n_dense_layers == 1
+    with pytest.raises(ValueError, match=r'^mlp_layer_types: \["sparse", .* only dense layers first$'):
+        DEEPSEEK.config_from_hf(values | lite | {"mlp_layer_types": layers["mlp_layer_types"][::-1]})
 
 
 def test_latents_have_their_own_eps(tmp_path: Path) -> None:

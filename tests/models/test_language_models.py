@@ -196,6 +196,7 @@ ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "YaRN of the paper": (YARN, {"rope_mscale": 1.0, "rope_mscale_all_dim": 0.0}),
         "V2": (DEEPSEEK_V2, {"n_shared_experts": 2}),
         "V2, low rank of queries": (DEEPSEEK_V2, {"n_shared_experts": 2, "q_rank": 13}),
+        "V2, groups": (DEEPSEEK_V2, {"n_groups": 3, "top_groups": 2, "route_scale": 16.0}),
     },
     "gpt2": {"odd": (GPT2, {})},
     "gemma3": {
@@ -370,6 +371,7 @@ def test_published_sizes(folder: Any, preset: str, what: str, billions: float, d
 
 
 AT_LEAST_1 = "should be at least 1, below 2^31"
+BEST_3 = "group_best = 3 are scored"
 CAP = "should be above 0, or 0 for none"
 # Models, fields, and the line behind the first field and its value.
 CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
@@ -417,6 +419,18 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"top_k": 5}, "is more than the 4 experts to choose from"),
     ("deepseek_v3", {"n_groups": 3}, "does not divide n_experts 8"),
     ("deepseek_v3", {"n_groups": 8}, "leaves groups of one expert; two are scored"),
+    ("qwen3", {"group_best": 0, "n_experts": 8}, AT_LEAST_1),
+    (
+        "qwen3",
+        {"n_groups": 4, "n_experts": 8, "group_best": 3},
+        "leaves groups of 2; group_best = 3 are scored",
+    ),
+    ("qwen3", {"rotary_dim": 7}, "is not even, and RoPE rotates pairs"),
+    ("qwen3", {"rotary_dim": 40}, "is no part of head_dim 32"),
+    ("qwen3", {"logit_scale": 0.0}, "should be above 0"),
+    ("qwen3", {"shared_dim": -1}, "should be at least 0, below 2^31"),
+    ("qwen3", {"n_dense_layers": 6, "n_experts": 8}, "is more than n_layers 5"),
+    ("qwen3", {"shared_gate": True, "n_experts": 8}, "needs a shared expert; set shared_dim"),
     ("dit", {"patch_size": 3}, "does not divide image_size 32"),
     ("dit", {"dim": 30}, "is not a multiple of 4, which the positions' sines and cosines need"),
     ("dit", {"n_heads": 3}, "does not divide dim 128"),

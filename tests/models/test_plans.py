@@ -24,7 +24,21 @@ from compose.proof.report import Report
 from tests.support.faults import Fault, assert_named, partial_gradients_are_taken_as_whole, with_fault
 from tests.support.helpers import Keys, agreed, parallel, prove_case, prove_step, tier
 from tests.support.pool import Pool
-from tests.support.small_models import AXES, DIT, GEMMA3, GPT2, GPT_OSS, MIXTRAL, keys_of
+from tests.support.small_models import (
+    AXES,
+    DIT,
+    GEMMA1,
+    GEMMA2,
+    GEMMA3,
+    GLM4_MOE,
+    GPT2,
+    GPT_OSS,
+    GRANITE_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    keys_of,
+)
 
 _ODD: Keys = {"dim": 36, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 51}
 # Every option of the llama family is in one of these.
@@ -73,6 +87,12 @@ LLAMAS: dict[str, Keys] = {
 KEYS: dict[str, Keys] = {
     "gpt2": GPT2,
     "gemma3": GEMMA3,
+    "gemma2": GEMMA2,
+    "gemma1": GEMMA1,
+    "qwen2_moe": QWEN2_MOE,
+    "olmoe": OLMOE,
+    "granite_moe": GRANITE_MOE,
+    "glm4_moe": GLM4_MOE,
     "mixtral": MIXTRAL,
     "gpt_oss": GPT_OSS,
     "dit": DIT,
@@ -111,6 +131,31 @@ CASES: dict[str, dict[str, str]] = {
         f"pp 2 cp 2 model__n_layers 3 {CAPPED}": "full",
         "ds 2 tp 2 train__loss_chunk 7": "full",
         "ds 2 tp 2 compile__mode block": "full",
+    },
+    "gemma2": {
+        "ds 2 tp 2 sequence false": "slow",
+        "cp 2 tp 2 train__seq_len 13": "slow",
+        "pp 2 ds 2 model__n_layers 3": "slow",
+    },
+    "gemma1": {"ds 2 tp 2 model__tie_embeddings false": "slow", "pp 2 ds 2": "slow"},
+    "qwen2_moe": {
+        "tp 2": "suite",
+        "ds 2 tp 2 ep 2 sequence false": "slow",
+        "pp 2 ds 2 ep 2 optimizer__name muon": "slow",
+        "cp 2 ds 2 ep 2 train__seq_len 13": "slow",
+    },
+    "olmoe": {
+        "tp 2": "suite",
+        # Two ranks share a key/value head, and its part of the norm.
+        "tp 4 ep 2": "slow",
+        "ds 2 tp 2 sequence false model__n_kv_heads 1": "slow",
+        "pp 2 tp 2 ep 2": "slow",
+    },
+    "granite_moe": {"ds 2 tp 2 ep 2": "slow", "pp 2 ds 2 ep 2 model__tie_embeddings true": "slow"},
+    "glm4_moe": {
+        "ds 2 tp 2 ep 2": "slow",
+        "pp 2 tp 2 ep 2 model__n_layers 4 model__n_groups 4 model__top_groups 2": "slow",
+        "cp 2 tp 2 train__seq_len 13": "slow",
     },
     "mixtral": {
         "ds 2 ep 2": "suite",

@@ -52,6 +52,12 @@ def test_biases_of_stacked_experts_are_no_matrices() -> None:
     assert {f"layers.1.moe.experts.{name}" for name in ("gate_up_bias", "down_bias")} < result.keys()
 
 
+def test_a_matrix_of_one_row_is_a_vector() -> None:
+    result = rules("qwen3", MUON, n_layers=1, shared_dim=8, shared_gate=True)
+    assert result["layers.0.moe.shared.w1.weight"].optimizer == "muon"
+    assert result["layers.0.moe.shared_gate.weight"].optimizer == "adamw"
+
+
 class Odd(nn.Module):
     """A layer with an embedding, a kernel of a convolution, a bias, and what another module shares."""
 

@@ -32,6 +32,18 @@ GPT2 = _model("gpt2", max_seq_len=16, dim=36, n_heads=4, hidden_dim=51)
 _SIZES: Keys = {"dim": 36, "n_heads": 4, "head_dim": 10, "hidden_dim": 50, "query_pre_attn_scalar": 7}
 _ROPE: Keys = {"rope_theta": 500.0, "rope_scaling": 2.0, "rope_local_theta": 50.0}
 GEMMA3 = _model("gemma3", **_SIZES, **_ROPE, global_every=2, window=5)
+GEMMA2 = GEMMA3 | _model("gemma3", qk_norm=False, attention_softcap=2.0, final_softcap=1.5)
+GEMMA1 = GEMMA2 | _model("gemma3", post_norms=False, global_every=1, attention_softcap=0.0)
+# Every option of a mixture of experts: a gated shared expert, biases; norms over the whole width after
+# the layers; constant factors; a selection by sigmoids, part of a head rotated, dense layers.
+_SHARED: Keys = {"qkv_bias": True, "shared_dim": 21, "shared_gate": True}
+QWEN2_MOE = QWEN | _model("qwen3", qk_norm="none", normalize_weights=False, **_SHARED)
+OLMOE = QWEN | _model("qwen3", qk_norm="width", normalize_weights=False, norm_after=True)
+_SCALES: Keys = {"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 0.3}
+GRANITE_MOE = QWEN | _model("qwen3", qk_norm="none", attention_scale=0.2, shared_dim=21, **_SCALES)
+_SIGMOID: Keys = {"scoring": "sigmoid", "bias_rate": 0.05, "route_scale": 2.5, "n_dense_layers": 1}
+GLM4_MOE = QWEN | _model("qwen3", qk_norm="none", qkv_bias=True, rotary_dim=6, **_SIGMOID)
+GLM4_MOE |= _model("qwen3", n_shared_experts=1, hidden_dim=50)
 # 9 patches: an odd number, which no two ranks can share evenly.
 DIT = _model("dit", image_size=6, dim=24, n_heads=2, hidden_dim=36, n_layers=2)
 DIT |= {"train__seq_len": 9, "train__micro_batch": 1}

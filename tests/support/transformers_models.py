@@ -96,6 +96,7 @@ DEEPSEEK_V2 = dataclasses.replace(
     normalize_weights=False,
     n_groups=1,
     top_groups=1,
+    group_best=1,
     rope_mscale=0.707,
     rope_mscale_all_dim=0.707,
     bias_rate=0.0,
