@@ -2,13 +2,17 @@
 
 It is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". The published
 models were trained with a dropout of 0.1. This one has none, as models have that see each token once.
+By its options it is an OPT (Zhang et al. 2022, arXiv:2205.01068) or a StarCoder (Li et al. 2023,
+arXiv:2305.06161) too; hf.py has the table.
 
 Shapes: B batch, L sequence length, D model width, H heads, K head width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
@@ -36,6 +40,12 @@ class GPT2Config:
     """Epsilon of LayerNorm."""
     tie_embeddings: bool = True
     """Use the embedding's weight for the output projection too."""
+    n_kv_heads: int = 0
+    """Key/value heads; divides n_heads. 0 is n_heads."""
+    activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"
+    """Of the feed-forward network."""
+    position_offset: int = 0
+    """Row of the table of positions that the first token has; rows before it are not used."""
 
     def __post_init__(self) -> None:
         for size in ("vocab_size", "max_seq_len", "dim", "n_heads", "hidden_dim"):
@@ -44,17 +54,28 @@ class GPT2Config:
         if not 1 <= self.n_layers < 2**12:
             raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
         check_eps("norm_eps", self.norm_eps)
+        for size in ("n_kv_heads", "position_offset"):
+            if not 0 <= getattr(self, size) < 2**31:
+                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
         if self.dim % self.n_heads:
             raise ValueError(f"dim: {self.dim} is not a multiple of n_heads = {self.n_heads}")
+        if self.n_heads % self.kv_heads:
+            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
 
     @property
     def head_dim(self) -> int:
         """Width of each head."""
         return self.dim // self.n_heads
 
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.n_kv_heads or self.n_heads
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
-        weights = self.n_layers * self.dim * (4 * self.dim + 2 * self.hidden_dim)
+        attention = 2 * self.dim + 2 * self.kv_heads * self.head_dim
+        weights = self.n_layers * self.dim * (attention + 2 * self.hidden_dim)
         weights += self.vocab_size * self.dim
         scores = self.n_layers * 2 * self.dim * attention_pairs(seq_len)
         return 3 * 2 * (weights + scores)
@@ -82,7 +103,8 @@ class Embeddings(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.positions = nn.Embedding(config.max_seq_len, config.dim)
+        self.offset = config.position_offset
+        self.positions = nn.Embedding(config.max_seq_len + self.offset, config.dim)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the stream before the first layer.
@@ -95,18 +117,18 @@ class Embeddings(nn.Module):
             (B, L, D).
         """
         # No target and no other token reads a padding's row.
-        return self.tokens(tokens) + self.positions(positions.clamp(min=0))
+        return self.tokens(tokens) + self.positions(positions.clamp(min=0) + self.offset)
 
 
 class Attention(nn.Module):
-    """Multi-head attention; it counts heads from its input, so a rank may hold a part of them."""
+    """Grouped-query attention; it counts heads from its input, so a rank may hold a part of them."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.dim)
-        self.wk = nn.Linear(config.dim, config.dim)
-        self.wv = nn.Linear(config.dim, config.dim)
+        self.wk = nn.Linear(config.dim, config.kv_heads * config.head_dim)
+        self.wv = nn.Linear(config.dim, config.kv_heads * config.head_dim)
         self.wo = nn.Linear(config.dim, config.dim)
         self.core = AttentionCore()
 
@@ -120,10 +142,10 @@ class Attention(nn.Module):
         Returns:
             (B, L, D).
         """
-        q_BLHK, k_BLHK, v_BLHK = (
+        q_BLHK, k_BLGK, v_BLGK = (
             project(x_BLD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
         )
-        return self.wo(self.core(q_BLHK, k_BLHK, v_BLHK, documents).flatten(2))
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
 
 
 class Block(nn.Module):
@@ -135,8 +157,9 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         # Its GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) is the approximation by a tanh.
+        activation = F.relu if config.activation == "relu" else ACTIVATIONS["gelu_tanh"]
         self.feed_forward = FeedForward(
-            config.dim, config.hidden_dim, ACTIVATIONS["gelu_tanh"], gated=False, bias=True
+            config.dim, config.hidden_dim, activation, gated=False, bias=True
         )
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:

@@ -6,6 +6,7 @@ from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import (
     LocalColwise,
+    LocalHeads,
     LocalInput,
     LocalNorm,
     LocalPositions,
@@ -39,7 +40,8 @@ def plan(model: GPT2Config, parallel: Parallel) -> Plan:
             "embeddings.tokens": LocalEmbedding(stream),
             **(own_tokens if parallel.sequence else {}),
             "layers.*.attention": LocalInput(stream, inputs=2),
-            "layers.*.attention.w[qkv]": LocalColwise(),
+            "layers.*.attention.wq": LocalColwise(),
+            "layers.*.attention.w[kv]": LocalHeads(model.kv_heads),
             "layers.*.attention.wo": LocalRowwise(stream),
             "layers.*.feed_forward": LocalInput(stream),
             "layers.*.feed_forward.w1": LocalColwise(even=model.hidden_dim % parallel.tp == 0),
@@ -60,6 +62,6 @@ def plan(model: GPT2Config, parallel: Parallel) -> Plan:
         ],
         float8_except=outermost(model.n_layers),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),
-        heads=(model.n_heads, model.n_heads),
+        heads=(model.n_heads, model.kv_heads),
         output=ends[2],
     )

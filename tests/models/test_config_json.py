@@ -26,6 +26,8 @@ from tests.support.transformers_models import YARN, compare, published, randomiz
 GEMMA3, OSS, DEEPSEEK = find_hf("gemma3"), find_hf("gpt_oss"), find_hf("deepseek_v3")
 KINDS = {
     "gpt2": "gpt2",
+    "gpt_bigcode": "gpt2",
+    "opt": "gpt2",
     "gemma3_text": "gemma3",
     "gemma2": "gemma3",
     "gemma": "gemma3",
@@ -48,7 +50,7 @@ KINDS = {
     **dict.fromkeys(ARCHITECTURES, "llama"),
     "glm4_moe_lite": "deepseek_v3",
 }
-WITHOUT_ROPE = ("gpt2",)
+WITHOUT_ROPE = ("gpt2", "gpt_bigcode", "opt")
 PRESETS = {
     "gpt2": "124m",
     "gemma3_text": "4b",
@@ -62,6 +64,8 @@ PRESETS = {
 }
 # Architectures of a family that has no preset of them.
 SHAPES: dict[str, Any] = {
+    "gpt_bigcode": models.GPT_BIGCODE,
+    "opt": models.OPT,
     "gemma2": models.GEMMA2,
     "gemma": models.GEMMA1,
     "vaultgemma": dataclasses.replace(models.GEMMA2, post_norms=False),

@@ -86,6 +86,7 @@ LLAMAS: dict[str, Keys] = {
 }
 KEYS: dict[str, Keys] = {
     "gpt2": GPT2,
+    "opt": GPT2 | {"model__activation": "relu", "model__position_offset": 2, "model__n_kv_heads": 1},
     "gemma3": GEMMA3,
     "gemma2": GEMMA2,
     "gemma1": GEMMA1,
@@ -118,6 +119,7 @@ CASES: dict[str, dict[str, str]] = {
         "ds 2 tp 2 optimizer__name muon": "full",
         f"tp 2 {FLOAT8} model__dim 64 model__hidden_dim 96 model__n_layers 3": "full",
     },
+    "opt": {"ds 2 tp 2": "slow", "pp 2 tp 2 sequence false": "slow"},
     "gemma3": {
         "cp 2 tp 2 train__seq_len 13": "slow",
         f"pp 2 tp 2 sequence false {CAPPED}": "slow",

@@ -44,6 +44,8 @@ MINIMAX_M2 = dataclasses.replace(
 MIXTRAL = mixtral.Config(**_SIZES, dim=60, n_experts=5, top_k=2, expert_dim=19, window=7)
 _GPT2: dict[str, Any] = {"max_seq_len": 70, "dim": 42, "n_heads": 6, "hidden_dim": 71}
 GPT2 = gpt2.Config(vocab_size=91, n_layers=3, **_GPT2, norm_eps=1e-3)
+OPT = dataclasses.replace(GPT2, norm_eps=1e-5, activation="relu", position_offset=2)
+GPT_BIGCODE = dataclasses.replace(GPT2, n_kv_heads=1)
 # Local and global layers in turn; the factor of scores is not that of their width.
 GEMMA3 = gemma3.Config(
     **_HEADS,
