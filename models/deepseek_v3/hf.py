@@ -237,10 +237,13 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
 
 def _dense_layers(values: Mapping[str, Any]) -> int:
     """Return the number of first layers that are dense, from the kinds of layers."""
-    layers = size(values, "num_hidden_layers")
-    kinds = values.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    given = values.get("mlp_layer_types")
+    kinds = ["dense"] if given is None else given  # transformers takes the others as sparse
     count = kinds.count("dense") if isinstance(kinds, list) else 0
-    if kinds != ["dense"] * count + ["sparse"] * (layers - count):
+    known = given is None or (
+        isinstance(given, list) and len(given) == size(values, "num_hidden_layers")
+    )
+    if not known or kinds != ["dense"] * count + ["sparse"] * (len(kinds) - count):
         raise ValueError(
             f"mlp_layer_types: {shown(kinds)} cannot be expressed here, only dense layers first"
         )
