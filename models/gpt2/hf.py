@@ -58,6 +58,7 @@ _BESIDES = (
     *("summary_activation", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
 )
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_WORDS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 _OFF = {"n_kv_heads": 0, "activation": "gelu_tanh", "position_offset": 0}
 # Other names of n_positions: an older one, and one that transformers takes as well.
 _POSITIONS = ("n_ctx", "max_position_embeddings")
@@ -81,10 +82,10 @@ KINDS = {
     "gpt_bigcode": Kind(
         "GPTBigCodeForCausalLM",
         keys(
-            _FIELDS,
+            _FIELDS | {"activation": "activation_function"},
             _POSITIONS,
             # With more heads of keys, a file has queries, keys and values of each head in turn.
-            _GELU | {"multi_query": (True,), "num_key_value_heads": (1,)},
+            {"scale_attn_weights": (True,), "multi_query": (True,), "num_key_value_heads": (1,)},
             (
                 *(*_BESIDES, "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
                 *("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache"),
@@ -92,12 +93,10 @@ KINDS = {
             ),
             rope=False,
         ),
-        _OFF | {"n_kv_heads": 1},
+        {"n_kv_heads": 1, "position_offset": 0},
         _MODULES,
         {"tie_embeddings": True, "norm_eps": 1e-5},
-        writes=_NO_DROPOUT
-        | {"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True}
-        | {"multi_query": True},
+        writes=_NO_DROPOUT | {"scale_attn_weights": True, "multi_query": True},
     ),
     "opt": Kind(
         "OPTForCausalLM",
@@ -176,6 +175,10 @@ def hf_config(config: GPT2Config) -> dict[str, Any]:
     values = KINDS[name].write(name, c)
     if name == "opt":
         return values | {"word_embed_proj_dim": c.dim}
+    if name == "gpt_bigcode":
+        values["activation_function"] = next(
+            one for one, ours in _WORDS.items() if ours == c.activation
+        )
     return values | {
         "n_ctx": c.max_seq_len,
         "n_inner": None if c.hidden_dim == 4 * c.dim else c.hidden_dim,
@@ -191,7 +194,10 @@ def config_from_hf(values: Mapping[str, Any]) -> GPT2Config:
     name = values.get("model_type") or "gpt2"
     kind = KINDS[name]
     kind.keys.check(values)
-    result = kind.read(GPT2Config, values, ("hidden_dim",))
+    result = kind.read(GPT2Config, values, ("hidden_dim", "activation"))
+    if name == "gpt_bigcode":
+        only(values, "activation_function", *_WORDS)
+        result["activation"] = _WORDS[values.get("activation_function") or "gelu_pytorch_tanh"]
     key = kind.keys.fields["hidden_dim"]
     result["hidden_dim"] = size(values, key, None if name == "opt" else 4 * result["dim"])
     config = kind.keys.build(GPT2Config, **result)

@@ -42,7 +42,7 @@ class GPT2Config:
     """Use the embedding's weight for the output projection too."""
     n_kv_heads: int = 0
     """Key/value heads; divides n_heads. 0 is n_heads."""
-    activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"
+    activation: Literal["gelu_tanh", "gelu", "relu"] = "gelu_tanh"
     """Of the feed-forward network."""
     position_offset: int = 0
     """Row of the table of positions that the first token has; rows before it are not used."""
@@ -157,7 +157,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         # Its GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) is the approximation by a tanh.
-        activation = F.relu if config.activation == "relu" else ACTIVATIONS["gelu_tanh"]
+        activation = F.relu if config.activation == "relu" else ACTIVATIONS[config.activation]
         self.feed_forward = FeedForward(
             config.dim, config.hidden_dim, activation, gated=False, bias=True
         )

@@ -120,7 +120,12 @@ _SIGMOID_KEYS = {
     "n_dense_layers": "first_k_dense_replace",
     "hidden_dim": "intermediate_size",
 }
-_SIGMOID_ONLY = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+# dots.llm1 was published with its choice's name under scoring_func; transformers reads neither.
+_SIGMOID_ONLY: dict[str, Any] = {
+    "scoring_func": ("sigmoid", "noaux_tc"),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
 _SIGMOID_DEFAULTS = {"n_groups": 1, "top_groups": 1, "route_scale": 1.0, "bias_rate": 0.0}
 _SHARED = {
     "moe.shared.w1": "mlp.shared_experts.gate_proj",
@@ -130,6 +135,7 @@ _SHARED = {
 _BIAS = {"moe.router.bias": "mlp.gate.e_score_correction_bias"}
 # Layers of multi-token prediction, that no model here has.
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
+_MTP = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
 _SCALES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -196,7 +202,12 @@ KINDS = {
         writes={"pad_token_id": None},  # theirs is a number that a small vocabulary lacks
     ),
     "granitemoe": _row(
-        "GraniteMoeForCausalLM", _GRANITE_KEYS, {}, _GRANITE, _ONES | {"balance_weight": 0.001}
+        "GraniteMoeForCausalLM",
+        _GRANITE_KEYS,
+        {},
+        _GRANITE,
+        _ONES | {"balance_weight": 0.001},
+        besides=("attention_dropout",),  # it changes nothing outside of training
     ),
     "granitemoeshared": _row(
         "GraniteMoeSharedForCausalLM",
@@ -204,6 +215,7 @@ KINDS = {
         {},
         _GRANITE,
         _ONES | {"balance_weight": 0.001, "shared_dim": 0},
+        besides=("attention_dropout",),
     ),
     "dots1": _row(
         "Dots1ForCausalLM",
@@ -225,8 +237,19 @@ KINDS = {
             **{f"moe.experts.w{n}": f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 2, 3)},
         },
         {"balance_weight": 0.001, "bias_rate": 0.0},
-        ("partial_rotary_factor",),
-        {"router_jitter_noise": (0,)},
+        ("partial_rotary_factor", "attn_type_list"),
+        {
+            "router_jitter_noise": (0,),
+            "scoring_func": ("sigmoid",),
+            "qk_norm_type": ("per_layer",),
+            "use_qk_norm": (True,),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+            "sliding_window": (),
+            # Factors on the stream, which older models of the family have.
+            **{f"layernorm_{one}_beta": (1,) for one in ("full_attention", "linear_attention", "mlp")},
+        },
+        ("shared_moe_mode", "mlp_intermediate_size", *_MTP),
     ),
     "glm4_moe": _row(
         "Glm4MoeForCausalLM",
@@ -332,6 +355,9 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     layers = values.get("layer_types")
     for one in layers if isinstance(layers, list) else [layers]:
         only({"layer_types": one}, "layer_types", "full_attention")
+    kinds = values.get("attn_type_list")
+    for one in kinds if isinstance(kinds, list) else [kinds]:
+        only({"attn_type_list": one}, "attn_type_list", 1)  # attention over all keys
     values = dict(values)
     experts = kind.keys.fields.get("n_experts")
     for other in ("num_local_experts", "num_experts") if experts else ():

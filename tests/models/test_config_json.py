@@ -769,6 +769,45 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Llama 4": ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, {}, ""),
     "DeepSeek-V3.2": (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, {}, ""),
 }
+# Keys of published files that transformers' classes do not have.
+MINIMAX: dict[str, Any] = {
+    **{f"layernorm_{one}_beta": 1.0 for one in ("full_attention", "linear_attention", "mlp")},
+    "use_mtp": True,
+    "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1,
+    "shared_moe_mode": "sigmoid",
+    "qk_norm_type": "per_layer",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "attn_type_list": [1, 1, 1],
+    "mlp_intermediate_size": 8192,
+    "shared_intermediate_size": 0,
+}
+PUBLISHED |= {
+    "MiniMax-M2": (values_of("minimax_m2") | MINIMAX, {"rotary_dim": 8, "qk_norm": "width"}, ""),
+    "MiniMax-Text-01": (
+        values_of("minimax_m2") | MINIMAX | {"attn_type_list": [0, 1]},
+        {},
+        "attn_type_list: 0 cannot be expressed here, only 1",
+    ),
+    "granite-3.1-3b-a800m": (
+        values_of("granitemoe") | {"attention_dropout": 0.1, "logits_scaling": 6.0},
+        {"logit_scale": 1 / 6},
+        "",
+    ),
+    "dots.llm1": (values_of("dots1") | {"scoring_func": "noaux_tc"}, {"scoring": "sigmoid"}, ""),
+    "gemma-2-9b": (values_of("gemma2") | {"sliding_window_size": 7}, {"attention_softcap": 0.7}, ""),
+    "starcoder": (
+        values_of("gpt_bigcode") | {"activation_function": "gelu", "inference_runner": 0},
+        {"activation": "gelu", "n_kv_heads": 1},
+        "",
+    ),
+    "opt-350m": (
+        values_of("opt") | {"do_layer_norm_before": False},
+        {},
+        "do_layer_norm_before: false cannot be expressed here, only true",
+    ),
+}
 NEVER = ("Qwen3-Next", "Llama 4", "DeepSeek-V3.2")
 
 

@@ -205,7 +205,7 @@ ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "OPT": (OPT, {}),
         "OPT, untied": (OPT, {"tie_embeddings": False}),
         "StarCoder": (GPT_BIGCODE, {}),
-        "StarCoder, untied": (GPT_BIGCODE, {"tie_embeddings": False}),
+        "StarCoder, untied": (GPT_BIGCODE, {"tie_embeddings": False, "activation": "gelu"}),
     },
     "gemma3": {
         "odd": (GEMMA3, {}),
