@@ -98,7 +98,9 @@ def _row(
         keys(_FIELDS | dict(fields), read, only, besides),
         {ours: value for ours, value in options.items() if ours not in fields},
         _MODULES | dict(modules or {}),
-        {"tie_embeddings": False, "norm_eps": 1e-6} | (training if experts else {}) | (defaults or {}),
+        {"tie_embeddings": False, "norm_eps": 1e-6}
+        | (training if experts else {})
+        | dict(defaults or {}),
         writes={"hidden_act": "silu"}
         | ({} if "qkv_bias" in fields else {"attention_bias": False})
         | dict(writes or {}),
@@ -359,7 +361,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     for one in kinds if isinstance(kinds, list) else [kinds]:
         only({"attn_type_list": one}, "attn_type_list", 1)  # attention over all keys
     values = dict(values)
-    experts = kind.keys.fields.get("n_experts")
+    experts = kind.keys.fields.get("n_experts", "")
     for other in ("num_local_experts", "num_experts") if experts else ():
         values.setdefault(experts, values.get(other))
         only(values, other, values[experts])
