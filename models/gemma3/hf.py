@@ -128,7 +128,7 @@ def hf_name(name: str, config: Gemma3Config | None = None) -> str:
     Raises:
         KeyError: They have no such parameter.
     """
-    modules = KINDS[kind_of(KINDS, config) if config else _TEXT].modules
+    modules = KINDS[kind_of(KINDS, config, strict=False) if config else _TEXT].modules
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if layer:
         return f"model.layers.{layer[1]}.{modules[layer[2]]}.weight"

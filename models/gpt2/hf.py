@@ -150,7 +150,7 @@ def hf_name(name: str, config: GPT2Config | None = None) -> Stored:
     Raises:
         KeyError: They have no such parameter.
     """
-    kind = kind_of(KINDS, config) if config else "gpt2"
+    kind = kind_of(KINDS, config, strict=False) if config else "gpt2"
     modules = KINDS[kind].modules
     module, _, own = name.rpartition(".")
     if module == "output":

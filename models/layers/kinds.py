@@ -83,12 +83,13 @@ class Kind:
         }
 
 
-def kind_of(kinds: Mapping[str, Kind], config: object) -> str:
+def kind_of(kinds: Mapping[str, Kind], config: object, strict: bool = True) -> str:
     """Return the first architecture that has the options of a config.
 
     Args:
         kinds: The family's table, by model_type.
         config: The model's config.
+        strict: Whether it must have them all; else it is the nearest one, whose names serve.
 
     Returns:
         Its model_type.
@@ -101,7 +102,7 @@ def kind_of(kinds: Mapping[str, Kind], config: object) -> str:
         for name, kind in kinds.items()
     }
     nearest = min(others, key=lambda name: len(others[name]))
-    for ours in others[nearest]:
+    for ours in others[nearest] if strict else ():
         raise ValueError(
             f"{ours}: {getattr(config, ours)} has no place in the config.json of"
             f" {kinds[nearest].architecture}"

@@ -296,7 +296,7 @@ def hf_name(name: str, config: Qwen3Config | None = None) -> str | Stored:
     Raises:
         KeyError: They have no such parameter, as for most of a router's buffers.
     """
-    modules = KINDS[kind_of(KINDS, config) if config else "qwen3"].modules
+    modules = KINDS[kind_of(KINDS, config, strict=False) if config else "qwen3"].modules
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
     if part in modules and part.endswith(".bias"):
