@@ -130,12 +130,12 @@ that peft opens, or with --merged one of whole weights, with the adapters added 
         "commands",
         "Turn text or chats into ids: python -m compose tokenize --tokenizer FILE --out DIR FILES.",
         _flags(
-            "--tokenizer FILE, --out DIR, --field NAME, --chat, --end TOKEN, "
+            "--tokenizer FILE, --out DIR, --field NAME, --chat, --pairs, --end TOKEN, "
             "--shape NAME, --fields NAME=FIELD[,...], --roles NAME=ROLE[,...], "
             "--no-special-tokens, --skip-bad, --workers N"
         ),
         """\
-python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat]
+python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat | --pairs]
     [--shape NAME] [--fields NAME=FIELD,...] [--roles NAME=ROLE,...]
     [--end TOKEN] [--no-special-tokens] [--skip-bad] FILES...
 
@@ -148,6 +148,7 @@ document of UTF-8 text. Started again, it goes on where it was.
   --out        folder to make
   --field      field or column with the text; default: text, and messages with --chat
   --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
+  --pairs      rows are chats with a chosen and a rejected reply, for dpo.beta
   --shape      of rows of chats: messages, sharegpt, alpaca, prompt (with completion), chosen (the
                chosen one of preference pairs), or plain (prompt and completion without a template);
                default: as the keys of the rows say, and pairs are refused

@@ -185,7 +185,8 @@ def tokenize(arguments: Sequence[str]) -> int:
         raise flag_error("tokenize", f"needs {[*missing, 'FILES'][0]}; see --help")
     workers = number_of(given, "--workers", "processes", os.cpu_count() or 1)
     tokenizer = open_tokenizer(model_path(flags["--tokenizer"], "--tokenizer: "))
-    chat, added = "--chat" in flags, "--no-special-tokens" not in flags
+    pairs, added = "--pairs" in flags, "--no-special-tokens" not in flags
+    chat = pairs or "--chat" in flags
     if chat and not added:
         template = "is for text; a chat has the tokens that its template writes"
         raise flag_error("--no-special-tokens", template)
@@ -197,7 +198,9 @@ def tokenize(arguments: Sequence[str]) -> int:
     for flag in () if chat else ("--shape", "--fields", "--roles"):
         if flag in flags:
             raise flag_error(flag, "is for chats; give --chat too")
-    shape, fields = flags.get("--shape", ""), _named(flags, "--fields")
+    if pairs and "--shape" in flags:
+        raise flag_error("--shape", "is for --chat; rows of --pairs have chosen and rejected")
+    shape, fields = "chosen" if pairs else flags.get("--shape", ""), _named(flags, "--fields")
     roles = tuple(_named(flags, "--roles").items())
     for flag, given, known in (
         ("--shape", [shape] if shape else [], [*SHAPES, PLAIN]),
@@ -214,12 +217,15 @@ def tokenize(arguments: Sequence[str]) -> int:
     job = replace(job, names=ChatNames(shape, tuple(fields.items()), roles))
     if end < 0 and (not chat or replies_for(job, tokenizer).plain):
         raise flag_error("--end", f"{tokenizer.name} does not say which token ends a document")
+    if pairs:
+        job = replace(job, kind="pairs")
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
     counts = make_token_set(job, target, workers, bar)
     bar.end()
     left_out = f", {counts.empty:,} without a reply left out" if chat and counts.empty else ""
     what = "conversations" if chat else "documents"
+    what = f"{what} of {counts.documents // 2:,} pairs" if pairs else what
     print(f"{target}: {counts.tokens:,} tokens, {counts.documents:,} {what}{left_out}", flush=True)
     if chat or counts.bad:
         lengths = np.diff(open_token_set(target).ends, prepend=0)

@@ -160,6 +160,11 @@ def _space(given: Words, question: Question) -> Space:
         )
     fixed = set(pinned(given, question))
     config, islands = question.config, 1
+    if "dpo" in TABLES and config.dpo.beta:
+        raise ConfigError(
+            f"{question.where}: dpo.beta: the second forward of DPO is not counted; plan with"
+            " dpo.beta = 0, and add a third to the time, and without model.lora the frozen copy"
+        )
     if "outer" in TABLES and config.outer.every:
         islands, all_ranks = config.parallel.dp_replicate, world_size
         if islands < 2 or world_size % islands:

@@ -8,6 +8,7 @@ The package ``compose.<name>`` brings, each under one of these names of its ``__
     run_rules()          rules of a run
     task(config)         what a model of the next token learns in its place, or None
     hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)
+    held(job, placed)    what a dry run says of the memory that it takes besides
     islands(config)      how many parts of the job train alone
 """
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from compose.config.json_files import Count, read_json
-from compose.data.chat_messages import PLAIN, ChatNames, read_chat, shape_of
+from compose.data.chat_messages import PLAIN, ChatNames, pairs_of, read_chat, shape_of
 from compose.data.chat_replies import Replies, encode
 from compose.data.chat_template import has_template
 from compose.data.documents import (
@@ -52,7 +52,7 @@ class TokenizeJob:
 
     tokenizer: str
     sha256: str
-    kind: str  # "text" or "chat"
+    kind: str  # "text", "chat" or "pairs"
     field: str  # of a row of JSON or Parquet that holds the document
     end: int
     """The id that is put after a document of text, and after a reply that the template does not end."""
@@ -225,7 +225,7 @@ def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | Non
     sizes = {
         "tokens": counts.tokens * np.dtype(_dtype(_tokenizer(job))).itemsize,
         "ends": counts.documents * 8,
-        **({"trained": counts.tokens} if job.kind == "chat" else {}),
+        **({"trained": counts.tokens} if job.kind != "text" else {}),
     }
     results = [(target / f"{name}-{unit.name}.bin", size) for name, size in sizes.items()]
     if any(p.is_symlink() or not p.is_file() or p.stat().st_size != size for p, size in results):
@@ -247,7 +247,7 @@ def _publish(job: TokenizeJob, target: Path, shards: list[tuple[str, Counts]], t
         "rows": total.rows,
         "empty": total.empty,
         "bad": total.bad,
-        **({"replies": total.replies, "learnt": total.learnt} if job.kind == "chat" else {}),
+        **({"replies": total.replies, "learnt": total.learnt} if job.kind != "text" else {}),
         "sources": [{"path": path, "bytes": size} for path, size, _ in job.files],
         "shards": [
             {"name": name, "tokens": counts.tokens, "documents": counts.documents}
@@ -272,7 +272,7 @@ def _tokenizer(job: TokenizeJob) -> JsonTokenizer:
 def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
     """Write the shard of one unit, whole or not at all."""
     tokenizer = _tokenizer(job)
-    counts, chat = Counts(), job.kind == "chat"
+    counts, chat = Counts(), job.kind != "text"
     names = ["tokens", "ends", *(["trained"] if chat else [])]
     aside = [target / f".{name}-{unit.name}.bin" for name in names]
     for path in aside:  # left by a killed attempt, or a link
@@ -369,8 +369,12 @@ def _chats(
                     f"is of the shape {own} (it has {has}), and the first row of {shape}; put them into"
                     " two files"
                 )
-            rendered = replies.render(read_chat(row, job.names))
+            pair = job.kind == "pairs"
+            chats = pairs_of(row, job.names) if pair else (read_chat(row, job.names),)
+            rendered = [text for chat in chats for text in replies.render(chat)]
             encoded = [encode(tokenizer, text) for text in rendered]
+            if pair and [any(learnt[1:]) for _, learnt in encoded] != [True, True]:
+                raise ValueError("is no pair of a chosen and a rejected reply that can be learnt")
         except (ValueError, ConfigError) as error:
             bad(BadLine(unit.path, place, str(error)))
             continue

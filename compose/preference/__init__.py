@@ -14,6 +14,13 @@ def task(config: Any) -> Any:
     return Preference() if config.dpo.beta else None
 
 
+def held(job: Any, placed: Any) -> list[str]:
+    """Return a line with what the reference takes, of the stages' parameters as they are placed."""
+    from compose.preference.reference import as_line
+
+    return [as_line(job, placed)] if job.config.dpo.beta else []
+
+
 def run_rules() -> list[Any]:
     """Return the rules of [dpo]."""
     from compose.preference.options import RULES

@@ -6,7 +6,8 @@ the run began with, whose digest is kept in the run's folder.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from compose.build import fill_weights, parallelize
 from compose.checkpoint.peft import base_identity, name_of_base
 from compose.composition import Composition
 from compose.config.job import Job
+from compose.config.tables import Config
 from compose.errors import ConfigError, write_whole
 from compose.parallel.lora_parallel import Adapter
 from compose.preference.loss import PairLoss, log_probabilities
@@ -29,6 +31,7 @@ from compose.train.hooks import Hook
 from compose.train.step import Reading
 
 if TYPE_CHECKING:
+    from compose.cli.dry_run import Placed
     from compose.train.trainer import Trainer
 
 KEPT = "reference.txt"
@@ -62,16 +65,29 @@ class Reference:
         return torch.stack([targets[..., 0], targets[..., 1], known], -1)
 
 
+def needs_copy(config: Config) -> bool:
+    """Return whether the weights that a run begins with are more than those that are frozen."""
+    return not config.model.lora.rank or bool(config.model.lora.load)
+
+
 def reference_of(job: Job, mesh: DeviceMesh, device: torch.device) -> Reference:
     """Return the reference of a job, with the weights that a new run begins with; a collective."""
-    lora = job.config.model.lora
-    if lora.rank and not lora.load:
+    if not needs_copy(job.config):
         return Reference(None)
     frozen = copy.deepcopy(job.model).requires_grad_(False)
     comm = replace(job.config.comm, weights="off", gradients="off", activations="off")
     composition = parallelize(replace(job, model=frozen), mesh, device, replace(job.options, comm=comm))
     fill_weights(composition, job, device)
     return Reference(composition)
+
+
+def as_line(job: Job, stages: Sequence[Sequence["Placed"]]) -> str:
+    """Return what the reference takes on the rank that holds most, of the parameters of all stages."""
+    if not needs_copy(job.config):
+        return "reference: the model without its adapters; a second forward in each step"
+    width = job.config.precision.param_dtype.itemsize
+    most = max(sum(math.prod(p.local_shape) for p in stage) for stage in stages) * width
+    return f"reference: a frozen copy, {most:,} bytes per rank; a second forward in each step"
 
 
 @contextmanager

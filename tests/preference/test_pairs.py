@@ -1,15 +1,19 @@
 """Pairs of a token set, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from compose.__main__ import main
 from compose.data.datasets import open_data, task_of
 from compose.preference.pairs import Pairs, Preference
 from tests.preference.cases import batch_of
 from tests.support.data_made import token_set
 from tests.support.helpers import make_config, refusal
+from tests.support.tokenizers_made import save_tokenizer
 
 
 def opened(folder: Path, seq_len: int = 32) -> Pairs:
@@ -51,6 +55,51 @@ def test_a_pair_without_a_target_is_left_out(tmp_path: Path) -> None:
     samples = Preference().open(path, make_config(1, dpo__beta=0.1, train__seq_len=9))
     assert len(samples) == 1
     assert samples.read(0)["tokens"][0] == 20
+
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "naïve"},
+    {
+        name: [{"role": "user", "content": "add"}, {"role": "assistant", "content": reply}]
+        for name, reply in (("chosen", "words, and ½"), ("rejected", "no"))
+    },
+]
+
+
+def test_tokenized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The two replies of a pair follow each other, and alone are learnt, with the end of the turn."""
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    file, out = tmp_path / "pairs.jsonl", tmp_path / "out"
+    words = [
+        "tokenize",
+        "--pairs",
+        f"--tokenizer={tokenizer}",
+        f"--out={out}",
+        "--workers=1",
+        str(file),
+    ]
+    file.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "a", "chosen": "b"}])))
+    assert refusal(main, words).startswith(f"{file}:3: ")
+    assert main([*words, "--skip-bad", f"--out={out}-2"]) == 0
+    assert "4 conversations of 2 pairs" in capsys.readouterr().out
+    path = f"{out}-2"
+    config = make_config(1, data__path=path, dpo__beta=0.1, train__seq_len=99, model__vocab_size=300)
+    (samples,) = open_data(config).sets
+    decode = Tokenizer.from_file(str(tokenizer)).decode
+    for row, prompt, replies in (
+        (0, "2 + 2?", ("4", "naïve")),
+        (1, "add", ("words, and ½", "no")),
+    ):
+        sample = samples.read(row)
+        for document, reply in enumerate(replies):
+            here = sample["document_ids"] == document
+            ids, side, _ = sample["targets"][here & sample["targets"][:, 0].isfinite()].unbind(-1)
+            text = decode(sample["tokens"][here].tolist(), skip_special_tokens=False)
+            assert text.startswith(
+                f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{reply}"
+            )
+            assert decode(ids.long().tolist(), skip_special_tokens=False) == f"{reply}<|im_end|>"
+            assert set(side.tolist()) == {1 - 2 * document}
 
 
 def test_random_pairs_have_both_sides() -> None:

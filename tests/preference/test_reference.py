@@ -8,16 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.__main__ import main
 from compose.build import build, fill_weights
+from compose.cli.dry_run import describe
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import local_tensor
 from compose.parallel.mesh import axis_size, batch_share
 from compose.preference.pairs import Preference
 from compose.preference.reference import KEPT, reference_of
 from compose.train.step import local_batch
-from tests.preference.cases import LORA, MESHES, keys_of
+from tests.preference.cases import BASE, LORA, MESHES, keys_of
 from tests.support.data_made import token_set
-from tests.support.helpers import Keys, make_job, refusal, tiered
+from tests.support.helpers import ROOT, Keys, make_job, refusal, tiered
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
 
@@ -69,6 +71,27 @@ def test_as_one_process_finds_it(pool: Pool, case: str) -> None:
     assert results
     for here, right in results:
         torch.testing.assert_close(here, right, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"precision__param": "bfloat16"}, "reference: a frozen copy, 181,120 bytes per rank"),
+        (LORA, "reference: the model without its adapters"),
+    ],
+)
+def test_a_dry_run_says_what_it_takes(
+    keys: Keys, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    describe(make_job(1, **BASE | keys))
+    assert f"\n{line}; a second forward in each step\n" in capsys.readouterr().out
+
+
+def test_the_planner_refuses_it() -> None:
+    words = ["plan", str(ROOT / "train.toml"), "--gpus", "8xh100", "--dpo.beta=0.1"]
+    assert "dpo.beta: the second forward of DPO is not counted; plan with dpo.beta = 0" in refusal(
+        main, words
+    )
 
 
 def _keys(folder: Path, **keys: object) -> Keys:
