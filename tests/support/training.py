@@ -7,7 +7,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from compose.data.token_files import open_token_set
 from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
 from compose.train.processes import TrainingError
@@ -59,3 +61,20 @@ def train_until_error(keys: dict[str, object], value: float, where: str) -> str:
         except TrainingError as error:
             return str(error)
     return ""
+
+
+def mean_loss(model: torch.nn.Module, folder: Path) -> float:
+    """Over all replies of a token set, each conversation alone."""
+    chats = open_token_set(folder)
+    assert chats.trained is not None
+    total, count, start = 0.0, 0, 0
+    for end in chats.ends.tolist():
+        ids = torch.from_numpy(chats.tokens.read(start, end))
+        learnt = torch.from_numpy(chats.trained.read(start, end) > 0)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        each = F.cross_entropy(logits.float(), ids[1:], reduction="none")
+        total += float(each[learnt[1:]].sum())
+        count += int(learnt[1:].sum())
+        start = end
+    return total / count

@@ -4,17 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from compose.__main__ import main
 from compose.config.tables import Data
 from compose.data.samples import open_samples
-from compose.data.token_files import open_token_set
 from tests.support.command_lines import execute
 from tests.support.data_made import chats
 from tests.support.tokenizers_made import save_tokenizer
-from tests.support.training import lines
+from tests.support.training import lines, mean_loss
 
 RECIPE = "recipes/llama_tiny_sft_cpu.toml"
 
@@ -42,23 +40,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     words = ["--chat", "--workers=1", "--tokenizer", str(tokenizer), "--out", str(folder / "set")]
     assert main(["tokenize", *words, str(source)]) == 0
     return folder / "model", folder / "set"
-
-
-def mean_loss(model: torch.nn.Module, folder: Path) -> float:
-    """Over all replies of a token set, each conversation alone."""
-    chats = open_token_set(folder)
-    assert chats.trained is not None
-    total, count, start = 0.0, 0, 0
-    for end in chats.ends.tolist():
-        ids = torch.from_numpy(chats.tokens.read(start, end))
-        learnt = torch.from_numpy(chats.trained.read(start, end) > 0)
-        with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0, :-1]
-        each = F.cross_entropy(logits.float(), ids[1:], reduction="none")
-        total += float(each[learnt[1:]].sum())
-        count += int(learnt[1:].sum())
-        start = end
-    return total / count
 
 
 @pytest.mark.slow
