@@ -258,7 +258,8 @@ def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
 def _with_role(message: ChatMessage, number: int, names: ChatNames) -> ChatMessage:
     """Return a message with role and content by these names, and a call of ShareGPT as OpenAI's."""
     fields = [_name(message, name, names) for name in _MESSAGE]
-    given, content = message[fields[0]], message.get(fields[1])
+    given: str = message[fields[0]]
+    content = message.get(fields[1])
     role = dict(names.roles).get(given, given)
     if fields[0] == "from":
         if role == given and role not in _ROLES:

@@ -251,26 +251,23 @@ def _arrow_rows(unit: FilePart, field: str) -> Iterator[tuple[int, dict[str, Any
         with pyarrow.memory_map(unit.path) as source:
             if parquet:
                 file = pyarrow.parquet.ParquetFile(source)
-                schema = file.schema_arrow
-            else:
-                # A file that can be read from its end begins with this word; datasets writes streams.
-                seekable = source.read(6) == b"ARROW1"
+                columns = [field] if field else None
+                names, batches = file.schema_arrow.names, file.iter_batches(_BATCH, columns=columns)
+            elif source.read(6) == b"ARROW1":  # a file that is read from its end
+                file = pyarrow.ipc.open_file(source)
+                names, batches = file.schema.names, map(file.get_batch, range(file.num_record_batches))
+            else:  # datasets writes streams
                 source.seek(0)
-                file = pyarrow.ipc.open_file(source) if seekable else pyarrow.ipc.open_stream(source)
-                schema = file.schema
-            if field and field not in schema.names:
-                has = ", ".join(map(repr, schema.names))
+                batches = pyarrow.ipc.open_stream(source)
+                names = batches.schema.names
+            if field and field not in names:
+                has = ", ".join(map(repr, names))
                 raise BadLine(unit.path, 0, f"has no column {field!r} (it has {has}); see --field")
-            columns = [field] if field else schema.names
-            if parquet:
-                batches = file.iter_batches(batch_size=_BATCH, columns=columns)
-            elif seekable:
-                batches = map(file.get_batch, range(file.num_record_batches))
-            else:
-                batches = iter(file)
             for batch in batches:
                 for start in range(0, len(batch), _BATCH):
-                    for row in batch.select(columns).slice(start, _BATCH).to_pylist():
+                    for row in (
+                        batch.select([field] if field else names).slice(start, _BATCH).to_pylist()
+                    ):
                         yield place, row if field else _without_nulls(row)
                         place += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -43,6 +43,7 @@ from compose.errors import ConfigError, noted, refuse_link_out, state_of, write_
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
+_NAMES = ChatNames()
 _REASONS = 5  # bad rows that are shown
 
 
@@ -61,7 +62,7 @@ class TokenizeJob:
     added: bool | None = None
     """Whether a document of text has the tokens that the tokenizer adds to a text; None for chats."""
     skip_bad: bool = False  # leave out rows that cannot be used
-    names: ChatNames = field(default_factory=ChatNames)
+    names: ChatNames = _NAMES
     """How the rows of chats name what they hold."""
 
 
