@@ -73,6 +73,8 @@ class Architecture(Kind):
     """Our fields whose key holds 1 / value."""
     whole_heads: bool = False
     """Whether n_heads must divide dim, even where heads have a width of their own."""
+    kv_heads: int = 0
+    """Key/value heads if no key says another; 0: as many as query heads."""
     head_dim: int = 0
     """Width of a head if no key says another; 0: dim / n_heads."""
     own_head_dim: bool = True
@@ -157,7 +159,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         only={"rope_interleaved": (False,)},  # a key of older files: pairs in Meta's layout
         whole_heads=True,
     ),
-    "mistral": _row("MistralForCausalLM", layers="all", defaults={"window": 4096}),
+    "mistral": _row(
+        "MistralForCausalLM",
+        layers="all",
+        window=4096,
+        kv_heads=8,
+    ),
     "qwen2": _row(
         "Qwen2ForCausalLM",
         fixed={"qkv_bias": True},
@@ -165,6 +172,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=("use_sliding_window", "max_window_layers"),
         window=4096,
         only={"use_mrope": (False,)},
+        kv_heads=32,
     ),
     "smollm3": _row(
         "SmolLM3ForCausalLM",
@@ -173,6 +181,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
         defaults={"tie_embeddings": True},
         theta=2_000_000.0,
+        kv_heads=4,
     ),
     "phi3": _row(
         "Phi3ForCausalLM",
@@ -240,6 +249,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         own_head_dim=False,
         defaults={"norm_eps": 1e-5},
         besides=_DROPOUT,
+        kv_heads=32,
     ),
     "starcoder2": _row(
         "Starcoder2ForCausalLM",
@@ -251,8 +261,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         only={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
         activation="gelu_pytorch_tanh",
         defaults=_TIED,
-        besides=_DROPOUT,
+        besides=(*_DROPOUT, "layer_norm_epsilon"),
         true=("use_bias",),
+        kv_heads=2,
     ),
     "cohere": _row(
         "CohereForCausalLM",
@@ -294,6 +305,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"norm_eps": 1.5625e-7},
         true=("attention_bias",),
         head_dim=128,
+        kv_heads=2,
     ),
     "glm4": _row(
         "Glm4ForCausalLM",
@@ -308,6 +320,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"norm_eps": 1.5625e-7},
         true=("attention_bias",),
         head_dim=128,
+        kv_heads=2,
     ),
     "exaone4": _row(
         "Exaone4ForCausalLM",
@@ -317,6 +330,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=("sliding_window_pattern",),
         defaults={"norm_eps": 1e-5},
         window=4096,
+        kv_heads=32,
     ),
     "ernie4_5": _row(
         "Ernie4_5ForCausalLM",
@@ -325,6 +339,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults=_TIED,
         theta=500_000.0,
         head_dim=128,
+        kv_heads=2,
     ),
     "hunyuan_v1_dense": _row(
         "HunYuanDenseV1ForCausalLM",
@@ -354,6 +369,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         besides=_DROPOUT,
         true=("attention_bias",),
         head_dim=128,
+        kv_heads=8,
     ),
     "arcee": _row(
         "ArceeForCausalLM",
@@ -382,5 +398,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         own_head_dim=False,
         defaults={"norm_eps": 1e-8},
         head_dim=128,
+        kv_heads=20,
+        theta=100_000.0,
     ),
 }

@@ -121,7 +121,8 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     given, values = values, _older(name, values)
     row.keys.check(values)
     chosen = row.read(LlamaConfig, values, besides=("n_kv_heads",))
-    chosen["n_kv_heads"] = size(values, "num_key_value_heads", chosen["n_heads"])
+    absent = row.kv_heads if "num_key_value_heads" not in values else 0
+    chosen["n_kv_heads"] = size(values, "num_key_value_heads", absent or chosen["n_heads"])
     for theirs, fields in row.flags.items():
         chosen |= dict.fromkeys(fields, truth(values, theirs, theirs in row.true))
     for ours in {"attention_scale", *row.inverse} & row.keys.fields.keys():

@@ -106,3 +106,22 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, seed: int) -> None
     randomize(model)
     files = published(dict(model.named_parameters()), name_of("llama", config))
     compare(tmp_path, model, files, hf_config(config), batch=2)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_config_json_leaves_out_is_as_in_transformers(name: str) -> None:
+    """Without any one key a file is read as transformers reads it, or refused."""
+    from transformers import AutoConfig
+
+    whole = hf_config(draw(name, random.Random(f"{name} 0")))
+    # HunYuan's class asks for head_dim where it has a rule.
+    for key in whole.keys() - {"model_type", "architectures", *(["head_dim"] * ("hunyuan" in name))}:
+        values = {one: value for one, value in whole.items() if one != key}
+        try:
+            ours = config_from_hf(values)
+        except ValueError:
+            continue
+        theirs: Any = AutoConfig.for_model(**values)
+        if name == "hyperclovax" and key == "attention_multiplier":
+            theirs.attention_multiplier = None  # it is resolved to what ours takes without one
+        assert config_from_hf(theirs.to_dict()) == ours, key

@@ -380,6 +380,33 @@ def a_bias_is_added_before_the_sum() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def squares_are_of_a_rank_alone() -> Iterator[None]:
+    """A norm over the whole width of queries or keys takes a rank's own part for the whole."""
+
+    def alone(forward: str, backward: str, group: str, squares: Tensor) -> Tensor:
+        return squares
+
+    with mock.patch.object(local_parallel, "send_stream", alone):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (a_bias_is_added_before_the_sum, "llama, biases"),
+        (squares_are_of_a_rank_alone, "llama, wide norms"),
+    ],
+)
+def test_a_fault_in_an_option_of_llama_is_named(pool: Pool, fault: Fault, name: str) -> None:
+    _, mesh = keys_of(KEYS[name], "tp 2")
+    assert agreed(pool.run(prove_case, 2, mesh)).ok
+    report = pool.run(with_fault, 2, fault, mesh)[0]
+    assert not report.ok
+    assert any(row.quantity == "loss" for row in report.failed)
+
+
 # All but the keys' biases, which change no logit: a query's scores all move by the same.
 EVERYTHING = {"embeddings.*", "*norm.*", "*.w[qvo12].*", "*.wk.weight"}
 
