@@ -1,18 +1,20 @@
 """The architectures that a Llama of options can be: each beside transformers, with drawn options."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from compose.checkpoint.hf_folder import name_of
 from models import llama
 from models.llama.architectures import ARCHITECTURES, Architecture
 from models.llama.hf import config_from_hf, hf_config
 from tests.support.helpers import tier
-from tests.support.transformers_models import compare, published, randomize
+from tests.support.transformers_models import attend_row_by_row, compare, published, randomize
 
 
 def draw(name: str, rng: random.Random) -> llama.Config:
@@ -25,7 +27,7 @@ def draw(name: str, rng: random.Random) -> llama.Config:
     if row.own_head_dim and rng.random() < 0.5:
         dim = heads * rng.randint(4, 9) if row.whole_heads else rng.randint(30, 60)
     n_layers = rng.randint(1, 5)
-    free: dict[str, Any] = {}
+    free: dict[str, Any] = {} if "norm_eps" in row.fixed else {"norm_eps": rng.choice([1e-6, 1e-3])}
     for fields in row.flags.values():
         free |= dict.fromkeys(fields, rng.random() < 0.6)
     for field in row.keys.fields:
@@ -34,7 +36,7 @@ def draw(name: str, rng: random.Random) -> llama.Config:
     if "rotary_dim" not in row.fixed:
         free["rotary_dim"] = rng.choice([0, *range(4, width, 2)])
     config = llama.Config(
-        **row.fixed
+        **dict(row.fixed)
         | free
         | _drawn_layers(row, n_layers, rng)
         | _drawn_rope(name, free.get("rotary_dim") or width, rng),
@@ -48,7 +50,6 @@ def draw(name: str, rng: random.Random) -> llama.Config:
         tie_embeddings=rng.random() < 0.5,
         activation=rng.choice(["silu", "gelu", "gelu_tanh", "relu2"]),
         architecture=name,
-        **({} if "norm_eps" in row.fixed else {"norm_eps": rng.choice([1e-6, 1e-3])}),
     )
     # In the form in which a config.json is read: the shortest pattern, and no unused field.
     return config_from_hf(hf_config(config))
@@ -125,3 +126,61 @@ def test_what_config_json_leaves_out_is_as_in_transformers(name: str) -> None:
         if name == "hyperclovax" and key == "attention_multiplier":
             theirs.attention_multiplier = None  # it is resolved to what ours takes without one
         assert config_from_hf(theirs.to_dict()) == ours, key
+
+
+@pytest.mark.parametrize("name", ["arcee", "olmo3", "cohere2"])
+def test_flops_equal_what_torch_counts(name: str) -> None:
+    row = ARCHITECTURES[name]
+    layers = {"window": 9, "layer_pattern": "wF" if "rotated" in row.layers else "w"}
+    sizes: dict[str, Any] = {"n_layers": 2, "head_dim": 10, "dim": 60, "architecture": name}
+    config = llama.Config(**{**row.fixed, **sizes, **(layers if row.layers else {})})
+    model, tokens = llama.Model(config), torch.randint(config.vocab_size, (2, 37))
+    attend_row_by_row(model)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counted = counter.get_total_flops() / (2 * 37)
+    assert config.flops_per_token(37) == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"head_dim": 15}, "head_dim: 15 is not even, and RoPE rotates pairs"),
+        ({"rotary_dim": 18}, "rotary_dim: 18 is more than a head's 16"),
+        ({"layer_pattern": "wx"}, 'layer_pattern: "wx" should be letters w, f, W and F'),
+        ({"activation": "tanh"}, 'activation: "tanh" is none of silu, gelu, gelu_tanh, relu2'),
+        ({"norm_before": False}, "norm_before: False leaves no norm; set norm_after"),
+        ({"parallel_block": True, "norm_after": True}, "parallel_block: True needs norm_before alone"),
+        ({"residual_scale": 0.0}, "residual_scale: 0.0 should be above 0"),
+        (
+            {"rope_rule": "longrope", "rope_short_factors": (1.0,)},
+            "rope_short_factors: should be 8 numbers above 0, one for each pair",
+        ),
+        (
+            {"rope_rule": "yarn", "rope_scaling": 2.0, "rope_beta_slow": 40.0},
+            "rope_beta_slow: 40.0 should be above 0, at most 32.0",
+        ),
+    ],
+)
+def test_config_errors(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        llama.Config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"qkv_bias": True}, "qkv_bias: LlamaForCausalLM has the same value for qkv_bias, wo_bias"),
+        ({"architecture": "qwen2"}, "qkv_bias: Qwen2ForCausalLM has True alone"),
+        ({"qk_norm": "head"}, "qk_norm: LlamaForCausalLM has none"),
+    ],
+)
+def test_what_an_architecture_cannot_have_is_not_written(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}, so no file of theirs can hold this"):
+        hf_config(llama.Config(**fields))
+
+
+def test_where_frequencies_follow_the_length_it_has_a_bound() -> None:
+    scaled: dict[str, Any] = {"rope_scaling": 2.0, "rope_original_seq_len": 64}
+    assert llama.Config(**scaled, rope_rule="dynamic").max_seq_len == 64
+    assert llama.Config(**scaled, rope_rule="yarn").max_seq_len is None
