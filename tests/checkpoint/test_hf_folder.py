@@ -140,6 +140,7 @@ CUT: list[tuple[str, Keys]] = [
     ("llama", parallel(dp_shard=2, tp=2)),
     ("tied", parallel(dp_shard=4, tp=2)),
     ("tied", STAGES),
+    ("phi3", parallel(dp_shard=2, tp=2)),
     ("qwen3", parallel(dp_shard=2, ep=2)),
     *((name, parallel(dp_shard=2, tp=2, ep=2)) for name in ("gpt_oss", "mixtral", "deepseek_v3")),
     ("deepseek_v3", parallel(pp=2, tp=2, ep=2)),

@@ -29,6 +29,7 @@ FOLDERS: dict[str, ModuleType] = {
 
 
 MODELS: dict[str, dict[str, object]] = {
+    "phi3": {"model__architecture": "phi3", "model__n_layers": 2},
     "gpt2": {"model__name": "gpt2"},
     "gpt2, not tied": {"model__name": "gpt2", "model__tie_embeddings": False},
     "llama": {},
