@@ -22,9 +22,9 @@ import torch
 from compose import init_mesh
 from compose.build import build
 from compose.cli.command_line import parse
-from compose.cli.sampling import Cache, next_logits, open_cache
 from compose.composition import Composition
 from compose.train.processes import process_group
+from compose.train.sampling import Cache, next_logits, open_cache
 
 TRAIN_TOML = str(Path(__file__).parent.parent / "train.toml")
 EARLY, LATE = 20, 200

@@ -99,6 +99,11 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
             config = with_steps(config, data)
     with noted(problems):
         job = rules.check(config, world_size)
+    if data and job and config.metrics.samples_every:
+        from compose.train.samples import Prompts
+
+        with noted(of_data):
+            Prompts(config, data.sets)
     if not dry_run:
         problems += device_problems(config)
     problems += of_data

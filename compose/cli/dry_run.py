@@ -5,43 +5,18 @@ one process shows what any number of ranks would hold.
 """
 
 import copy
-import math
 import os
 import re
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from compose.apply import apply
 from compose.config.addons import brought
 from compose.config.job import Job
-from compose.config.tables import Config
 from compose.memory.float8 import select_layers
-from compose.ops.tensors import local_tensor
 from compose.optim.lr_schedule import short_of_warmup
-from compose.optim.optimizers import OPTIMIZERS
-from compose.optim.parameter_rules import parameter_rules
-from compose.parallel.hpz import hpz_experts
 from compose.parallel.mesh import AXES, init_mesh
+from compose.train.state_bytes import Placed, placements, state_bytes
 
 _PURPOSES = ("weights", "gradients", "activations")
-
-
-@dataclass(frozen=True)
-class Placed:
-    """One parameter as the first rank of its stage holds it; that rank has the largest shards."""
-
-    name: str
-    pp: int  # the stage's rank on the pp axis
-    shape: tuple[int, ...]
-    placements: dict[str, str]  # by axis; axes of size 1 are left out
-    local_shape: tuple[int, ...]
-    whole_bytes: int  # the part of this tp or ep rank, gathered over the data axes, in param_dtype
-    local_bytes: int  # bytes of the master weight's shard, or of a frozen weight's
-    trained: bool = True
 
 
 def describe(job: Job) -> None:
@@ -73,32 +48,6 @@ def _stage(job: Job, rank: int) -> list[Placed]:
         model = copy.deepcopy(job.model)
         apply(model, job.resolved, mesh, job.options)
         return placements(model, mesh, job.config)
-
-
-def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
-    """Return every parameter of a model that was cut."""
-    width = getattr(torch, config.precision.param).itemsize
-    stage = mesh["pp"].get_local_rank()
-    result = []
-    for name, parameter in model.named_parameters():
-        local: torch.Tensor = parameter
-        by_axis: dict[str, str] = {}
-        parts = 1
-        if isinstance(parameter, DTensor):
-            local = local_tensor(parameter)
-            names = parameter.device_mesh.mesh_dim_names or ()
-            sizes = parameter.device_mesh.shape
-            for axis, size, placement in zip(names, sizes, parameter.placements, strict=True):
-                if size > 1:
-                    by_axis[axis] = "R" if placement.is_replicate() else f"S({placement.dim})"  # type: ignore[attr-defined]
-                    # FSDP does not gather over these axes.
-                    if axis in ("tp", "ep") and not placement.is_replicate():
-                        parts *= size
-        whole = parameter.numel() // parts * width
-        held = local.numel() * parameter.itemsize
-        shapes = tuple(parameter.shape), by_axis, tuple(local.shape)
-        result.append(Placed(name, stage, *shapes, whole, held, parameter.requires_grad))
-    return result
 
 
 def _messages(job: Job) -> list[str]:
@@ -167,35 +116,11 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     adapters = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
-    rules = parameter_rules(job.model, job.plan, config.optimizer)
-    state = getattr(torch, config.precision.optimizer_state).itemsize
-    zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
-    param_size = getattr(torch, config.precision.param).itemsize
     train, lora = config.train, config.model.lora
-    # Nearly all weights are frozen where there are adapters.
-    kept = config.precision.param if lora.rank else config.precision.master
-
-    def states(name: str) -> int:
-        return len(OPTIMIZERS[rules[name].optimizer].state)
-
-    def sizes(stage: list[Placed]) -> list[tuple[str, int]]:
-        trained = [p for p in stage if p.trained]
-        local, whole = sum(p.local_bytes for p in trained), sum(p.whole_bytes for p in trained)
-        # Before the reduction, ZeRO-1 holds whole gradients. After it, and in ZeRO-2, they are sharded.
-        gradients = local if zero >= 2 else max(local, whole // param_size * reduce_size)
-        return [
-            (f"weights ({kept})", sum(p.local_bytes for p in stage)),
-            ("gradients", gradients),
-            (
-                f"optimizer ({config.optimizer.name})",
-                sum(math.prod(p.local_shape) * state * states(p.name) for p in trained),
-            ),
-            ("gathered in a step", _gathered(stage, config)),
-        ]
-
-    fullest = max(placed, key=lambda stage: sum(size for _, size in sizes(stage)))
-    *rows, (_, whole) = sizes(fullest)
-    rank = f"first of pp rank {fullest[0].pp}" if len(placed) > 1 else "first"
+    sizes = [state_bytes(stage, job) for stage in placed]
+    fullest = max(range(len(placed)), key=lambda stage: sum(sizes[stage].values()))
+    *rows, (_, whole) = sizes[fullest].items()
+    rank = f"first of pp rank {fullest}" if len(placed) > 1 else "first"
     tokens = train.global_batch * train.seq_len
     lines = [
         f"parameters: {parameters:,}" + (f", of which {adapters:,} are trained" if lora.rank else ""),
@@ -212,21 +137,6 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     if whole:
         lines.append(f"  {'gathered in a step':<20}{_bytes(whole)} ({config.precision.param})")
     return lines
-
-
-def _gathered(stage: list[Placed], config: Config) -> int:
-    """Return the bytes of gathered parameters kept for a step; zero 3 keeps those of neighbours."""
-    parallel = config.parallel
-    if parallel.zero < 3:
-        return sum(p.whole_bytes for p in stage) if any(p.placements for p in stage) else 0
-    if parallel.zero3_reshard in (0, parallel.dp_shard * parallel.cp):
-        return 0
-    experts = hpz_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)
-    result = 0
-    for p in stage:
-        near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard
-        result += p.whole_bytes // near if near else 0
-    return result
 
 
 def _bytes(size: int) -> str:

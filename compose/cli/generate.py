@@ -27,7 +27,6 @@ from compose.cli.command_line import (
     named_path,
     read_words,
 )
-from compose.cli.sampling import Sampling, sample, text_of
 from compose.composition import Composition
 from compose.config import rules
 from compose.config.hugging_face import model_folder
@@ -37,7 +36,6 @@ from compose.config.tables import Checkpoint, Config, without_add_ons
 from compose.config.toml import load as load_toml
 from compose.config.toml import override, typed
 from compose.data.chat_messages import Chat, read_chat
-from compose.data.chat_replies import Replies
 from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
@@ -46,6 +44,7 @@ from compose.memory.compilation import Compile
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel, init_mesh
 from compose.train.processes import process_group
+from compose.train.sampling import Sampling, chat_ids, sample, text_of
 
 Prompt = str | Chat
 """A text, or the messages before a reply."""
@@ -323,14 +322,4 @@ def encode_prompts(
         return [tokenizer.encode(text, added=special, markup=special) for text in texts]
     if not isinstance(tokenizer, JsonTokenizer):
         raise flag_error("--chat", "bytes have no chat template")
-    replies, result = Replies(tokenizer), []
-    for prompt in prompts:
-        plain = isinstance(prompt, str)
-        asked = Chat([{"role": "user", "content": prompt}], [], {}) if plain else prompt
-        try:
-            messages = asked.messages if plain else replies.form(asked)[0]
-            written = replies.template.text(messages, asked.more, prompt=True)
-        except ValueError as error:
-            raise ConfigError(f"{tokenizer.path.parent}: {error}") from None
-        result.append(tokenizer.encode_markup(written)[0])
-    return result
+    return chat_ids(tokenizer, prompts)

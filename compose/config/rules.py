@@ -150,6 +150,28 @@ def _noise_scale(job: Job) -> None:
 
 
 @RUN.add(
+    "metrics.samples_every goes with metrics.prompts, and with a model that continues a text",
+    "without a prompt there is no sample, and other tasks make none of a text",
+)
+def _samples(job: Job) -> None:
+    options, name = job.config.metrics, job.config.model.name
+    if not options.samples_every:
+        return
+    problem = ""
+    if find_model(name).task:
+        problem = f"continues texts, and model.name = {name} learns no text; use 0"
+    elif not options.prompts or not all(options.prompts):
+        problem = 'needs texts to continue; set metrics.prompts, as ["Once upon a time"], or 0'
+    if problem:
+        raise ConfigError(f"metrics.samples_every: {options.samples_every} {problem}")
+
+
+RUN.add("the other keys of samples go with metrics.samples_every", "without it they are never read")(
+    setup.all_keys_read("metrics", lambda job: job.config.metrics)
+)
+
+
+@RUN.add(
     "with train.loss_chunk, the plan names the output projection", "a loss in chunks takes its place"
 )
 def _output(job: Job) -> None:

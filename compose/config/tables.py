@@ -22,6 +22,7 @@ from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 
+_SAMPLES = ReadWith("is read with samples; set {}", samples_every=())
 _PATIENCE = ReadWith("is read with patience; set {}", patience=())
 
 
@@ -85,6 +86,14 @@ class Metrics:
     """Steps between console lines; metrics.jsonl has one line for every step."""
     noise_scale: bool = False
     """Measure the gradient noise scale: the batch size up to which a larger one pays."""
+    samples_every: NonNegative = 0
+    """Steps between texts that the model continues, once at the end besides; 0 is never."""
+    prompts: Annotated[tuple[str, ...], _SAMPLES] = ()
+    """The texts to continue; with chats, messages to reply to."""
+    sample_tokens: Annotated[Positive, _SAMPLES] = 64
+    """Most tokens of a continuation."""
+    sample_temperature: Annotated[float, Field(ge=0), _SAMPLES] = 0.0
+    """Divides the logits, and a token is drawn by train.seed; 0 takes the likeliest token."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from compose.data.samples import Samples, open_samples, random_batch
 from compose.data.special_tokens import CONFIG, GENERATION, MODEL, read_beside
 from compose.data.tokenizer import (
     FILE,
+    Bytes,
+    Tokenizer,
     copy_tokenizer,
     copy_with_config,
     open_tokenizer,
@@ -159,6 +161,22 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
         "seq_len": config.train.seq_len,
         "seed": config.train.seed,
     }
+
+
+def tokenizer_of(config: Config, sets: Sequence[Samples]) -> Tokenizer:
+    """Return the tokenizer of the data, or else that of ``checkpoint.load_hf``."""
+    folders = [each.token_set.path for each in sets if each.token_set]
+    original = config.checkpoint.load_hf
+    folders += [Path(original)] if original else []
+    for folder in folders:
+        if (folder / FILE).exists():
+            return open_tokenizer(folder)
+    if all(each.tokenizer == "" for each in sets):
+        return Bytes()
+    raise ConfigError(
+        f"metrics.prompts: {sets[0].name} has no tokenizer to encode them; use a folder of compose"
+        " tokenize, or metrics.samples_every = 0"
+    )
 
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:

@@ -118,6 +118,13 @@ class Conversations:
         """A digest of the tokens and of the marks of what is learnt."""
         return f"{self.tokens.digest}/{self.trained.digest}"
 
+    @property
+    def packing(self) -> str:
+        """How many conversations share a sample, and how full it is, on average."""
+        many, full = np.count_nonzero(self.lengths), self.lengths.sum() / self.seq_len
+        samples = len(self.bins)
+        return f"{many / samples:.1f} conversations in a sample, {full / samples:.1%} full"
+
     def __len__(self) -> int:
         return len(self.bins)
 
@@ -258,6 +265,12 @@ class Windows:
     def content(self) -> str:
         """The digest of the row."""
         return self.row.digest
+
+    @property
+    def packing(self) -> str:
+        """How many documents a sample cuts from the row on average, if that is known."""
+        many = len(self.token_set.ends) / len(self) if self.token_set else 0
+        return f"windows of one row of tokens{f', {many:.1f} documents in each' if many else ''}"
 
     def __len__(self) -> int:
         return (len(self.row) - 1) // self.seq_len

@@ -188,7 +188,9 @@ def store_in_first_rank() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-Phase = Literal["the data", "forward and backward", "the optimizer's part", "the profile", "validation"]
+Phase = Literal[
+    "the data", "forward and backward", "the optimizer's part", "the profile", "validation", "samples"
+]
 # In the order of a step.
 _PHASES = get_args(Phase)
 

@@ -164,6 +164,10 @@ class Hook(HasState):
     def after_step(self, step: int) -> None:
         """Act when the step is measured; the time is not the step's."""
 
+    def measure(self, step: int) -> dict[str, Any]:
+        """Return what metrics.jsonl gets of the weights after the step, by key; the time is not its."""
+        return {}
+
     def finish(self) -> None:
         """End what goes over several steps, since none follows; before the last save."""
 
@@ -181,6 +185,10 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
         from compose.train.noise_scale import NoiseScale
 
         results.append(NoiseScale(trainer))
+    if config.metrics.samples_every:
+        from compose.train.samples import Samples
+
+        results.append(Samples(trainer))
     for _, hooks in brought("hooks"):
         results += hooks(trainer)
     return [*results, Garbage()]

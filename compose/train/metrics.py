@@ -215,7 +215,8 @@ class TensorBoard(Sink):
         try:
             for name, value in _scalars(metrics.values()) if self.events else ():
                 if name != "step" and value is not None:
-                    self.events.add_scalar(name, value, metrics.step)
+                    add = self.events.add_text if isinstance(value, str) else self.events.add_scalar
+                    add(name, value, metrics.step)
         except OSError as error:  # an error of TensorBoard's thread, which then writes no more
             self.events = None
             _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
@@ -244,6 +245,8 @@ class Console(Sink):
         if due or metrics.validation_loss is not None:
             left = (self.last_step - step) * self.tokens / metrics.tokens_per_second
             self.say(metrics.console(self.steps, left))
+        for prompt, text in metrics.more.get("texts", {}).items():
+            self.say(f"step {step}: {prompt!r} continues {text!r}")
 
 
 SINKS: tuple[type[Sink], ...] = (JsonLines, TensorBoard, Console)

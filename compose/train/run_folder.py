@@ -6,10 +6,12 @@ import stat
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+import torch
 import torch.distributed as dist
 
 from compose.checkpoint.checkpointer import Progress
@@ -20,12 +22,13 @@ from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
-from compose.data.samples import Conversations
+from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
 from compose.optim.lr_schedule import short_of_warmup
-from compose.parallel.mesh import crosses_nodes
+from compose.parallel.mesh import AXES, crosses_nodes
 from compose.train.metrics import Sink, StepMetrics, open_sinks
+from compose.train.state_bytes import placements, state_bytes
 from compose.train.workers import Worker
 
 _FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
@@ -139,6 +142,44 @@ def _new() -> Path:
             return folder
 
 
+def overview(
+    job: Job, composition: Composition, sets: Sequence[Samples], resumed: Progress | None
+) -> dict[str, str]:
+    """Return what a run trains, on what and where, by name; ``resumed`` is what a checkpoint held."""
+    config, train, lora = job.config, job.config.train, job.config.model.lora
+    weights = f"drawn by train.seed {train.seed}"
+    if config.checkpoint.load_hf:
+        weights = f"of {config.checkpoint.load_hf}"
+    held = f"of the checkpoint of step {resumed.step}" if resumed else ""
+    adapters = held or (f"of {lora.load}" if lora.load else f"drawn by train.seed {train.seed}")
+    count = sum(p.numel() for p in job.model.parameters())
+    trained = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
+    share = f"of which {trained:,} are trained ({trained / count:.2%})"
+    samples, steps = sum(map(len, sets)), train.last_step
+    used = steps * train.global_batch
+    named = [f"{each.name} {len(each):,}" for each in sets]
+    packing = [text for each in sets if (text := getattr(each, "packing", ""))]
+    axes = [f"{axis} {n}" for axis in (*AXES, "ep") if (n := getattr(config.parallel, axis)) > 1]
+    axes.append(f"zero {config.parallel.zero}")
+    ranks = job.world_size * job.islands
+    device = composition.mesh.device_type
+    placed = placements(composition.model, composition.mesh, config)
+    size = sum(state_bytes(placed, job).values()) / 2**30
+    return {
+        "weights": f"{weights}; adapters {adapters}" if lora.rank else held or weights,
+        "parameters": f"{count:,}, {share if trained < count else 'all trained'}",
+        "samples": f"{samples:,} of {train.seq_len:,} tokens ({', '.join(named)})",
+        **({"packing": "; ".join(packing)} if packing else {}),
+        "tokens": f"{used * train.seq_len:,}, {train.global_batch * train.seq_len:,} in a step",
+        "epochs": f"{used / samples:.4g}",
+        "steps": f"{steps:,}" + (f" of {train.steps:,}" if steps < train.steps else ""),
+        "mesh": f"{ranks} rank{'s' * (ranks > 1)}: {', '.join(axes)}",
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "memory": f"{size:.3g} GiB of weights, gradients and optimizer on the first rank;"
+        " python -m compose plan tells activations too",
+    }
+
+
 class Report:
     """The files and the console of a run; other ranks' reports do nothing."""
 
@@ -173,6 +214,9 @@ class Report:
                 self.say(f"{each.name}:\n{each.table()}")
         count = sum(p.numel() for p in job.model.parameters())
         self.say(f"{self.folder}: {count:,} parameters")
+        if self.worker.speaks:
+            rows = overview(job, composition, self.sets, resumed)
+            self.say("\n".join(f"  {name:<12}{text}" for name, text in rows.items()))
         if job.islands > 1:
             self.say(f"{job.islands} islands of {job.world_size} ranks, which train alone")
         if composition.float8.recipe != "off":

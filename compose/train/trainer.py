@@ -135,7 +135,8 @@ class Trainer:
             enough = self.validation.enough(self.progress.validations)
             if number == first:
                 set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.group)
-            self.report.write(replace(metrics, validation_loss=measured))
+            more = {name: v for hook in self.hooks for name, v in hook.measure(number).items()}
+            self.report.write(replace(metrics, validation_loss=measured, more={**metrics.more, **more}))
             code, failed = self.read.said
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)

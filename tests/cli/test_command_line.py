@@ -5,9 +5,9 @@ import re
 import pytest
 
 from compose.cli import COMMANDS
-from compose.cli.sampling import Sampling
 from compose.config.tables import TABLES
 from compose.errors import docs
+from compose.train.sampling import Sampling
 from tests.support.command_lines import answered
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import compose.memory.float8 as float8
 import train
 from compose.build import build
-from compose.cli.dry_run import Placed, placements
 from compose.config.job import Job
 from compose.config.rules import check
 from compose.config.toml import load
+from compose.train.state_bytes import Placed, placements
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, SMALL, make_job
 from tests.support.pool import Pool, make_mesh

@@ -17,10 +17,10 @@ from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer, Progress
 from compose.checkpoint.hf_folder import load_hf, name_of
 from compose.cli.generate import _tokenizer, job_of, open_model
-from compose.cli.sampling import Sampling, next_logits, sample, sample_token
 from compose.config.toml import dump
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
+from compose.train.sampling import Sampling, next_logits, sample, sample_token
 from compose.weights import materialize
 from models import llama
 from tests.support.command_lines import execute

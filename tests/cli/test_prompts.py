@@ -9,7 +9,6 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from compose.cli.generate import encode_prompts, given_prompts
-from compose.cli.sampling import penalized
 from compose.data.generation_config import (
     KEYS,
     end_ids,
@@ -18,6 +17,7 @@ from compose.data.generation_config import (
     turn_ends,
 )
 from compose.data.tokenizer import Bytes, open_tokenizer
+from compose.train.sampling import penalized
 from tests.support.helpers import refusal
 from tests.support.tokenizer_kinds import KINDS, save_kind
 from tests.support.tokenizers_made import CHATML

@@ -268,9 +268,12 @@ def test_a_slow_start_on_a_gpu_is_said(
     config, on_gpu = job.config, mock.Mock(mesh=mock.Mock(device_type="cuda"))
     on_gpu.float8.recipe = "off"
     batches = training_batches(config, open_data(config))
-    with contextlib.closing(
-        Report(config, RunFolder(str(tmp_path), False), batches, 0, Worker())
-    ) as report:
+    with (
+        contextlib.closing(
+            Report(config, RunFolder(str(tmp_path), False), batches, 0, Worker())
+        ) as report,
+        mock.patch("compose.train.run_folder.overview", return_value={}),
+    ):
         report.begin(job, on_gpu, None)
     said = (
         'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'
@@ -278,6 +281,40 @@ def test_a_slow_start_on_a_gpu_is_said(
     )
     assert (said in capsys.readouterr().out) == (not quick)
     assert (ROOT / "recipes/llama_one_gpu.toml").exists()
+
+
+def test_a_run_begins_with_a_table(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run with adapters, begun anew and gone on with."""
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"x" * (24 * 32 + 1))
+    keys = {
+        "data__path": str(text),
+        "train__epochs": 2,
+        "train__global_batch": 8,
+        "train__seq_len": 32,
+        "train__stop_after": 2,
+        "model__lora__rank": 2,
+        "model__lora__targets": '["layers.*.attention.wq"]',
+    }
+    for adapters in ("drawn by train.seed 0", "of the checkpoint of step 2"):
+        _trainer(tmp_path / "run", **keys).run()
+        rows = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        assert rows == [
+            f"weights     drawn by train.seed 0; adapters {adapters}",
+            "parameters  9,872, of which 64 are trained (0.65%)",
+            f"samples     24 of 32 tokens ({text} 24)",
+            "packing     windows of one row of tokens",
+            "tokens      512, 256 in a step",
+            "epochs      0.6667",
+            "steps       2 of 6",
+            "mesh        1 rank: zero 3",
+            "device      cpu",
+            # 4 bytes of each weight, 12 more of each that is trained.
+            f"memory      {(4 * 9872 + 12 * 64) / 2**30:.3g} GiB of weights, gradients and optimizer on"
+            " the first rank; python -m compose plan tells activations too",
+        ]
 
 
 class OnGpu(Tensor):

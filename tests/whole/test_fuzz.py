@@ -23,10 +23,10 @@ import train
 from compose.__main__ import main
 from compose.checkpoint import store
 from compose.checkpoint.hf_conversion import export
-from compose.cli.sampling import Sampling, sample_token
 from compose.errors import ConfigError
 from compose.planner.cluster import FOLDER
 from compose.train.processes import TrainingError
+from compose.train.sampling import Sampling, sample_token
 from tests.support.fuzz_cases import GIVEN, STEP, Case, Command, Valid
 from tests.support.fuzzing import TooSlow, Watch, limits
 from tests.support.helpers import ROOT

@@ -26,9 +26,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compose.cli.command_line import flag_error
 from compose.composition import Composition
-from compose.data.tokenizer import Tokenizer
+from compose.config.toml import COMMAND_LINE
+from compose.data.chat_messages import Chat
+from compose.data.chat_replies import Replies
+from compose.data.tokenizer import JsonTokenizer, Tokenizer
 from compose.errors import ConfigError, NonNegative, Positive
 from compose.ops.attention import AttentionOptions, attention
 from compose.parallel.expert_parallel import routers
@@ -197,7 +199,7 @@ def open_cache(composition: Composition, wanted: Wanted) -> Cache | None:
     if not why:
         return Cache(composition)
     if wanted == "on":
-        raise flag_error("--cache", f"on, but {why}; use --cache auto")
+        raise ConfigError(f"{COMMAND_LINE}: --cache: on, but {why}; use --cache auto")
     if dist.get_rank() == 0:
         print(f"generate: every token runs the whole text again: {why}", file=sys.stderr)
     return None
@@ -344,6 +346,24 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     ordered, places = probabilities.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
     return probabilities.index_fill(0, places[before >= top_p], 0.0)
+
+
+def chat_ids(tokenizer: JsonTokenizer, prompts: Sequence[str | Chat]) -> list[list[int]]:
+    """Return the ids of each prompt, as the tokenizer's chat template writes it before a reply.
+
+    A text is the message of a user.
+    """
+    replies, result = Replies(tokenizer), []
+    for prompt in prompts:
+        plain = isinstance(prompt, str)
+        asked = Chat([{"role": "user", "content": prompt}], [], {}) if plain else prompt
+        try:
+            messages = asked.messages if plain else replies.form(asked)[0]
+            written = replies.template.text(messages, asked.more, prompt=True)
+        except ValueError as error:
+            raise ConfigError(f"{tokenizer.path.parent}: {error}") from None
+        result.append(tokenizer.encode_markup(written)[0])
+    return result
 
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

@@ -15,7 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose import AttentionOptions, Documents, Parallel, Plan, apply
 from compose.build import build
-from compose.cli.sampling import (
+from compose.composition import Composition
+from compose.data.tokenizer import Bytes
+from compose.ops.attention import attention
+from compose.train.sampling import (
     Cache,
     KeyValues,
     Sampling,
@@ -27,9 +30,6 @@ from compose.cli.sampling import (
     sample_token,
     text_of,
 )
-from compose.composition import Composition
-from compose.data.tokenizer import Bytes
-from compose.ops.attention import attention
 from models.layers.attention import AttentionCore
 from tests.support.helpers import Keys, keys_in, make_job, parallel, refusal, tier
 from tests.support.pool import Pool, make_mesh

@@ -1,0 +1,82 @@
+"""Texts that the model continues while it is trained, for a person to look at."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compose.config.models import max_seq_len
+from compose.config.tables import Config
+from compose.data.datasets import tokenizer_of
+from compose.data.generation_config import end_ids
+from compose.data.samples import Samples as SampleSet
+from compose.data.tokenizer import JsonTokenizer
+from compose.errors import ConfigError
+from compose.train.heartbeat import report_phase
+from compose.train.hooks import Hook
+from compose.train.sampling import Sampling, chat_ids, obstacle, sample, text_of
+
+if TYPE_CHECKING:
+    from compose.train.trainer import Trainer
+
+
+class Prompts:
+    """The prompts of ``metrics.prompts`` as ids, and what ends a text."""
+
+    def __init__(self, config: Config, sets: Sequence[SampleSet]) -> None:
+        """Encode the prompts; with chats they are messages of a user, in the tokenizer's template.
+
+        Raises ConfigError if there is no tokenizer, a prompt has no token, or a text is too long.
+        """
+        given, more = config.metrics.prompts, config.metrics.sample_tokens
+        self.tokenizer = tokenizer = tokenizer_of(config, sets)
+        chats = any(each.token_set.manifest.kind != "text" for each in sets if each.token_set)
+        if chats and isinstance(tokenizer, JsonTokenizer):
+            encoded = chat_ids(tokenizer, given)
+        else:
+            encoded = [tokenizer.encode(text, added=True, markup=True) for text in given]
+        self.ids = dict(zip(given, encoded, strict=True))
+        """The tokens of each prompt, by its text."""
+        most = max_seq_len(config.model.config)
+        for prompt, ids in self.ids.items():
+            if not ids:
+                raise ConfigError(f"metrics.prompts: {prompt!r} has no token of {tokenizer.name}")
+            if most is not None and len(ids) + more > most:
+                raise ConfigError(
+                    f"metrics.sample_tokens: {more} after a prompt of {len(ids)} are more than the"
+                    f" {most} positions that the model has"
+                )
+        original = config.checkpoint.load_hf
+        ends = [each.token_set.manifest.tokenizer.end for each in sets if each.token_set]
+        self.ends = {*end_ids(tokenizer, Path(original) if original else None), *ends}
+
+
+class Samples(Hook):
+    """Continues the prompts every ``metrics.samples_every`` steps, and at the end."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        options, train = trainer.config.metrics, trainer.config.train
+        self.composition = trainer.composition
+        self.prompts = Prompts(trainer.config, trainer.batches.sets)
+        self.every, self.last = options.samples_every, train.last_step
+        temperature = options.sample_temperature
+        self.sampling = Sampling(options.sample_tokens, temperature, seed=train.seed)
+
+    def measure(self, step: int) -> dict[str, Any]:
+        """Return the continuation of each prompt as ``texts``; nothing of training is changed."""
+        if step % self.every and step != self.last:
+            return {}
+        texts: dict[str, str] = {}
+        # Each length would need a graph of its own.
+        with torch.compiler.set_stance("force_eager"):
+            if self.sampling.cache == "auto":
+                cache = "off" if obstacle(self.composition) else "on"
+                self.sampling = replace(self.sampling, cache=cache)
+            for prompt, ids in self.prompts.ids.items():
+                report_phase(step, "samples")
+                tokens = [*sample(self.composition, ids, self.sampling, self.prompts.ends)]
+                _, *pieces = text_of(self.prompts.tokenizer, ids, tokens)
+                texts[prompt] = "".join(pieces)
+        return {"texts": texts}

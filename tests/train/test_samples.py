@@ -1,0 +1,154 @@
+"""Texts that are made while a run trains: on any mesh the same ones, and training does not notice."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from compose.data.datasets import open_data
+from compose.train.samples import Prompts
+from tests.support.command_lines import QUICK, answered, execute
+from tests.support.helpers import (
+    Keys,
+    keys_in,
+    make_config,
+    make_job,
+    ranks_in,
+    refusal,
+    refusals,
+    refused,
+    tier,
+)
+from tests.support.pool import Pool
+from tests.support.training import keys_for, lines, train
+
+PROMPTS = ["def f(", "import "]
+SAMPLING: Keys = {
+    "metrics__samples_every": 3,
+    "metrics__prompts": PROMPTS,
+    "metrics__sample_tokens": 9,
+}
+BASE: Keys = {"train__steps": 4, "train__global_batch": 4, "train__seq_len": 16}
+EXPERTS = "model.name=qwen3 model.preset=debug_moe"
+MESHES = {
+    "zero 3": "dp_shard=2",
+    "zero 1": "dp_shard=2 zero=1",
+    "replicas": "dp_replicate=2 zero=0",
+    "tp": "tp=2",
+    "ring": "cp=2",
+    "ulysses": "cp=2 cp_method=ulysses",
+    "pipeline": "pp=2 train.micro_batch=1",
+    "tp, odd": "tp=2 sequence=false loss=false train.seq_len=15",
+    "islands": "dp_replicate=2 outer.every=2",
+    "pipeline x tp": "pp=2 tp=2 pp_schedule=ZBVZeroBubble train.micro_batch=1",
+    "cp x dp": "cp=2 dp_shard=2 zero=2",
+    "compiled": "dp_shard=2 compile.mode=block",
+    "codes": "dp_shard=2 comm.weights=int4_diff comm.gradients=int8",
+    "float8": "tp=2 model.dim=128 model.hidden_dim=192 precision.float8=tensorwise",
+    "offload": "dp_shard=2 parallel.offload=cpu activation_checkpoint.mode=full",
+    "experts": f"{EXPERTS} dp_shard=2 ep=2 model.capacity_factor=1.0",
+}
+QUICKEST = ("zero 3", "pipeline x tp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=tier(slow=name not in QUICKEST)) for name in MESHES]
+)
+def test_training_does_not_notice(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Losses and gradients are bitwise those of a run without samples, and each prompt has its text."""
+    keys = BASE | keys_in(MESHES[name])
+    ranks = ranks_in(keys)
+    for folder, more in (("without", {}), ("with", SAMPLING)):
+        run = keys_for(tmp_path / folder, **keys, **more)
+        pool.run(train, ranks, run, **({"islands": 2} if name == "islands" else {}))
+    without, sampled = lines(tmp_path / "without"), lines(tmp_path / "with")
+    for key in ("loss", "grad_norm", "recompiles"):
+        assert [line.get(key) for line in sampled] == [line.get(key) for line in without]
+    assert [list(line.get("texts", {})) for line in sampled] == [[], [], PROMPTS, PROMPTS]
+
+
+@pytest.mark.slow
+def test_the_same_texts_on_every_mesh(pool: Pool, tmp_path: Path) -> None:
+    """Those that `generate` makes of the checkpoint, greedy and drawn."""
+    kept = BASE | SAMPLING | {"checkpoint__interval": 4, "train__micro_batch": 1}
+    for temperature in (0.0, 1.0):
+        texts = []
+        for name in ("", "dp_shard=2", "tp=2", "pp=2", "cp=2"):
+            folder = tmp_path / f"{name} {temperature}"
+            keys = kept | keys_in(name) | {"metrics__sample_temperature": temperature}
+            pool.run(train, ranks_in(keys), keys_for(folder, **keys))
+            texts.append([line.get("texts") for line in lines(folder)])
+        assert texts == texts[:1] * 5
+        words = [f"--prompt={prompt}" for prompt in PROMPTS]
+        words += [f"--temperature={temperature}", "--max-tokens=9"]
+        done = execute("-m", "compose", "generate", str(tmp_path / f" {temperature}"), *words)
+        expected = "".join(f"{prompt}{text}\n" for prompt, text in (texts[0][-1] or {}).items())
+        assert done.stdout == expected, done.stderr
+
+
+def test_where_they_go(pool: Pool, tmp_path: Path) -> None:
+    """The console, metrics.jsonl and TensorBoard have them; with few tokens."""
+    keys = keys_for(tmp_path, **(BASE | SAMPLING | {"train__steps": 1, "model__n_layers": 1}))
+    said = pool.run(_train_and_listen, 1, keys | {"metrics__tensorboard": True})[0]
+    texts = lines(tmp_path)[0]["texts"]
+    assert said == [f"step 1: {prompt!r} continues {text!r}" for prompt, text in texts.items()]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {f"texts/{prompt}/text_summary" for prompt in PROMPTS} <= set(events.Tags()["tensors"])
+
+
+def _train_and_listen(keys: dict[str, Any]) -> list[str]:
+    with mock.patch("builtins.print") as said:
+        train(keys)
+    lines = [str(call.args[0]) for call in said.call_args_list]
+    return [line for line in lines if "continues" in line]
+
+
+NEEDS = 'needs texts to continue; set metrics.prompts, as ["Once upon a time"], or 0'
+REFUSED: list[tuple[Keys, str]] = [
+    ({"metrics__samples_every": 5}, f"metrics.samples_every: 5 {NEEDS}"),
+    (
+        {"metrics__samples_every": 5, "metrics__prompts": ["a", ""]},
+        f"metrics.samples_every: 5 {NEEDS}",
+    ),
+    (
+        {"metrics__prompts": ["a"], "metrics__sample_tokens": 3},
+        'metrics.prompts: ["a"] is read with samples; set metrics.samples_every\n'
+        "metrics.sample_tokens: 3 is read with samples; set metrics.samples_every",
+    ),
+]
+test_refused = refusals(REFUSED)
+
+
+def test_a_model_without_texts() -> None:
+    line = "metrics.samples_every: 3 continues texts, and model.name = dit learns no text; use 0"
+    assert line in refused(make_job, 1, **SAMPLING, model__name="dit")
+
+
+def test_prompts_need_a_tokenizer(tmp_path: Path) -> None:
+    np.arange(40, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    words = [f"--data.path={tmp_path}/t.bin", "--metrics.samples_every=2", '--metrics.prompts=["a"]']
+    done = answered("train.py", *QUICK, f"--run.dir={tmp_path / 'run'}", *words)
+    assert done.stderr == (
+        f"train.toml: metrics.prompts: {tmp_path}/t.bin has no tokenizer to encode them; use a folder"
+        " of compose tokenize, or metrics.samples_every = 0\n"
+    )
+
+
+def test_a_text_within_the_models_positions() -> None:
+    config = make_config(1, model__name="gpt2", model__max_seq_len=16, train__seq_len=16, **SAMPLING)
+    assert refusal(Prompts, config, open_data(config).sets) == ""
+    longer = make_config(
+        1,
+        model__name="gpt2",
+        model__max_seq_len=16,
+        train__seq_len=16,
+        **(SAMPLING | {"metrics__sample_tokens": 11}),
+    )
+    assert refusal(Prompts, longer, open_data(longer).sets) == (
+        "metrics.sample_tokens: 11 after a prompt of 6 are more than the 16 positions that the model"
+        " has"
+    )
