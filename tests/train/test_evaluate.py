@@ -183,7 +183,8 @@ test_what_goes_by_validation_is_refused_without = refusals(REFUSED)
 )
 def test_patience(losses: list[float], patience: int, min_delta: float, ends_after: int | None) -> None:
     keys = VALIDATED | {"train__patience": patience, "train__min_delta": min_delta}
-    validation, progress = Validation(make_job(1, **keys), None, CPU), Progress()
+    job, progress = make_job(1, **keys), Progress()
+    validation = Validation(job, None, CPU, cross_entropy)
     for number, loss in enumerate(losses, start=1):
         progress = replace(progress, step=2 * number).validated(loss)
         assert bool(validation.enough(progress.validations)) == (number == ends_after)
