@@ -51,7 +51,7 @@ MESHES = {
     "offload": "dp_shard=2 parallel.offload=cpu activation_checkpoint.mode=full",
     "experts": f"{EXPERTS} dp_shard=2 ep=2 model.capacity_factor=1.0",
 }
-QUICKEST = ("zero 3", "pipeline x tp")
+QUICKEST = ("zero 3",)
 
 
 @pytest.mark.parametrize(
