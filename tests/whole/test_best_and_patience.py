@@ -87,7 +87,7 @@ def _decisions(folder: Path, output: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_same_decisions_after_a_kill(tmp_path: Path) -> None:
     """On the same mesh bitwise so, and on another one too; convert takes the best."""
-    words, results = _words(tmp_path), {}
+    words, results, folder = _words(tmp_path), {}, tmp_path
     for name, (ranks, mesh) in MESHES.items():
         for kills in ([], [8, 37]):
             folder = tmp_path / f"{name}, {len(kills)} kills"
