@@ -31,7 +31,7 @@ from compose.train.hooks import Hook
 from compose.train.step import Reading
 
 if TYPE_CHECKING:
-    from compose.cli.dry_run import Placed
+    from compose.train.state_bytes import Placed
     from compose.train.trainer import Trainer
 
 KEPT = "reference.txt"
