@@ -65,8 +65,8 @@ otherwise. What remains: products of programs of 2023
 on H100 (MosaicML) take a quarter longer than those of today's libraries. torchtitan's ring attention
 takes a third longer than its kernels from 131,072 tokens on. The tables have 10 µs of the host for each
 kernel; with 24, as the clusters have now, vTrain's 16 rows of one node are 20% off and not 31%, and 5
-more that were predicted then are 38% too fast. Steps of 0.4 to 0.5 s on 512 devices (Ultra-Scale Playbook) take three
-times as long, for which no source was found.
+more that were predicted then are 38% too fast. Steps of 0.4 to 0.5 s on 512 devices (Ultra-Scale
+Playbook) take three times as long, for which no source was found.
 """
 
 
