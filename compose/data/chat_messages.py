@@ -98,7 +98,10 @@ def shape_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> str:
         return (named or shapes)[0]
     if "chosen" in shapes:
         others = "".join(f"; --shape {each} learns its {SHAPES[each][-1]}" for each in shapes[:-1])
-        raise ValueError(f"holds a preference pair; --shape chosen learns the chosen chat{others}")
+        raise ValueError(
+            "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat"
+            f"{others}"
+        )
     has = ", ".join(map(repr, row)) or "nothing"
     if shapes:
         raise ValueError(

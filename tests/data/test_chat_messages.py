@@ -172,10 +172,14 @@ def test_what_both_of_a_pair_begin_with_is_not_learnt() -> None:
         (
             PAIRS["whole chats beside their prompt"],
             ChatNames(),
-            "holds a preference pair; --shape chosen learns the chosen chat; --shape messages"
-            " learns its messages",
+            "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat"
+            "; --shape messages learns its messages",
         ),
-        (PAIRS["texts"], ChatNames(), "holds a preference pair; --shape chosen learns the chosen chat"),
+        (
+            PAIRS["texts"],
+            ChatNames(),
+            "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat",
+        ),
         (PAIRS["texts"], ChatNames("alpaca"), "has no text in 'instruction'"),
         ({"prompt": 5, "completion": "a"}, ChatNames(), "has neither a text nor messages in 'prompt'"),
         (
