@@ -266,7 +266,8 @@ def make_mesh(parallel: Parallel) -> DeviceMesh:
     """
     global _last
     mesh = init_mesh(parallel)
-    made = (*mesh.shape, parallel.ep, *mesh._dim_group_names)
+    names = (mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+    made = (*mesh.shape, parallel.ep, *names)
     if made != _last:
         _clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
