@@ -19,6 +19,7 @@ INSTEAD = {
         torch.overrides._get_current_function_mode_stack
         torch.utils._python_dispatch._get_current_dispatch_mode_stack
         torch.cuda.memory._record_memory_history torch.ops.aten._grouped_mm
+        torch.ops.aten._unsafe_view
         torch.ops.aten._scaled_dot_product_efficient_attention
         torch.ops.aten._scaled_dot_product_attention_math
         torch.ops.aten._scaled_dot_product_cudnn_attention
