@@ -18,6 +18,7 @@ from compose.config.toml import load
 from compose.train.state_bytes import Placed, placements
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, SMALL, make_job
+from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 
 
@@ -122,14 +123,23 @@ each_recipe = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def model(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder ``model``, if a recipe takes its model from there."""
+    if 'preset = "hf"' in recipe.read_text():
+        monkeypatch.chdir(tmp_path)
+        save_model(tmp_path / "model", {})
+        (tmp_path / "chats").write_text("text " * 1000)  # epochs need the data
+
+
 @each_recipe
-def test_recipes_pass(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_pass(recipe: Path, model: None, capsys: pytest.CaptureFixture[str]) -> None:
     train.main([str(recipe), "--dry-run", "--world-size", str(ranks_of(recipe))])
     assert "state in all" in capsys.readouterr().out
 
 
 @each_recipe
-def test_recipes_are_legal_on_gpus(recipe: Path) -> None:
+def test_recipes_are_legal_on_gpus(recipe: Path, model: None) -> None:
     """Checks for GPUs run too: this machine may have none."""
     with (
         mock.patch.object(Job, "on_cuda", new=True),
