@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -177,8 +178,8 @@ def draw_blocks(
 ) -> tuple[Tensor, Tensor]:
     """A random matrix in e4m3, and the scale of each block."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, columns, generator=generator) * 100
-    grid = [-(-n // side) for n, side in zip((rows, columns), sides, strict=True)]
+    values = torch.randn(tuple(shape), generator=generator) * 100
+    grid = [-(-n // side) for n, side in zip(shape, sides, strict=True)]
     return values.to(torch.float8_e4m3fn), torch.rand(*grid, generator=generator) / 100 + 1e-4
 
 
@@ -206,7 +207,7 @@ def quantization(*sides: int) -> dict[str, object]:
 def test_any_region_of_blocks_is_read_by_itself(
     tmp_path: Path, shape: tuple[int, int], sides: tuple[int, int]
 ) -> None:
-    values, scales = draw_blocks(*shape, sides)
+    values, scales = draw_blocks(shape, sides)
     write_tensors(tmp_path, {})
     save_file({"w": values, "w_scale_inv": scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(quantization(*sides)))
@@ -232,7 +233,7 @@ def save_blocks(
         if not name.endswith("_proj.weight") and "kv_a_proj" not in name:
             kept[name] = meant[name] = tensor
             continue
-        values, scales = draw_blocks(*tensor.shape, sides, seed)
+        values, scales = draw_blocks(tensor.shape, sides, seed)
         scales = scales.to(scale)
         kept |= {name: values, f"{name}_scale_inv": scales}
         meant[name] = plain_values(values, scales.float(), sides)
@@ -293,7 +294,7 @@ def test_blocks_equal_those_of_transformers(tmp_path: Path) -> None:
     for seed, (name, tensor) in enumerate(published(dict(model.named_parameters()), names).items()):
         tensors[name] = tensor.detach()
         if name.endswith("_proj.weight"):
-            values, scales = draw_blocks(*tensor.shape, (64, 32), seed)
+            values, scales = draw_blocks(tensor.shape, (64, 32), seed)
             tensors |= {name: values, f"{name}_scale_inv": scales}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     values = find_hf("llama").hf_config(config) | quantization(64, 32)
