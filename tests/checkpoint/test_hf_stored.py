@@ -173,9 +173,7 @@ def test_layers_with_one_fault_are_one_line(tmp_path: Path) -> None:
     ]
 
 
-def draw_blocks(
-    rows: int, columns: int, sides: tuple[int, int], seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def draw_blocks(shape: Sequence[int], sides: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
     """A random matrix in e4m3, and the scale of each block."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(tuple(shape), generator=generator) * 100
