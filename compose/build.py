@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -18,13 +19,15 @@ from compose.config.models import InitialisedModel
 from compose.config.tables import Config
 from compose.data.datasets import task_of
 from compose.errors import ConfigError, whole_number
-from compose.memory.lora import init_adapter, is_adapter
+from compose.memory.lora import MAGNITUDE, init_adapter, is_adapter
+from compose.memory.quantized import packed, quantized_layers, rounded, weight_shape
 from compose.ops.cross_entropy import LossFunction
+from compose.ops.tensors import local_region, local_tensor
 from compose.optim.lr_schedule import set_learning_rate
 from compose.optim.offload_files import remove_left
 from compose.optim.optimizers import OPTIMIZERS, Settings, make_optimizer, stage_group
 from compose.optim.parameter_rules import parameter_rules
-from compose.weights import init_weights, materialize
+from compose.weights import init_weights, materialize, named_generator
 
 _NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
 
@@ -76,13 +79,65 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
         def fill(name: str, tensor: Tensor, generator: Generator) -> None:
             (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
 
-        init_weights(whole, fill, config.train.seed, device)
+        coded = quantized_layers(job.model)
+        init_weights(whole, fill, config.train.seed, device, only=lambda name: name not in coded)
+    _fill_from_rows(whole, job, device)
     if lora.load:
         from compose.checkpoint.hf_folder import name_of
         from compose.checkpoint.peft import load_adapters
 
         name = name_of(chosen.name, chosen.config)
         load_adapters(whole, Path(lora.load), lora, name, job.model)
+
+
+@torch.no_grad()
+def _fill_from_rows(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
+    """Fill the bytes of quantized weights, and DoRA's vectors by the norms of first weights' rows."""
+    lora, coded = job.config.model.lora, quantized_layers(job.model)
+    if not (coded or lora.dora):
+        return
+    read = _reader_of_rows(job, device)
+    for name, parameter in whole.named_parameters():
+        norms = name.endswith(MAGNITUDE) and not lora.load
+        if not norms and name not in coded:
+            continue
+        layer = name.removesuffix(MAGNITUDE if norms else ".weight")
+        rows = read(layer, local_region(parameter)[0])
+        if norms:
+            kept = rounded(rows, coded[f"{layer}.weight"].base) if f"{layer}.weight" in coded else rows
+            # In float64 a sum's order shows in no bit of the result, so it is that of every mesh.
+            local_tensor(parameter).copy_(kept.double().norm(dim=1).float())
+        elif len(rows):
+            local_tensor(parameter).copy_(packed(rows, lora.base))
+
+
+def _reader_of_rows(job: Job, device: torch.device) -> Callable[[str, slice], Tensor]:
+    """Return what reads or draws rows of a linear layer's first weight, (rows, inputs), in float32."""
+    folder, seed, chosen = job.config.checkpoint.load_hf, job.config.train.seed, job.config.model
+
+    def shape_of(layer: str) -> torch.Size:
+        return weight_shape(cast(nn.Linear, job.model.get_submodule(layer)))
+
+    def draw(layer: str, rows: slice) -> Tensor:
+        name, drawn = f"{layer}.weight", torch.empty(shape_of(layer), device=device)
+        generator = named_generator(seed, name, device)
+        cast(InitialisedModel, job.model).init_parameter(name, drawn, generator)
+        return drawn[rows]
+
+    if not folder:
+        return draw
+    from compose.checkpoint.hf_folder import TensorFiles, fill_shard, name_of, stored
+    from compose.checkpoint.local_shards import LocalShard
+
+    files, hf_name = TensorFiles(Path(folder)), name_of(chosen.name, chosen.config)
+
+    def read(layer: str, rows: slice) -> Tensor:
+        shape, place = shape_of(layer), stored(hf_name(f"{layer}.weight"))
+        part = torch.empty(rows.stop - rows.start, shape[1], device=device)
+        fill_shard(files, place, LocalShard(shape, torch.Size((rows.start, 0)), part))
+        return part
+
+    return read
 
 
 def build_optimizer(

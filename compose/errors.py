@@ -27,7 +27,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, Field
 
@@ -294,7 +294,7 @@ def type_name(kind: Any) -> str:
         return " | ".join(toml_value(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}"
-    if get_origin(kind) is types.UnionType:
+    if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(type_name(choice) for choice in get_args(kind))
     return getattr(kind, "__name__", str(kind))
 

@@ -33,6 +33,7 @@ from compose.config.toml import COMMAND_LINE
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
 from compose.memory.lora import is_adapter
+from compose.memory.quantized import quantized_layers, weight_shape
 from compose.ops.tensors import tied_names
 
 # Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
@@ -66,10 +67,14 @@ def name_of(name: str, config: Any) -> HfName:
 def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named]:
     """Yield (our name, its place in a folder, tensor) for each published tensor of a model.
 
-    LoRA adapters are not published, nor buffers that Hugging Face's model does not have.
+    LoRA adapters are not published, nor buffers that Hugging Face's model does not have. A quantized
+    weight is published by its shape, as a tensor on meta: nobody has its values.
     """
     model = module_of(whole)
+    coded = quantized_layers(model)
     for name, parameter in whole.named_parameters():
+        if name in coded:
+            parameter = torch.empty(weight_shape(coded[name]), device="meta")
         if not is_adapter(name):
             yield name, stored(hf_name(name)), parameter
     persistent = model.state_dict(keep_vars=True)
@@ -96,8 +101,10 @@ def load_hf(
     problems = differences(files, whole or model, hf_name)
     if problems:
         raise ConfigError(*problems)
-    for _, place, tensor in published(model, hf_name):
-        fill_shard(files, place, local_shard_of(tensor))
+    coded = quantized_layers(module_of(model))  # fill_weights fills them
+    for name, place, tensor in published(model, hf_name):
+        if name not in coded:
+            fill_shard(files, place, local_shard_of(tensor))
 
 
 @torch.no_grad()

@@ -100,9 +100,9 @@ def lora_problems(folder: Path, known: store.State, config: Config) -> list[str]
         )
         return [f"{folder}: holds {what}; {cure}"]
     problems = [
-        f"{folder}: was made with model.lora.{key} = {toml_value(getattr(saved, key))}, not"
-        f" {toml_value(getattr(wanted, key))}"
-        for key in ("rank", "alpha", "targets")
+        f"{folder}: was made with model.lora.{'base' if key == 'kept' else key} ="
+        f" {toml_value(getattr(saved, key))}, not {toml_value(getattr(wanted, key))}"
+        for key in ("rank", "alpha", "rslora", "dora", "targets", "kept")
         if getattr(saved, key) != getattr(wanted, key)
     ]
     if saved.base != wanted.base and not problems:
@@ -120,7 +120,9 @@ def lora_fields(config: Config) -> store.Adapters | None:
         return None
     base = base_identity(folder, config.train.seed)
     where = str(Path(folder).resolve()) if folder else ""
-    return store.Adapters(lora.rank, lora.effective_alpha, list(lora.targets), base, where)
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    more = {"rslora": lora.rslora, "dora": lora.dora, "dropout": lora.dropout, "kept": lora.base}
+    return store.Adapters(lora.rank, lora.effective_alpha, targets, base, where, **more)
 
 
 def load_beside(folder: Path, others: Sequence[HasState], group: dist.ProcessGroup) -> list[str]:

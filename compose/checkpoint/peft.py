@@ -31,8 +31,10 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.json_files import read_json
 from compose.config.models import InitialisedModel
-from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out
-from compose.memory.lora import Lora, adapt, is_adapter
+from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out, toml_value
+from compose.memory.lora import Lora, adapt, is_adapter, linear_layers
+from compose.memory.quantized import rounded
+from compose.parallel.lora_parallel import TINY
 from compose.plan import Plan
 from compose.weights import init_weights
 
@@ -41,12 +43,12 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SAMPLED = 1024  # elements of each tensor
 KEYS = KnownKeys(
-    read="r lora_alpha",  # they are compared with [model.lora]
+    read="r lora_alpha use_rslora use_dora",  # they are compared with [model.lora]
     only={
         "peft_type": ("LORA",),
         "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
         "bias": ("none", None),
-        "ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora use_rslora": (False, None),
+        "ensure_weight_tying fan_in_fan_out lora_bias use_qalora": (False, None),
         "alpha_pattern layer_replication loftq_config modules_to_save rank_pattern target_parameters"
         " trainable_token_indices": ({}, [], None),
         "alora_invocation_tokens arrow_config corda_config eva_config kasa_config lora_ga_config"
@@ -74,7 +76,8 @@ def peft_name(name: str, hf_name: HfName) -> str:
             f" ({place.name.removesuffix('.weight')}), so that peft's format cannot hold its adapter;"
             " merge it"
         )
-    return f"{_PREFIX}{place.name.removesuffix('.weight')}.lora_{leaf}.weight"
+    end = "magnitude_vector" if leaf == "magnitude" else f"{leaf}.weight"
+    return f"{_PREFIX}{place.name.removesuffix('.weight')}.lora_{end}"
 
 
 def target_modules(model: nn.Module, hf_name: HfName) -> list[str]:
@@ -102,7 +105,9 @@ def write_adapters(
         "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": list(targets),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -129,6 +134,12 @@ def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -
     for key, here, name in (("r", lora.rank, "rank"), ("lora_alpha", alpha, "alpha")):
         if values.get(key) != here:
             problems.append(f"{path}: {key} is {values.get(key)}, not model.lora.{name} = {here:g}")
+    for name, flag in (("rslora", lora.rslora), ("dora", lora.dora)):
+        if (values.get(f"use_{name}") or False) != flag:
+            there = toml_value(values.get(f"use_{name}") or False)
+            problems.append(
+                f"{path}: use_{name} is {there}, not model.lora.{name} = {toml_value(flag)}"
+            )
     if problems:
         return problems
     expected = {name: tensor.shape for name, tensor in named_adapters(model, hf_name)}
@@ -193,19 +204,27 @@ def name_of_base(load_hf: str, seed: int) -> str:
 
 def table_of(known: store.Adapters) -> Lora:
     """Return the table [model.lora] of a checkpoint."""
-    return Lora(rank=known.rank, alpha=known.alpha, targets=tuple(known.targets))
+    targets = known.targets if isinstance(known.targets, str) else tuple(known.targets)
+    more = {"rslora": known.rslora, "dora": known.dora, "dropout": known.dropout}
+    return Lora(rank=known.rank, alpha=known.alpha, targets=targets, **more)
 
 
-def adapted(model: nn.Module, known: store.Adapters) -> dict[str, Tensor]:
-    """Give a model on meta the adapters of a checkpoint; return their parameters by name."""
-    adapt(model, Plan(), table_of(known))
+def adapted(model: nn.Module, output: str, known: store.Adapters) -> dict[str, Tensor]:
+    """Give a model on meta the adapters of a checkpoint; return their parameters by name.
+
+    ``output`` is the name of its projection onto the vocabulary.
+    """
+    adapt(model, Plan(output=output), table_of(known))
     return {name: p for name, p in model.named_parameters() if is_adapter(name)}
 
 
 def merged_weights(
-    folder: Path, known: store.State, model: nn.Module, hf_name: HfName, read: Read
+    folder: Path, known: store.State, model: nn.Module, output: str, hf_name: HfName, read: Read
 ) -> Read:
-    """Return what reads weights with adapters merged in, W + alpha / rank * B A, whole, in float32."""
+    """Return what reads weights with adapters merged in, W + scale B A, whole, in float32.
+
+    With DoRA each row of that is scaled to its trained norm.
+    """
     assert known.lora is not None
     lora, base = known.lora, known.lora.load_hf
     files = TensorFiles(Path(base)) if base else None
@@ -215,7 +234,9 @@ def merged_weights(
         now = name_of_base(base, known.seed)
         raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
     drawn = {} if base else _drawn(model, known.seed)
-    adapters = adapted(model, lora)
+    layers = linear_layers(model, Plan(output=output)) if lora.kept != "full" else ()
+    coded = {f"{layer}.weight" for layer in layers}
+    adapters, scale = adapted(model, output, lora), table_of(lora).scale
 
     def weight(name: str, like: Tensor) -> Tensor:
         if files:
@@ -223,9 +244,13 @@ def merged_weights(
             fill_shard(files, stored(hf_name(name)), local_shard_of(part))
         else:
             part = drawn[name].clone()
-        a, b = (f"{name.removesuffix('.weight')}.lora.{leaf}" for leaf in "AB")
+        a, b, m = (f"{name.removesuffix('.weight')}.lora.{leaf}" for leaf in ("A", "B", "magnitude"))
+        if name in coded:  # the weights that the adapters were trained with
+            part = rounded(part, lora.kept)
         if a in adapters:
-            part += lora.alpha / lora.rank * (read(b, adapters[b]) @ read(a, adapters[a]))
+            part += scale * (read(b, adapters[b]) @ read(a, adapters[a]))
+        if m in adapters:
+            part *= (read(m, adapters[m]) / part.norm(dim=1).clamp(min=TINY))[:, None]
         return part
 
     return weight

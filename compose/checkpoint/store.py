@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, write_whole
+from compose.memory.quantized import Base
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -84,9 +85,13 @@ class Adapters:
 
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)]
-    targets: list[str]
+    targets: Literal["all-linear"] | list[str]
     base: str  # the identity of the frozen weights, from ``compose.checkpoint.peft.base_identity``
     load_hf: str = ""  # the folder of the frozen weights; empty if they are drawn by ``State.seed``
+    rslora: bool = False
+    dora: bool = False
+    dropout: float = 0.0
+    kept: Base = "full"  # how the frozen weights were kept
 
 
 @dataclass(frozen=True)

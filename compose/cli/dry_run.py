@@ -12,6 +12,7 @@ from compose.apply import apply
 from compose.config.addons import brought
 from compose.config.job import Job
 from compose.memory.float8 import select_layers
+from compose.memory.quantized import count_parameters
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, init_mesh
 from compose.train.state_bytes import Placed, placements, state_bytes
@@ -114,7 +115,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
     """Return the parameter count, the FLOPs, and the bytes on the rank that holds most."""
     config = job.config
-    parameters = sum(p.numel() for p in job.model.parameters())
+    parameters = count_parameters(job.model)
     adapters = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     train, lora = config.train, config.model.lora
     sizes = [state_bytes(stage, job) for stage in placed]

@@ -165,6 +165,11 @@ def _space(given: Words, question: Question) -> Space:
             f"{question.where}: dpo.beta: the second forward of DPO is not counted; plan with"
             " dpo.beta = 0, and add a third to the time, and without model.lora the frozen copy"
         )
+    if config.model.lora.base != "full":
+        raise ConfigError(
+            f'{question.where}: model.lora.base: "{config.model.lora.base}" is not counted by plan; use'
+            ' model.lora.base = "full", which takes more memory, or --dry-run for the bytes'
+        )
     if "outer" in TABLES and config.outer.every:
         islands, all_ranks = config.parallel.dp_replicate, world_size
         if islands < 2 or world_size % islands:

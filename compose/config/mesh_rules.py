@@ -10,6 +10,7 @@ from compose.ops.dropout import dropouts
 from compose.parallel.context_parallel import check_ulysses
 from compose.parallel.expert_parallel import check_expert_ranks, check_experts
 from compose.parallel.hpz import check_hpz
+from compose.parallel.lora_parallel import AdapterParallel
 from compose.parallel.mesh import resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.stream_messages import SendsActivations
@@ -114,7 +115,8 @@ def _parametrized(setup: Setup) -> None:
 )
 def _dropouts(setup: Setup) -> None:
     placed = {*dict(setup.resolved.tensor), *setup.resolved.replicate}
-    unplaced = [name for name in dropouts(setup.model) if name not in placed]
+    adapters = {name for name, style in setup.resolved.tensor if isinstance(style, AdapterParallel)}
+    unplaced = [n for n in dropouts(setup.model) if n not in placed and not inside(n, adapters)]
     if setup.degrees.tp > 1 and unplaced:
         raise ConfigError(
             f"plan.tensor: no style says which part of its input the dropout {unplaced[0]} has on a"

@@ -6,6 +6,7 @@ those of a run: what its batch, data and optimizer need besides. ``python -m com
 prints docs/composition.md from the whole table.
 """
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
 from compose.config.setup import Rule, Rules, Setup, Target
 from compose.config.tables import Config
-from compose.errors import ConfigError
+from compose.errors import ConfigError, toml_value
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import tied_names
 from compose.optim.parameter_rules import parameter_rules
@@ -267,6 +268,34 @@ def _frozen_routers(job: Job) -> None:
             f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
             " adapters; use model.bias_rate = 0.0"
         )
+
+
+@RUN.add(
+    "with model.lora.base int8 or nf4, tp is 1, and compile, float8 and comm.weights are off; with"
+    " model.lora.dora, float8 is off",
+    "bytes are no matrix that these could cut, trace, multiply or code; a float8 weight has no norms",
+)
+def _quantized_base(job: Job) -> None:
+    lora, config = job.config.model.lora, job.config
+    if lora.base != "full" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"model.lora.base: \"{lora.base}\" needs torchao; pip install 'dtensor-compose[float8]', or"
+            ' use model.lora.base = "full"'
+        )
+    asked = [("precision.float8", config.precision.float8, "off")]
+    asked += [
+        ("parallel.tp", job.degrees.tp, 1),
+        ("compile.mode", config.compile.mode, "off"),
+        ("comm.weights", config.comm.weights, "off"),
+    ] * (lora.base != "full")
+    why = "model.lora.dora = true" if lora.base == "full" else f'model.lora.base = "{lora.base}"'
+    problems = [
+        f"{key}: {toml_value(value)} does not go with {why}; use {toml_value(only)}"
+        for key, value, only in asked
+        if value != only and (lora.dora or lora.base != "full")
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 @RUN.add(

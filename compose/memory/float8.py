@@ -154,7 +154,7 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
     """
     if not choice.converted:
         return
-    _import_quietly()
+    import_quietly()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     before = {name: m for name, m in model.named_modules() if name in choice.converted}
@@ -282,7 +282,7 @@ def shared_scales(model: nn.Module, choice: Choice) -> Iterator[None]:
                 held._precomputed_scale = None
 
 
-def _import_quietly() -> None:
+def import_quietly() -> None:
     """Import torchao without its warnings about unused kernels that this machine cannot load."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

@@ -8,7 +8,7 @@ dry run and planner see one model whose weights are frozen but for the adapters.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from compose.errors import ConfigError, LocalPath, NonNegative
+from compose.memory.quantized import Base, QuantizedLinear, quantize, weight_shape
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.name_patterns import inside, matching
 from compose.parallel.tensor_parallel import HeadParallel
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 
 Alpha = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,25 @@ class Lora:
     """Rank of the adapters; the model's own weights are then frozen. 0: no adapters, all is trained."""
     alpha: Alpha = 0.0
     """An adapter's output is multiplied by alpha / rank; 0 is 2 x rank."""
-    targets: tuple[str, ...] = ()
-    """Patterns, as in a plan, of the linear layers with adapters: ["layers.*.attention.w*"]."""
+    rslora: bool = False
+    """Multiply by alpha / rank^0.5 instead (rsLoRA)."""
+    dora: bool = False
+    """Train the norm of each row of an adapted weight too, as a vector of its own (DoRA)."""
+    targets: Literal["all-linear"] | tuple[str, ...] = ()
+    """Patterns, as in a plan, of the linear layers with adapters: ["layers.*.attention.w*"]. Or
+    "all-linear": all nn.Linear but the output projection and routers."""
+    dropout: Rate = 0.0
+    """Part of the elements of an adapter's input that a training step drops."""
+    base: Base = "full"
+    """How the frozen weights of all nn.Linear but the output projection and routers are kept: full: in
+    precision.param; int8, nf4: in 8 or 4 bits (QLoRA), by torchao."""
     load: LocalPath = ""
     """Folder of peft with the adapters that a new run begins with; empty: drawn."""
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's output."""
-        return self.effective_alpha / self.rank
+        """The factor of an adapter's output (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
+        return self.effective_alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @property
     def effective_alpha(self) -> float:
@@ -53,11 +66,13 @@ class Lora:
 
 CHILD = "lora"
 """The name of an adapter in its layer."""
+MAGNITUDE = f".{CHILD}.magnitude"
+"""The end of the name of DoRA's vector."""
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter, by its name in the model, is part of an adapter."""
-    return name.endswith((f".{CHILD}.A", f".{CHILD}.B"))
+    return name.endswith((f".{CHILD}.A", f".{CHILD}.B", MAGNITUDE))
 
 
 def adapt(model: nn.Module, plan: "Plan", lora: Lora, tp: int = 1) -> "Plan":
@@ -66,18 +81,20 @@ def adapt(model: nn.Module, plan: "Plan", lora: Lora, tp: int = 1) -> "Plan":
     A model that has its adapters already gets no others.
     """
     if not lora.rank:
-        if lora.targets or lora.load:
+        if lora.targets or lora.load or lora.base != "full":
             raise ConfigError("model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]")
         return plan
     names = [name for name, _ in model.named_modules() if name]
     targets = find_targets(model, plan, lora, names)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    if lora.base != "full":
+        quantize(model, linear_layers(model, plan), lora.base)
     for name in targets:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         if not hasattr(layer, CHILD):
-            adapter = Adapter(layer, lora.rank, lora.scale)
+            adapter = Adapter(layer, lora.rank, lora.scale, lora.dropout, lora.dora)
             layer.add_module(CHILD, adapter)
             adapter.attach(layer)
         layer.get_submodule(CHILD).requires_grad_(True)
@@ -89,15 +106,20 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
     key = "model.lora.targets"
     if not lora.targets:
         raise ConfigError(
-            f'{key}: [] names no layer; give patterns of linear layers, as ["layers.*.attention.w*"]'
+            f'{key}: [] names no layer; give patterns of linear layers, as ["layers.*.attention.w*"],'
+            ' or "all-linear"'
         )
     problems: list[str] = []
     results: set[str] = set()
     experts = {name for pattern in plan.expert for name in matching(pattern, names)[0]}
     weights = [name for name, _ in model.named_parameters() if inside(name, experts)]
-    for pattern in lora.targets:
+    if lora.targets == ALL_LINEAR:
+        results = set(linear_layers(model, plan))
+        if not results:
+            raise ConfigError(f'{key}: "all-linear" finds no nn.Linear before the output projection')
+    for pattern in () if lora.targets == ALL_LINEAR else lora.targets:
         modules, near = matching(pattern, names)
-        linear = {name for name in modules if type(model.get_submodule(name)) is nn.Linear}
+        linear = {name for name in modules if _is_linear(model.get_submodule(name), name)}
         stacked = [n for n in modules if n in experts or inside(n, experts)]
         stacked += matching(pattern, weights)[0]
         if stacked:
@@ -138,13 +160,19 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
     return [name for name in names if name in results]
 
 
+def linear_layers(model: nn.Module, plan: "Plan") -> list[str]:
+    """Return every nn.Linear but the output projection; routers and experts are of other classes."""
+    return [name for name, m in model.named_modules() if _is_linear(m, name) and name != plan.output]
+
+
 def _is_linear(module: nn.Module, name: str) -> bool:
-    return bool(name) and type(module) is nn.Linear
+    return bool(name) and type(module) in (nn.Linear, QuantizedLinear)
 
 
 def _sides(layer: nn.Module) -> tuple[int, int]:
     assert isinstance(layer, nn.Linear)
-    return layer.out_features, layer.in_features
+    rows, columns = weight_shape(layer)
+    return rows, columns
 
 
 def _styles(
@@ -186,7 +214,8 @@ def _style_of(name: str, style: ParallelStyle | None, tp: int) -> AdapterParalle
 def init_adapter(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Fill a whole parameter of an adapter as peft does: A as nn.Linear's weight, B with zeros.
 
-    A is uniform in +-1 / in_features^0.5 (He et al. 2015, arXiv:1502.01852, with a = 5^0.5).
+    A is uniform in +-1 / in_features^0.5 (He et al. 2015, arXiv:1502.01852, with a = 5^0.5). DoRA's
+    vector follows the weights: ``compose.build.fill_weights`` fills it.
     """
     if name.endswith(".A"):
         bound = tensor.shape[1] ** -0.5

@@ -163,7 +163,7 @@ class Masks:
             module.dropout_calls += 1
         if p == 1:
             return x * 0.0
-        local, first = x, [0] * x.ndim
+        local, first, shape = x, [0] * x.ndim, x.shape
         if isinstance(x, DTensor):
             if x.placements[0].is_partial():
                 x = x.redistribute(placements=[Replicate()])
@@ -171,7 +171,10 @@ class Masks:
             if placement.is_shard():
                 dim = placement.dim % x.ndim
                 first[dim] = mesh.get_local_rank() * -(-x.shape[dim] // mesh.size())
-        parts = zip(self._indices(x.shape, module), first, local.shape, strict=True)
+        elif part := getattr(module, "dropout_part", None):
+            first[-1], whole = part
+            shape = (*x.shape[:-1], whole)
+        parts = zip(self._indices(shape, module), first, local.shape, strict=True)
         samples, *others = [index.narrow(0, start, size) for index, start, size in parts]
         hashed = samples ^ key
         for index in others:
@@ -185,7 +188,7 @@ class Masks:
             dropped, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
         )
 
-    def _indices(self, shape: torch.Size, module: nn.Module) -> list[Tensor]:
+    def _indices(self, shape: Sequence[int], module: nn.Module) -> list[Tensor]:
         """Return the indices along each dim of a tensor that is whole but for its samples and cp."""
         if self.samples is None:
             raise ConfigError(

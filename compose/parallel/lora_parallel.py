@@ -11,11 +11,16 @@ cut as its layer is. Then it needs no message of its own:
 
 In a row-parallel layer each rank adds ``B A x`` of its own columns before the layer's outputs are
 summed, so that this sum completes both.
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) then scales each output by m / ||W + scale B A||, with the norm
+of that output's row and a trained m (N,). m is cut as the rows are. The norm of a row that is cut is
+over all ranks, so they sum the squares: N numbers, the only message. As in peft, no gradient goes
+through the norm, and a bias is added after the scaling.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from compose.ops.tensors import local_region, local_tensor
+from compose.parallel.stream_messages import send_plain
+
+TINY = 1e-30  # a row of zeros has the magnitude 0 too, and stays zeros
 Cut = Literal["rows", "columns", "heads", "nothing"]
 
 # The placements of A and B, and whether each rank finds only a part of their gradients.
@@ -41,25 +50,69 @@ class Adapter(nn.Module):
     off = False
     """Whether the layer computes as if it had no adapter."""
 
-    def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
+    def __init__(
+        self, layer: nn.Linear, rank: int, scale: float, dropout: float = 0.0, dora: bool = False
+    ) -> None:
         super().__init__()
         device = layer.weight.device
         self.A = nn.Parameter(torch.empty(rank, layer.in_features, device=device))
         self.B = nn.Parameter(torch.empty(layer.out_features, rank, device=device))
+        self.magnitude = nn.Parameter(torch.empty(layer.out_features, device=device)) if dora else None
         self.scale = scale
+        self.dropout = nn.Dropout(dropout) if dropout else None
 
     def attach(self, layer: nn.Module) -> None:
         """Let ``layer``, whose child this is, add this adapter's output to its own."""
         layer.register_forward_hook(_add)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the adapter adds, (..., N) of (..., D)."""
+        """Return what the adapter adds, (..., N) of (..., D) with its dropout."""
         return self.scale * F.linear(F.linear(x, self.A), self.B)
+
+    def adapted(self, layer: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+        """Return the output of ``layer`` for ``x``, with what this adapter adds."""
+        drops = self.dropout is not None and self.training
+        kept = self.dropout(x) if self.dropout is not None and drops else x
+        if self.magnitude is None:
+            return output + self(kept)
+        weight, bias, a, b, magnitude = self.held(layer, x)
+        norm = self.summed(self.squares(weight, a, b)).sqrt().clamp(min=TINY)
+        factor = self.mine((magnitude / norm).to(x.dtype))
+        if drops:
+            base = self.mine(F.linear(kept, weight))
+        else:
+            base = output if bias is None else output - self.mine(bias)
+        return output + (factor - 1) * base + factor * self(kept)
+
+    def held(self, layer: nn.Module, x: Tensor) -> tuple[Any, ...]:
+        """Return this rank's weight, the bias that is in the layer's output, A, B and m."""
+        dequantized: Callable[..., Tensor] | None = getattr(layer, "dequantized", None)
+        weight = dequantized(x.dtype) if dequantized else layer.weight
+        return weight, layer.bias, self.A, self.B, self.magnitude
+
+    def summed(self, squares: Tensor) -> Tensor:
+        """Return the squares of norms of whole rows."""
+        return squares
+
+    def mine(self, outputs: Tensor) -> Tensor:
+        """Return what the layer returns of its outputs (..., N)."""
+        return outputs
+
+    @torch.no_grad()
+    def squares(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the squared norm of each row of W + scale B A, (N,), in float32 or wider.
+
+        It is |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that no matrix (N, D) is made.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        products = weight @ (2 * self.scale * a.mT) + b @ (self.scale**2 * (a @ a.mT))
+        own = torch.linalg.vector_norm(weight, dim=-1, dtype=wide).square()
+        return own + (products * b).sum(-1, dtype=wide)
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    adapter = layer.get_submodule("lora")
-    return output if adapter.off else output + adapter(inputs[0])
+    adapter = cast(Adapter, layer.get_submodule("lora"))
+    return output if adapter.off else adapter.adapted(layer, inputs[0], output)
 
 
 class AdapterParallel(ParallelStyle):
@@ -76,7 +129,9 @@ class AdapterParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is Adapter
         place_a, _, place_b, _ = _PLACES[self.cut]
-        for name, place in (("A", place_a), ("B", place_b)):
+        for name, place in (("A", place_a), ("B", place_b), ("magnitude", place_b)):
+            if getattr(module, name) is None:
+                continue
             parameter = module.get_parameter(name)
             cut = distribute_tensor(parameter, device_mesh, [place], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
@@ -84,6 +139,12 @@ class AdapterParallel(ParallelStyle):
         assert isinstance(module, _CutAdapter)
         module.cut, module.n_heads = self.cut, self.n_heads
         module.head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()
+        if self.cut == "columns" and module.dropout is not None:
+            # The input is a plain tensor, which does not tell that it has a part of the columns.
+            cast(Any, module.dropout).dropout_part = (
+                local_region(module.A)[1].start,
+                module.A.shape[1],
+            )
         return module
 
     def __repr__(self) -> str:
@@ -100,10 +161,27 @@ class _CutAdapter(Adapter):
             return super().forward(x)
         _, sum_a, _, sum_b = _PLACES[self.cut]
         h = F.linear(x, _local(self.A, sum_a))
-        added = self.scale * F.linear(h, _local(self.B, sum_b))
-        if self.cut == "heads":
-            return added.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
-        return added
+        return self.mine(self.scale * F.linear(h, _local(self.B, sum_b)))
+
+    def held(self, layer: nn.Module, x: Tensor) -> tuple[Any, ...]:
+        weight, bias, a, b, magnitude = super().held(layer, x)
+        if isinstance(x, DTensor):
+            return weight, bias, a, b, magnitude
+        if bias is not None:  # a layer that is cut by columns adds it after the sum over ranks
+            bias = None if self.cut == "columns" else local_tensor(bias)
+        magnitude = _local(magnitude, _PLACES[self.cut][3])
+        return local_tensor(weight), bias, local_tensor(a), local_tensor(b), magnitude
+
+    def summed(self, squares: Tensor) -> Tensor:
+        mesh = cast(DTensor, self.A).device_mesh
+        if isinstance(squares, DTensor) or self.cut != "columns" or mesh.size() == 1:
+            return squares
+        return send_plain(squares, "sum", mesh.get_group().group_name)
+
+    def mine(self, outputs: Tensor) -> Tensor:
+        if isinstance(outputs, DTensor) or self.cut != "heads":
+            return outputs
+        return outputs.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
-from compose.memory.lora import Lora
+from compose.memory.lora import ALL_LINEAR, Lora, linear_layers
 from compose.memory.precision import Precision, first_scale
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.optim.muon import product_dtype
 from compose.optim.optimizers import Optimizer
+from compose.plan import Plan
 from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
@@ -102,7 +103,7 @@ def prove(
     )
     trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
     report = prove_both(whole, batches, config.precision, setup, trial, logic)
-    rows = [*report.rows, _trained(whole, config.model.lora)]
+    rows = [*report.rows, _trained(whole, job.plan, config.model.lora)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))
 
 
@@ -119,16 +120,19 @@ def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
     return [min(step, steps - 1) for step in (options.warmup // 2, *later)]
 
 
-def _trained(model: nn.Module, lora: Lora) -> Row:
+def _trained(model: nn.Module, plan: Plan, lora: Lora) -> Row:
     """Return the row that says whether just the parameters are trained that the config means."""
     meant = {name for name, _ in model.named_parameters()}
     if lora.rank:
+        all_of_them = lora.targets == ALL_LINEAR
+        every, named = (linear_layers(model, plan), ()) if all_of_them else ((), lora.targets)
         layers = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and is_named(name, lora.targets)
+            if isinstance(module, nn.Linear) and (name in every or is_named(name, named))
         ]
-        meant = {f"{name}.lora.{part}" for name in layers for part in "AB"}
+        parts = ["A", "B", *(["magnitude"] if lora.dora else [])]
+        meant = {f"{name}.lora.{part}" for name in layers for part in parts}
     wrong = sorted({name for name, p in model.named_parameters() if p.requires_grad} ^ meant)
     return Row("trained", wrong[0] if wrong else "all that should be", float(len(wrong)), 0.0, 0)
 

@@ -25,6 +25,7 @@ from compose.data.datasets import keep_tokenizer
 from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
+from compose.memory.quantized import count_parameters
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.train.metrics import Sink, StepMetrics, open_sinks
@@ -152,7 +153,7 @@ def overview(
         weights = f"of {config.checkpoint.load_hf}"
     held = f"of the checkpoint of step {resumed.step}" if resumed else ""
     adapters = held or (f"of {lora.load}" if lora.load else f"drawn by train.seed {train.seed}")
-    count = sum(p.numel() for p in job.model.parameters())
+    count = count_parameters(job.model)
     trained = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     share = f"of which {trained:,} are trained ({trained / count:.2%})"
     samples, steps = sum(map(len, sets)), train.last_step
@@ -212,7 +213,7 @@ class Report:
         for each in self.sets if self.worker.speaks else ():
             if isinstance(each, Conversations):
                 self.say(f"{each.name}:\n{each.table()}")
-        count = sum(p.numel() for p in job.model.parameters())
+        count = count_parameters(job.model)
         self.say(f"{self.folder}: {count:,} parameters")
         if self.worker.speaks:
             rows = overview(job, composition, self.sets, resumed)

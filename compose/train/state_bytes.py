@@ -50,7 +50,7 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
                     # FSDP does not gather over these axes.
                     if axis in ("tp", "ep") and not placement.is_replicate():
                         parts *= size
-        whole = parameter.numel() // parts * width
+        whole = parameter.numel() // parts * (width if parameter.is_floating_point() else 1)
         held = local.numel() * parameter.itemsize
         shapes = tuple(parameter.shape), by_axis, tuple(local.shape)
         result.append(Placed(name, stage, *shapes, whole, held, parameter.requires_grad))
@@ -68,7 +68,9 @@ def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
     zero, reduce_size = config.parallel.zero, getattr(torch, config.precision.reduce).itemsize
     param_size = getattr(torch, config.precision.param).itemsize
     # Nearly all weights are frozen where there are adapters.
-    kept = config.precision.param if config.model.lora.rank else config.precision.master
+    lora = config.model.lora
+    kept = config.precision.param if lora.rank else config.precision.master
+    kept = kept if lora.base == "full" else lora.base
     trained = [p for p in placed if p.trained]
     local, whole = sum(p.local_bytes for p in trained), sum(p.whole_bytes for p in trained)
 

@@ -16,6 +16,7 @@ from compose.__main__ import main
 from compose.build import fill_weights
 from compose.checkpoint.dcp_storage import PartsReader
 from compose.checkpoint.hf_folder import name_of
+from compose.checkpoint.hf_stored import stored
 from compose.checkpoint.peft import (
     CONFIG,
     KEYS,
@@ -25,9 +26,11 @@ from compose.checkpoint.peft import (
     write_adapters,
 )
 from compose.cli.commands import convert
+from compose.ops.dropout import DropoutKey, Masks, dropouts
+from compose.proof.one_process import Widened
 from tests.support.checkpoints import refusal
 from tests.support.command_lines import execute
-from tests.support.helpers import Keys, make_job, refused
+from tests.support.helpers import Keys, make_job, refused, tiered
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool
 from tests.support.small_models import ALL, ATTENTION, lora
@@ -49,33 +52,85 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_peft(base: Path, rank: int, alpha: int) -> Any:
+def in_peft(base: Path, rank: int, alpha: int, **more: Any) -> Any:
     """peft's model of ``base``, with adapters at all linear layers but the output."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base)
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=MODULES))
+    options = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return get_peft_model(model, LoraConfig(**(options | more)))
 
 
-def test_training_equals_peft(base: Path) -> None:
-    """20 steps of AdamW from the same adapters, in float64: losses and adapters are the same to 1e-6.
+class SameMask(torch.nn.Module):
+    """The dropout of an adapter in peft, with the masks of ours."""
 
-    transformers' norms and rotations compute in float32 all the same, which is what is left.
+    def __init__(self, masks: Masks, module: Any) -> None:
+        super().__init__()
+        self.drop = lambda x: masks.drop(x, module.p, module)
+        self.begin = lambda: setattr(module, "dropout_calls", 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        return self.drop(x)
+
+
+def same_masks(model: Any, reference: Any) -> Masks:
+    """Let peft's adapters drop what those of ``model`` drop."""
+    names = dropouts(model)
+    masks = Masks(model, [model], names)
+    hf_name = name_of("llama", make_job(1, **SHAPE).config.model.config)
+    for name in names:
+        place = stored(hf_name(name.replace(".lora.dropout", ".weight"))).name.removesuffix(".weight")
+        theirs = reference.get_submodule(f"base_model.model.{place}.lora_dropout")
+        theirs["default"] = SameMask(masks, model.get_submodule(name))
+    assert sum(type(m) is SameMask for m in reference.modules()) == 14
+    return masks
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "rslora": ({"rslora": True}, {"use_rslora": True}),
+    "dora": ({"dora": True}, {"use_dora": True}),
+    "dora, rslora and dropout": (
+        {"dora": True, "rslora": True, "dropout": 0.25},
+        {"use_dora": True, "use_rslora": True, "lora_dropout": 0.25},
+    ),
+    "dropout": ({"dropout": 0.25}, {"lora_dropout": 0.25}),
+}
+
+
+@pytest.mark.parametrize("kind", tiered(KINDS, KINDS.keys() - {"plain", "dora, rslora and dropout"}))
+def test_training_equals_peft(base: Path, kind: str) -> None:
+    """Gradients of adapters other than 0, and 20 steps of AdamW from fresh ones, are the same to 1e-6.
+
+    Both are in float64, and so are transformers' norms, which would compute in float32.
     """
     torch.manual_seed(0)
-    keys = SHAPE | lora(3, alpha=5) | {"checkpoint__load_hf": base}
+    ours_has, theirs_has = KINDS[kind]
+    keys = SHAPE | lora(3, "all-linear", alpha=5, **ours_has) | {"checkpoint__load_hf": base}
     job = make_job(1, **keys, optimizer__lr=1e-2)
     model: Any = job.model
     fill_weights(model, job, torch.device("cpu"))
-    model, reference = model.double(), in_peft(base, 3, 5).double()
+    model, reference = model.double(), in_peft(base, 3, 5, **theirs_has).double()
+    masks = same_masks(model, reference) if "dropout" in ours_has else None
+    reference.train()
     theirs = dict(reference.named_parameters())
     ours = dict(named_adapters(model, name_of("llama", job.config.model.config)))
-    trained = {n.replace(".default", "") for n, p in theirs.items() if p.requires_grad}
-    assert set(ours) == trained
+    # peft saves the vector without ".weight".
+    trained = {
+        name.replace(".default", "").replace("_vector.weight", "_vector"): p
+        for name, p in theirs.items()
+        if p.requires_grad
+    }
+    assert set(ours) == set(trained)
     with torch.no_grad():
         for name, parameter in ours.items():
-            theirs[name.replace(".weight", ".default.weight")].copy_(parameter)
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+            if name.endswith("_vector"):  # both begin with the norms of the weights
+                assert torch.allclose(trained[name], parameter, rtol=1e-6)
+            trained[name].copy_(parameter)
     # With a smaller eps an element whose gradient is only rounding would take a full step.
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     steps = [
@@ -83,28 +138,41 @@ def test_training_equals_peft(base: Path) -> None:
         for each in (model, reference)
     ]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(20):
+    # The first step is not taken: its gradients are of a B that is not zero.
+    for step in range(21):
         tokens = torch.randint(257, (2, 33), generator=generator)
-        losses = []
-        for optimizer, logits_of in zip(steps, (model, lambda t: reference(t).logits), strict=True):
-            logits = logits_of(tokens[:, :-1])
+        more = masks.begin(DropoutKey(step), torch.arange(2), None) if masks else {}
+        losses, gradients = [], []
+        for optimizer, logits_of, held in (
+            (steps[0], lambda t: model(t, **more), ours),  # noqa: B023
+            (steps[1], lambda t: reference(t).logits, trained),
+        ):
+            with Widened():
+                logits = logits_of(tokens[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
-            optimizer.step()
+            gradients.append({name: p.grad for name, p in held.items()})
+            if step:
+                optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        for name, one in gradients[0].items() if step == 0 else ():
+            assert float((one - gradients[1][name]).norm() / one.norm()) < 1e-6, name
+            if "lora_B" in name:
+                ours[name].detach().zero_()
+                trained[name].detach().zero_()
     for name, parameter in ours.items():
-        other = theirs[name.replace(".weight", ".default.weight")].detach()
+        other = trained[name].detach()
         assert float((parameter.detach() - other).norm() / other.norm()) < 1e-6, name
 
 
-def run_of(base: Path, folder: Path, **more: object) -> dict[str, object]:
+def run_of(base: Path, folder: Path, kind: Keys | None = None, **more: object) -> dict[str, object]:
     """The keys of a run of three steps with adapters over ``base``."""
     return keys_for(
         folder,
         **SHAPE,
-        **lora(),
+        **(kind or lora()),
         checkpoint__load_hf=base,
         checkpoint__interval=2,
         train__seq_len=16,
@@ -121,19 +189,22 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path, dora: bool) -> None:
     """peft and transformers compute our model's logits from the files of a run on two ranks."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    keys = run_of(base, tmp_path / "run", parallel__tp=2, parallel__dp_shard=1)
+    kind = lora(targets="all-linear", dora=True, rslora=True, dropout=0.1) if dora else lora()
+    keys = run_of(base, tmp_path / "run", kind, parallel__tp=2, parallel__dp_shard=1)
     pool.run(train, 2, keys)
     checkpoint = tmp_path / "run/checkpoints/step-00000003"
     state = json.loads((checkpoint / "state.json").read_text())
     assert state["lora"]["load_hf"] == str(base.resolve())
     held = PartsReader(checkpoint).read_metadata().state_dict_metadata
     assert all(".lora." in name for name in held)
-    assert len(held) == 2 * 7 * 2 * 4  # layers, targets, A and B; themselves and AdamW's three
+    # Layers, targets, A and B and DoRA's vector; themselves and AdamW's three.
+    assert len(held) == 2 * 7 * (2 + dora) * 4
 
     adapters, merged = tmp_path / "adapters", tmp_path / "merged"
     assert main(["convert", str(tmp_path / "run"), str(adapters)]) == 0
@@ -141,6 +212,11 @@ def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> No
     settings = json.loads((adapters / CONFIG).read_text())
     assert (settings["r"], settings["lora_alpha"]) == (3, 6)
     assert settings["target_modules"] == MODULES
+    assert (settings["use_dora"], settings["use_rslora"]) == (dora, dora)
+    assert settings["lora_dropout"] == (0.1 if dora else 0)
+    if dora:  # as peft writes it where it was asked so
+        settings["target_modules"] = "all-linear"
+        (adapters / CONFIG).write_text(json.dumps(settings))
 
     assert refused(convert, [str(tmp_path / "run"), str(tmp_path / "more"), "--dtype=bfloat16"]) == [
         "command line: --dtype: is for whole weights; give --merged too"
@@ -155,17 +231,42 @@ def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path) -> No
     assert float((by_transformers - by_peft).norm() / by_peft.norm()) < 1e-5
 
     # Our own model begins with peft's folder.
-    again = make_job(1, **SHAPE, **lora(load=adapters), checkpoint__load_hf=base)
+    again = make_job(1, **SHAPE, **kind, model__lora__load=adapters, checkpoint__load_hf=base)
     fill_weights(again.model, again, torch.device("cpu"))
     with torch.no_grad():
-        ours = again.model(tokens)
+        ours = again.model.eval()(tokens)
     assert float((ours - by_peft).norm() / by_peft.norm()) < 1e-5
 
 
 @pytest.mark.slow
-def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
+def test_merged_weights_of_a_base_in_8_bits(pool: Pool, base: Path, tmp_path: Path) -> None:
+    """They are the dequantized ones, with which the adapters were trained."""
+    from transformers import AutoModelForCausalLM
+
+    kind = lora(targets="all-linear", dora=True, base="int8")
+    pool.run(train, 2, run_of(base, tmp_path / "run", kind, parallel__dp_shard=2))
+    adapters, merged = tmp_path / "adapters", tmp_path / "merged"
+    assert main(["convert", str(tmp_path / "run"), str(adapters)]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(merged), "--merged"]) == 0
+    tokens = torch.randint(257, (2, 21), generator=torch.Generator().manual_seed(2))
+    theirs = logits_of(AutoModelForCausalLM.from_pretrained(merged), tokens)
+    results = []
+    for how in ("int8", "full"):
+        more = {"model__lora__load": adapters, "model__lora__base": how}
+        job = make_job(1, **(SHAPE | kind | more), checkpoint__load_hf=base)
+        fill_weights(job.model, job, torch.device("cpu"))
+        with torch.no_grad():
+            ours = job.model(tokens)
+        results.append(float((ours - theirs).norm() / theirs.norm()))
+    assert results[0] < 1e-5
+    assert results[1] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["full", "int8"])
+def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path, kept: str) -> None:
     """The text of a run with adapters is that of the merged weights."""
-    pool.run(train, 1, run_of(base, tmp_path / "run"))
+    pool.run(train, 1, run_of(base, tmp_path / "run", lora(base=kept)))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]) == 0
     words = [
         "--prompt=def ",
@@ -188,7 +289,9 @@ def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path) -> None:
     [
         ({"r": 4}, "{config}: r is 4, not model.lora.rank = 3"),
         ({"lora_alpha": 5}, "{config}: lora_alpha is 5, not model.lora.alpha = 6"),
-        ({"use_dora": True}, "{config}: use_dora: true is not supported here"),
+        ({"use_dora": True}, "{config}: use_dora is true, not model.lora.dora = false"),
+        ({"use_rslora": True}, "{config}: use_rslora is true, not model.lora.rslora = false"),
+        ({"lora_bias": True}, "{config}: lora_bias: true is not supported here"),
         (
             {"alora_invocation_tokens": [3]},
             "{config}: alora_invocation_tokens: [3] is not supported here",

@@ -25,7 +25,17 @@ from tests.support.helpers import (
 )
 from tests.support.mutation import mutated
 from tests.support.pool import Pool
-from tests.support.small_models import ALL, ATTENTION, AXES, DEEPSEEK, MIXTRAL, QWEN, keys_of, lora
+from tests.support.small_models import (
+    ALL,
+    ATTENTION,
+    AXES,
+    DEEPSEEK,
+    GPT2,
+    MIXTRAL,
+    QWEN,
+    keys_of,
+    lora,
+)
 from tests.support.training import keys_for
 
 # Odd sizes: a hidden width and a rank that ranks do not divide, and key/value heads that they share.
@@ -35,6 +45,7 @@ LLAMA: Keys = {
     "model__n_kv_heads": 2,
     "model__hidden_dim": 90,
 } | lora()
+DORA = lora(targets="all-linear", dora=True, dropout=0.3)
 FLOAT8: Keys = {"model__dim": 128, "model__hidden_dim": 192} | lora()
 SLOW = (
     "ds 2 cp 2 tp 2 train__seq_len 18",
@@ -64,7 +75,16 @@ CASES: dict[str, Keys] = dict.fromkeys((*SLOW, *FULL), LLAMA) | {
     | {"model__bias_rate": 0.0}
     | lora(targets="['layers.*.attention.w*','layers.*.moe.shared.w*','layers.*.feed_forward.w[12]']"),
     "ds 2 ep 2": MIXTRAL | lora(targets=ATTENTION),
+    # DoRA and dropout: norms of rows that tp cuts, and masks that no mesh changes.
+    "ds 2 tp 2 zero 2": LLAMA | DORA,
+    "cp 2": LLAMA | DORA | {"activation_checkpoint__mode": "full"},
+    "pp 2 dr 2 zero 0": LLAMA | DORA,
+    "tp 4 precision__param bfloat16": LLAMA | DORA | {"model__lora__rslora": True},
+    "ds 2 tp 2 compile__mode block zero 1": LLAMA | DORA,
+    "cp 2 tp 2 ep 2": DEEPSEEK | {"model__bias_rate": 0.0} | DORA,
+    "tp 2 zero 0": GPT2 | lora(targets="all-linear", dora=True),
 }
+NEW = ("ds 2 tp 2 zero 2", "cp 2", "pp 2 dr 2 zero 0", "cp 2 tp 2 ep 2", "tp 2 zero 0")
 
 
 def prove_adapters(pool: Pool, model: Keys, case: str) -> None:
@@ -79,7 +99,7 @@ def prove_adapters(pool: Pool, model: Keys, case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", tiered(CASES, SLOW, CASES.keys() - SLOW))
+@pytest.mark.parametrize("case", tiered(CASES, (*SLOW, *NEW), CASES.keys() - {*SLOW, *NEW}))
 def test_equals_one_process(pool: Pool, case: str) -> None:
     prove_adapters(pool, CASES[case], case)
 
@@ -180,7 +200,16 @@ REFUSED: list[tuple[Keys, str]] = [
     (
         lora(targets="[]"),
         "model.lora.targets: [] names no layer; give patterns of linear layers, as"
-        ' ["layers.*.attention.w*"]',
+        ' ["layers.*.attention.w*"], or "all-linear"',
+    ),
+    (
+        lora(targets="all_linear"),
+        'command line: model.lora.targets: expected "all-linear" or list of str, got "all_linear"',
+    ),
+    (lora(dropout=1.0), "command line: model.lora.dropout: 1.0 should be less than 1"),
+    (
+        lora(dora=True) | {"precision__float8": "rowwise"},
+        'precision.float8: "rowwise" does not go with model.lora.dora = true; use "off"',
     ),
     (
         lora(targets="['output']"),
@@ -300,6 +329,52 @@ FAULTS: dict[str, tuple[str, str, set[str]]] = {
 def _prove_broken(keys: Keys, old: str, new: str) -> Report:
     with mutated("compose.parallel.lora_parallel:_CutAdapter.forward", old, new):
         return prove_case(keys)
+
+
+# Elsewhere: the place, what stands there and what in its place, and the mesh.
+OTHER_FAULTS = {
+    "the norm of a row's part": (
+        "compose.parallel.lora_parallel:_CutAdapter.summed",
+        'self.cut != "columns"',
+        "True",
+        "tp 2",
+    ),
+    "the vector's gradient not summed": (
+        "compose.parallel.lora_parallel:_CutAdapter.held",
+        "_local(magnitude, _PLACES[self.cut][3])",
+        "_local(magnitude, False)",
+        "tp 4",
+    ),
+    "a bias is scaled": (
+        "compose.parallel.lora_parallel:_CutAdapter.held",
+        "local_tensor(bias)",
+        "None",
+        "tp 2",
+    ),
+    "masks by rank": ("compose.train.step:_with_masks", " + index * len(first)", "", "dr 2"),
+    "masks of the first columns": (
+        "compose.parallel.lora_parallel:AdapterParallel._apply",
+        "local_region(module.A)[1].start",
+        "0",
+        "tp 2",
+    ),
+}
+
+
+def _prove_fault(keys: Keys, place: str, old: str, new: str) -> Report:
+    with mutated(place, old, new):
+        return prove_case(keys, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OTHER_FAULTS)
+def test_faults_of_dora_and_dropout_are_seen(pool: Pool, fault: str) -> None:
+    place, old, new, mesh = OTHER_FAULTS[fault]
+    model, more = LLAMA | DORA, {"model__lora__dropout": 0.0}
+    if "bias" in fault:
+        model = GPT2 | DORA | more
+    ranks, keys = keys_of(model if "masks" in fault else model | more, mesh)
+    assert not agreed(pool.run(_prove_fault, ranks, keys, place, old, new)).ok
 
 
 @pytest.mark.parametrize("fault", tiered(FAULTS, FAULTS.keys() - {"A not summed"}))
