@@ -26,7 +26,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError, write_whole
 from compose.parallel.lora_parallel import Adapter
 from compose.preference.loss import PairLoss, log_probabilities
-from compose.train.evaluate import forward_local
+from compose.train.evaluate import forward
 from compose.train.hooks import Hook
 from compose.train.step import Reading
 
@@ -58,7 +58,7 @@ class Reference:
             parts.append(log_probabilities(output, part["targets"]))
 
         with without_adapters(composition) if self.copy is None else nullcontext():
-            forward_local(self.copy or composition, batch, micro_batch=micro_batch, each=note)
+            forward(self.copy or composition, batch, micro_batch=micro_batch, each=note)
         if not parts:
             return targets
         known = torch.cat(parts).to(targets).where(targets[..., 2].isfinite(), torch.nan)

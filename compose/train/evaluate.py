@@ -61,27 +61,12 @@ def evaluate(
         def expect(part: Mapping[str, Tensor]) -> None:
             loss.expect(part["targets"])
 
-        forward_local(composition, local, micro_batch=micro_batch, each=add, before=expect)
+        forward(composition, local, micro_batch=micro_batch, each=add, before=expect)
     return sum_over(total, mesh, ("pp", *BATCH_AXES, "cp")), count
 
 
-def forward(
-    composition: Composition,
-    batch: Mapping[str, Tensor],
-    *,
-    micro_batch: int | None = None,
-    each: Callable[[Tensor, Mapping[str, Tensor]], None],
-) -> None:
-    """Run a batch, as ``forward_backward`` takes it, through the model, which is left as it was.
-
-    ``each(output, part)`` is called for every micro-batch in order; in a pipeline on the rank of the
-    last stage. The model does not see ``targets``.
-    """
-    forward_local(composition, local_batch(composition, batch), micro_batch=micro_batch, each=each)
-
-
 @torch.no_grad()
-def forward_local(
+def forward(
     composition: Composition,
     batch: Mapping[str, Any],
     *,
@@ -89,9 +74,10 @@ def forward_local(
     each: Callable[[Tensor, Mapping[str, Tensor]], None],
     before: Callable[[Mapping[str, Tensor]], None] = lambda part: None,
 ) -> None:
-    """Do the work of :func:`forward` with what ``local_batch`` returned.
+    """Run a batch of ``local_batch`` through the model, which is left as it was.
 
-    ``before(part)`` is called before a micro-batch's forward, where ``each`` is called.
+    ``each(output, part)`` is called for every micro-batch in order, and ``before(part)`` before its
+    forward; in a pipeline on the rank of the last stage. The model does not see ``targets``.
     """
     model, pipeline = composition.model, composition.pipeline
     size = samples_at_once(batch, micro_batch)

@@ -36,6 +36,7 @@ from compose.ops.attention import AttentionOptions, attention
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size
 from compose.train.evaluate import forward
+from compose.train.step import local_batch
 from compose.weights import named_generator
 
 Wanted = Literal["auto", "on", "off"]
@@ -184,7 +185,7 @@ def next_logits(
             results.append(row.full_tensor() if isinstance(row, DTensor) else row)
 
     with cache.taking(len(new)) if cache else ExitStack():
-        forward(composition, batch, each=keep)
+        forward(composition, local_batch(composition, batch), each=keep)
     return results[0].cpu() if results else None
 
 

@@ -15,6 +15,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError, whole_number
 from compose.parallel.mesh import BATCH_AXES
 from compose.train.evaluate import forward
+from compose.train.step import local_batch
 from compose.weights import named_generator
 
 from .images import from_patches
@@ -176,7 +177,7 @@ def velocity(composition: Composition, batch: Mapping[str, Tensor]) -> Tensor:
         here = positions >= 0  # the others only fill up a rank's part
         whole[:, positions[here]] = output[:, here].float()
 
-    forward(composition, batch, each=keep)
+    forward(composition, local_batch(composition, batch), each=keep)
     if not speaks:
         whole.zero_()
     dist.all_reduce(whole)
