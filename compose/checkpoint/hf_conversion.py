@@ -29,13 +29,7 @@ from compose.checkpoint.dcp_storage import (
     alone,
     mismatches,
 )
-from compose.checkpoint.hf_folder import (
-    differences,
-    fill_shard,
-    kept_tokenizer,
-    name_of,
-    published,
-)
+from compose.checkpoint.hf_folder import differences, fill_shard, kept_tokenizer, name_of, published
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
 from compose.checkpoint.local_shards import LocalShard, local_shard_of, named_tensors

@@ -6,14 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from compose.checkpoint.hf_folder import model_in
-from compose.cli.command_line import (
-    Words,
-    flag_error,
-    model_path,
-    named_path,
-    number_of,
-    world_size_of,
-)
+from compose.cli.command_line import Words, flag_error, model_path, named_path, number_of, world_size_of
 from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, given_keys, load, without_file

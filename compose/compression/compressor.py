@@ -17,14 +17,7 @@ from compose.compression.activations import Activations, RowCode
 from compose.compression.error_feedback import Scratch
 from compose.compression.gather import GATHERS, QuantizedGather, Sender, Traffic, check, levels_of
 from compose.compression.packing import UnitLayout
-from compose.compression.reduce import (
-    GRADIENT_CODES,
-    LOSSY,
-    GradientCode,
-    Losses,
-    Plain,
-    Settings,
-)
+from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Losses, Plain, Settings
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.hpz import OwnMemory

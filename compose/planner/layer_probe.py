@@ -38,13 +38,7 @@ from compose.planner.memory import (
 from compose.planner.record import Message, Operator, Record, Wait
 from compose.planner.recorder import Recorder
 from compose.planner.step_time import NO_KERNEL, axis_of, joined
-from compose.planner.trace import (
-    buffers_on_meta,
-    forward_and_backward,
-    marks,
-    packed_rows,
-    step_batch,
-)
+from compose.planner.trace import buffers_on_meta, forward_and_backward, marks, packed_rows, step_batch
 
 PRIME = 17
 """A divisor of a probe's tokens, and of no usual width."""

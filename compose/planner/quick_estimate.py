@@ -20,13 +20,7 @@ from compose.pipeline.split import fewest_at_most
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.layer_probe import FIRST, LAST
-from compose.planner.quick_units import (
-    ModelShape,
-    Unit,
-    sent_seconds,
-    stream_bytes,
-    units_of_rank,
-)
+from compose.planner.quick_units import ModelShape, Unit, sent_seconds, stream_bytes, units_of_rank
 from compose.planner.step_time import beside_messages
 
 MEMORY_ERROR = 4 / 3
