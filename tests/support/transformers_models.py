@@ -65,7 +65,8 @@ GEMMA2 = dataclasses.replace(
     GEMMA3, qk_norm=False, rope_scaling=1.0, rope_local_theta=1e6, attention_softcap=0.7
 )
 GEMMA1 = gemma3.Config(
-    **_HEADS | {"n_kv_heads": 1},
+    n_heads=6,
+    n_kv_heads=1,
     vocab_size=91,
     n_layers=3,
     dim=51,
