@@ -224,7 +224,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
         route_scale=number(values, "routed_scaling_factor"),
         n_groups=size(values, "n_group") if grouped else 1,
         top_groups=size(values, "topk_group") if grouped else 1,
-        group_best=2 if third else 1,
+        group_best=1 if grouped and not third else 2,
         balance_loss="sequence" if truth(values, "seq_aux", True) else "batch",
         # V3's report gives the weight, and its config.json does not: section 4.2 of arXiv:2412.19437.
         balance_weight=number(values, "aux_loss_alpha", 1e-4 if third else 1e-3),

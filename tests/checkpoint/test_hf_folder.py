@@ -8,23 +8,21 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from compose.build import build, fill_weights
+from compose.build import fill_weights
 from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
-from compose.checkpoint.local_shards import local_shard_of, named_tensors
+from compose.checkpoint.local_shards import named_tensors
 from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
 from compose.cli.command_line import parse
 from compose.config.models import model_names
 from compose.errors import ConfigError
-from compose.proof.comparison import whole
 from models import deepseek_v3, llama
 from models.layers.published import shown
+from tests.support.checkpoints import loaded
 from tests.support.helpers import ROOT, Keys, make_config, make_job, parallel, ranks_in, refused
 from tests.support.hugging_face import (
     FOLDERS,
@@ -34,7 +32,7 @@ from tests.support.hugging_face import (
     save_model,
     write_tensors,
 )
-from tests.support.pool import Pool, make_mesh
+from tests.support.pool import Pool
 from tests.support.transformers_models import as_files
 
 
@@ -108,31 +106,6 @@ def test_every_model_has_the_names() -> None:
         assert name in without or find_hf(name).MODEL_TYPES
 
 
-def loaded(keys: Keys) -> tuple[dict[str, Tensor], int, int]:
-    """On every rank: (the whole model's state, bytes that were read, bytes that this rank holds)."""
-    job = make_job(dist.get_world_size(), **keys)
-    mesh = make_mesh(job.degrees)
-    read, count = TensorFiles.read, 0
-
-    def counted(self: TensorFiles, name: str, box: Any) -> Tensor:
-        nonlocal count
-        value = read(self, name, box)
-        count += value.nbytes
-        return value
-
-    with mock.patch.object(TensorFiles, "read", counted):
-        composition = build(job, mesh, torch.device("cpu"))
-    share = sum(local_shard_of(p).local.nbytes for p in composition.model.parameters())
-    named = named_tensors(composition, None)
-    mine: dict[str, Tensor] = {}
-    for name, copies in named.items():
-        mine[name], *others = [whole(copy) for copy in copies]
-        assert all(torch.equal(other, mine[name]) for other in others)
-    everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return {name: value for part in everyone for name, value in part.items()}, count, share
-
-
 STAGES = parallel(pp=2, dp_shard=1) | {"train__micro_batch": 1}
 CUT: list[tuple[str, Keys]] = [
     ("gpt2", parallel(dp_shard=2, tp=2)),
@@ -182,7 +155,7 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     write_tensors(folder, tensors, 300_000)
 
 
-def test_all_that_does_not_fit_is_said_before_anything_isloaded(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     keys = MODELS["deepseek_v3"]
     save_model(folder, keys)

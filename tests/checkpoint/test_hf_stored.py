@@ -20,7 +20,7 @@ from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.safetensors_files import TensorFiles
 from compose.config.hugging_face import find_hf
 from models import deepseek_v3, gpt_oss, llama
-from tests.checkpoint.test_hf_folder import loaded
+from tests.support.checkpoints import loaded
 from tests.support.helpers import Keys, make_config, parallel, ranks_in, refused
 from tests.support.hugging_face import MODELS, assert_same, read_tensors, save_model, write_tensors
 from tests.support.pool import Pool

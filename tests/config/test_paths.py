@@ -25,7 +25,7 @@ FLAGS = {
     *("--prompt", "--max-tokens", "--temperature", "--top-p", "--seed", "--cache", "--dtype"),
     *("--field", "--end", "--workers", "--world-size", "--objective", "--tokens", "--days", "--free"),
     *("--candidates", "--classes", "--per-class", "--steps", "--guidance", "--seconds", "--gpus"),
-    *("--model", "--seq-len", "--batch", "--keep"),
+    *("--model", "--seq-len", "--batch", "--keep", "--shape", "--fields", "--roles"),
 }
 
 

@@ -7,11 +7,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from compose.build import build, build_optimizer, parallelize
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, Progress
-from compose.checkpoint.local_shards import named_tensors
+from compose.checkpoint.local_shards import local_shard_of, named_tensors
+from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.compression.compressor import CompressionHook
 from compose.errors import ConfigError
@@ -116,3 +118,28 @@ def refusal(keys: Keys) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def loaded(keys: Keys) -> tuple[dict[str, Tensor], int, int]:
+    """On every rank: (the whole model's state, bytes that were read, bytes that this rank holds)."""
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    read, count = TensorFiles.read, 0
+
+    def counted(self: TensorFiles, name: str, box: Any) -> Tensor:
+        nonlocal count
+        value = read(self, name, box)
+        count += value.nbytes
+        return value
+
+    with mock.patch.object(TensorFiles, "read", counted):
+        composition = build(job, mesh, torch.device("cpu"))
+    share = sum(local_shard_of(p).local.nbytes for p in composition.model.parameters())
+    named = named_tensors(composition, None)
+    mine: dict[str, Tensor] = {}
+    for name, copies in named.items():
+        mine[name], *others = [whole(copy) for copy in copies]
+        assert all(torch.equal(other, mine[name]) for other in others)
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: value for part in everyone for name, value in part.items()}, count, share
