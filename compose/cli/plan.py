@@ -188,8 +188,7 @@ def _between_islands(question: Question, space: Space, best: Candidate) -> list[
     """Return what islands send each other, and how long training waits for it."""
     outer = question.config.outer
     job = make_job(best.config, space.world_size)
-    assert best.estimate is not None
-    link, seconds = space.cluster.between, best.estimate.step_seconds
+    link, seconds = space.cluster.between, best.recorded.step_seconds
     return [
         line
         for _, lines in brought("between_workers")
@@ -200,8 +199,7 @@ def _between_islands(question: Question, space: Space, best: Candidate) -> list[
 def _rate(space: Space, searched: Searched) -> tuple[bool, float]:
     """Return whether the best candidate fits, and its tokens a second."""
     best = searched.candidates[0]
-    assert best.estimate is not None
-    return fits(space, best), best.estimate.tokens_per_second_per_device
+    return fits(space, best), best.recorded.tokens_per_second_per_device
 
 
 def _largest(given: Words) -> tuple[Question, Searched]:

@@ -24,9 +24,8 @@ from compose.planner.candidates import (
 )
 from compose.planner.cluster import load_cluster
 from compose.planner.explain import neighbours, promise
-from compose.planner.page import seconds
 from compose.planner.quick_estimate import micro_batches
-from compose.planner.report import in_columns, recomputation
+from compose.planner.report import in_columns, recomputation, seconds
 from compose.planner.search import record_all
 
 _GIB = 2**30
@@ -228,8 +227,7 @@ def sentences(
 
     ``tokens`` are those of the run, with their words, as "1T tokens".
     """
-    estimate, room = best.estimate, capacity(space.cluster) / _GIB
-    assert estimate is not None
+    estimate, room = best.recorded, capacity(space.cluster) / _GIB
     whole = fits(space, best)
     takes = (
         f"a step takes {seconds(estimate.step_seconds)}, at"
@@ -278,13 +276,12 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
 
 
 def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:
-    assert best.estimate is not None
     known = [(one.name, one.step, one.note) for one in variants if one.step]
     if not known:
         return "neither twice the devices nor twice the memory helps this composition"
     if not whole:
         return f"it fits with {' or '.join(name for name, _, _ in known)}"
-    gains = [best.estimate.step_seconds / step for _, step, _ in known]
+    gains = [best.recorded.step_seconds / step for _, step, _ in known]
     words = [f"{gain:.2f} times{' as fast' * (i == 0)}" for i, gain in enumerate(gains)]
     texts = [f"{word} with {name}" for word, (name, _, _) in zip(words, known, strict=True)]
     buys = known[gains.index(max(gains))][2]
@@ -305,7 +302,8 @@ def example_tokens(space: Space) -> float:
     active = float(shape.ends)
     for kind in shape.layers:
         experts = max((n for n, _, _ in kind.experts), default=1)
-        active += kind.count * (kind.dense + kind.routed * min(1.0, shape.top_k / experts))
+        routed = sum(e * n * k for e, n, k in kind.experts) * min(1.0, shape.top_k / experts)
+        active += kind.count * (sum(n * k for n, k in kind.products) + routed)
     return _PER_PARAMETER * active
 
 
@@ -313,9 +311,7 @@ def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
     """Return the best candidate of each global batch, with the days that ``tokens`` take."""
     cells = [["batch", "tokens", "tokens/s", "days", "device-hours", "composition"]]
     for space, best in rows:
-        estimate, train = best.estimate, space.config.train
-        assert estimate is not None
-        rate = estimate.tokens_per_second_per_device
+        rate, train = best.recorded.tokens_per_second_per_device, space.config.train
         took = tokens / (rate * space.world_size)
         figures = [f"{rate:,.0f}", f"{took / _DAY:,.2f}", f"{took * space.world_size / 3600:,.0f}"]
         figures = figures if fits(space, best) else ["does not fit", "-", "-"]

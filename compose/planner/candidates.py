@@ -49,11 +49,17 @@ class Candidate:
     """From a record; None if none was made."""
 
     @property
+    def recorded(self) -> Estimate:
+        """The estimate of a candidate that was recorded."""
+        assert self.estimate is not None
+        return self.estimate
+
+    @property
     def reserved(self) -> int:
         """Bytes that the allocator of the fullest rank has from the device."""
-        return (
-            max(p.reserved for p in self.estimate.peaks) if self.estimate else round(self.rough.memory)
-        )
+        if self.estimate is None:
+            return round(self.rough.memory)
+        return max(p.reserved for p in self.estimate.peaks)
 
 
 def capacity(cluster: Cluster) -> int:
@@ -90,14 +96,10 @@ def fits(space: Space, candidate: Candidate) -> bool:
 
 def lack_of_node(space: Space, candidate: Candidate) -> str:
     """Return what host memory a candidate lacks, in words; empty if it lacks none."""
-    return lack_of_host(space.cluster, host_bytes_of(space, candidate))
-
-
-def host_bytes_of(space: Space, candidate: Candidate) -> float:
-    """Return the bytes of host memory that a candidate takes of a node."""
+    needed = candidate.rough.host * min(space.cluster.node, space.world_size)
     if candidate.estimate:
-        return candidate.estimate.host_bytes
-    return candidate.rough.host * min(space.cluster.node, space.world_size)
+        needed = candidate.estimate.host_bytes
+    return lack_of_host(space.cluster, needed)
 
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")

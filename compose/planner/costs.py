@@ -232,6 +232,7 @@ def host_seconds(cluster: Cluster, bytes: float) -> float:
     return cluster.host.latency + bytes / cluster.host.usable
 
 
+@functools.lru_cache(1 << 20)
 def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, stride: int) -> float:
     """Return the seconds of one collective.
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compose.config.job import Job
 from compose.errors import ConfigError
@@ -212,14 +212,11 @@ def estimates(
 def _estimate(
     job: Job, cluster: Cluster, ranks: list[RankCosts], other: OtherProgram | None = None
 ) -> Estimate:
-    rows = schedule_rows(job)
-    count = job.micro_batches
-    peaks = []
+    rows, count, peaks = schedule_rows(job), job.micro_batches, []
     for costs_of, row in zip(ranks, rows, strict=True):
         size, shares = peak(costs_of.memory, row, count)
         peaks.append(RankPeak(size, size + costs_of.surplus, dict(shares)))
     of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
-
     exchange = other.exchange if other and job.degrees.pp > 1 else 0.0
 
     def seconds(action: Action) -> float:
@@ -238,11 +235,6 @@ def _estimate(
 
 def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
     return seconds_of(rank.seconds, (action.stage, action.kind, place_of(action.micro_batch, count)))
-
-
-def _computed(seconds: Seconds) -> float:
-    """Return the seconds in which the device computes."""
-    return sum(seconds.get(kind, 0.0) for kind in ("product", "attention", "memory", PART))
 
 
 def _message(job: Job, cluster: Cluster) -> float:
@@ -289,7 +281,8 @@ def _summary(
     for rank, row, of_device in zip(ranks, rows, peaks, strict=True):
         hosts.append(_on_host(cluster, peak(rank.host, row, count)[0], of_device))
         parts = [*(_of(rank, a, count) for a in row), rank.seconds[STEP]]
-        computed.append(sum(map(_computed, parts)))
+        kinds = ("product", "attention", "memory", PART)
+        computed.append(sum(part.get(kind, 0.0) for part in parts for kind in kinds))
     if length > shortest:
         exposed["pp"] += length - shortest
     exposed["optimizer"] = update - sum(v for k, v in last.items() if k.startswith("exposed "))
@@ -389,14 +382,14 @@ def _costs(
     with RecordPool(workers) as pool:
 
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
-            plan = plans[place]
-            kept, name = plan.kept[rank][number], (place, rank, number)
+            plan, name = plans[place], (place, rank, number)
+            asked = _Asked(plan.job, cluster, other, rank, plan.kept[rank][number], stream)
             of = rank, stream, other is None, *_played(cluster, other).items()
-            file = RecordFile(cache, plan.job, kept, *of) if cache else None
+            file = RecordFile(cache, asked.job, asked.kept, *of) if cache else None
             if traced := file and file.read():
-                pool.known(name, _priced(traced, plan.job, cluster, other, kept, stream))
+                pool.known(name, _priced(traced, asked))
             else:
-                pool.submit(name, _recorded, plan.job, cluster, other, rank, kept, stream, file)
+                pool.submit(name, _recorded, asked, file)
 
         for place in left:
             for number in range(len(plans[place].kept[0])):
@@ -442,37 +435,41 @@ def _kept(runs: LayerRuns | None, stages: Sequence[int], ranks: int) -> list[Lay
     return [*several]
 
 
-def _recorded(
-    job: Job,
-    cluster: Cluster,
-    other: OtherProgram | None,
-    pp_rank: int,
-    kept: LayerRuns | None,
-    stream: Any,
-    file: RecordFile | None = None,
-) -> tuple[RankCosts, Any]:
-    """Make the record of a rank, and return what it costs; of all layers unless some are ``kept``.
+class _Asked(NamedTuple):
+    """A record that is wanted: of a rank of the pipeline, with the layers that are kept, or all."""
 
-    ``stream`` is what stages send, as the first rank of the pipeline broadcast it. It is returned too.
-    The record is put into ``file``.
-    """
-    count = len(few_micro_batches(job))
-    objects = None if pp_rank == 0 else [stream]
-    rank = pp_rank * job.world_size // job.degrees.pp
-    traced = _record(job, cluster, other, kept, rank=rank, micro_batches=count, objects=objects)
+    job: Job
+    cluster: Cluster
+    other: OtherProgram | None
+    pp_rank: int
+    kept: LayerRuns | None
+    stream: Any
+    """What stages send, as the first rank of the pipeline broadcast it."""
+
+
+def _recorded(asked: _Asked, file: RecordFile | None) -> tuple[RankCosts, Any]:
+    """Make the record of a rank, put it into ``file``, and return what it costs, and the stream."""
+    job, runs, kept, options = asked.job, runs_of(asked.job), asked.kept, dict[str, Any]()
+    if runs and kept:
+        options["model"] = reduced(job, runs, kept)
+        options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
+    step = RankStep(
+        job,
+        rank=asked.pp_rank * job.world_size // job.degrees.pp,
+        micro_batches=len(few_micro_batches(job)),
+        documents=asked.other is None,
+        objects=None if asked.pp_rank == 0 else [asked.stream],
+        **options,
+        **_played(asked.cluster, asked.other),
+    )
+    traced = trace(step)
     if file:
         file.write(traced)
-    return _priced(traced, job, cluster, other, kept, stream)
+    return _priced(traced, asked)
 
 
-def _priced(
-    traced: Traced,
-    job: Job,
-    cluster: Cluster,
-    other: OtherProgram | None,
-    kept: LayerRuns | None,
-    stream: Any,
-) -> tuple[RankCosts, Any]:
+def _priced(traced: Traced, asked: _Asked) -> tuple[RankCosts, Any]:
+    job, cluster, other, _, kept, stream = asked
     record, sent, count = traced.record, traced.broadcast, len(few_micro_batches(job))
     if other:
         other.change(record, job)
@@ -489,16 +486,6 @@ def _priced(
     memory, host = (rank_memory(one, count, where) for one in (record, record.of_host))
     costs_of = RankCosts(memory, surplus, seconds, host)
     return costs_of, sent[0] if stream is None and sent else stream
-
-
-def _record(
-    job: Job, cluster: Cluster, other: OtherProgram | None, kept: LayerRuns | None, **options: Any
-) -> Traced:
-    runs = runs_of(job)
-    if runs and kept:
-        options["model"] = reduced(job, runs, kept)
-        options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
-    return trace(RankStep(job, documents=other is None, **options, **_played(cluster, other)))
 
 
 def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.estimate import Estimate
-from compose.planner.page import seconds
 from compose.planner.quick_estimate import ModelShape, micro_batches, quick
+from compose.planner.report import seconds
 from compose.planner.search import record_all
 
 _MADE = 2  # neighbours of which records are made
@@ -55,9 +55,7 @@ def explain(space: Space, recorded: Sequence[Candidate]) -> list[str]:
 
 def against_best(space: Space, best: Candidate, other: Candidate) -> str:
     """Return by how much a recorded candidate is slower than the best, or does not fit, and why."""
-    one, two = best.estimate, other.estimate
-    assert one is not None
-    assert two is not None
+    one, two = best.recorded, other.recorded
     if not fits(space, other) and fits(space, best):
         held, now = (max(e.peaks, key=lambda p: p.reserved).by_category for e in (two, one))
         most = max(held, key=lambda name: held[name] - now.get(name, 0))

@@ -8,7 +8,7 @@ experts. What grows with tokens is told apart by a prime number, which divides t
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -131,11 +131,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     )
     samples, seq_len = batch_of(config.train.seq_len)
     train = replace(
-        config.train,
-        seq_len=seq_len,
-        micro_batch=samples,
-        global_batch=samples * ep,
-        loss_chunk=0,
+        config.train, seq_len=seq_len, micro_batch=samples, global_batch=samples * ep, loss_chunk=0
     )
     config = replace(
         config,
@@ -363,8 +359,7 @@ def _with_cp(
 
     def each(figures: Figures, part: Part, degree: int) -> list[float]:
         """Return figures for each token of a rank."""
-        values = figures.get(part, (0.0,) * len(part.tokens))
-        return [v * (degree if grows else 1) for v, grows in zip(values, part.tokens, strict=True)]
+        return _divided(figures.get(part, (0.0,) * len(part.tokens)), part, 1 / degree)
 
     result: Figures = {}
     (first, two), (last, most) = pairs[0], pairs[-1]
@@ -385,14 +380,17 @@ def _with_cp(
                     x * (y / z) if z else x for x, y, z in zip(base[part], values, alone, strict=True)
                 ]
             else:
-                values = [
-                    v / (tp if grows else 1) for v, grows in zip(values, part.tokens, strict=True)
-                ]
+                values = _divided(values, part, tp)
         if part.tokens:
-            values = [v / (cp if grows else 1) for v, grows in zip(values, part.tokens, strict=True)]
+            values = _divided(values, part, cp)
         if values:
             result[part] = tuple(values)
     return result
+
+
+def _divided(values: Sequence[float], part: Part, share: float) -> list[float]:
+    """Return figures of a part, divided where they grow with tokens."""
+    return [v / (share if grows else 1) for v, grows in zip(values, part.tokens, strict=True)]
 
 
 def _with_ep(base: Figures, one: Figures, two: Figures, tp: int, cp: int, ep: int) -> Figures:
@@ -401,10 +399,7 @@ def _with_ep(base: Figures, one: Figures, two: Figures, tp: int, cp: int, ep: in
     for part, values in two.items():
         alone, here = one.get(part), base.get(part)
         if here is None or alone is None:  # messages to experts
-            share = tp * cp
-            result[part] = tuple(
-                v / (share if grows else 1) for v, grows in zip(values, part.tokens, strict=True)
-            )
+            result[part] = tuple(_divided(values, part, tp * cp))
         elif part.what == "op":
             result[part] = tuple(
                 x / ep if y and z / y == 0.5 and not grows else x

@@ -16,32 +16,9 @@ from typing import Any
 
 from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
 from compose.planner.memory import CATEGORIES
+from compose.planner.report import TIMES, digits, memory, mesh_of, seconds, shown_value, words_of
 
 GIB = 2**30
-TIMES = "\u00d7"
-
-
-def digits(value: float) -> str:
-    """Return a number with three significant digits, or all digits before the point."""
-    size = abs(value)
-    places = 0 if size >= 99.95 or value == 0 else 1 if size >= 9.995 else 2 if size >= 0.0995 else 3
-    return f"{value:,.{places}f}"
-
-
-def seconds(value: float) -> str:
-    """Return a duration in s, ms or µs."""
-    if value == 0 or abs(value) >= 0.9995:
-        return f"{digits(value)} s"
-    return f"{digits(value * 1e3)} ms" if abs(value) >= 0.9995e-3 else f"{digits(value * 1e6)} µs"
-
-
-def memory(value: float) -> str:
-    """Return bytes in GiB, or in MiB below one GiB."""
-    if value == 0 or abs(value) >= GIB:
-        return f"{digits(value / GIB)} GiB"
-    return f"{digits(value / 2**20)} MiB"
-
-
 HELD = "reserved, not in use"
 _WIDE = 1200  # pixels of a timeline that is not zoomed in
 COLOURS = ("#2a6fd0", "#d0551b", "#6a4fcf", "#0e8f6b", "#b07600", "#cf3b3a", "#c44a8a", "#4d7d1f")
@@ -292,105 +269,9 @@ def front_chart(candidates: Sequence[Mapping[str, Any]], capacity: float) -> str
     )
 
 
-LIGHT = {
-    "page": "#fcfcfa",
-    "card": "#ffffff",
-    "text": "#1b1b19",
-    "quiet": "#5c5b57",
-    "line": "#d9d8d3",
-    "lane": "#f1f0ec",
-    "bad": "#b3261e",
-    **{f"c{i}": colour for i, colour in enumerate(COLOURS)},
-    "other": OTHER,
-    "held": "#82817b",
-}
-"""Colours on a light page. Text has a contrast of 4.5 or more, and what is drawn 3 or more."""
-DARK = {
-    "page": "#161615",
-    "card": "#1f1f1d",
-    "text": "#f2f1ec",
-    "quiet": "#b9b8b1",
-    "line": "#3d3c39",
-    "lane": "#2a2a27",
-    "bad": "#ff9a92",
-    "c0": "#6aa5f5",
-    "c1": "#f08c5a",
-    "c2": "#aa9df8",
-    "c3": "#35c49b",
-    "c4": "#dba327",
-    "c5": "#f27f7c",
-    "c6": "#e887b6",
-    "c7": "#88c459",
-    "other": "#a09f98",
-    "held": "#86857e",
-}
-
-
-def _variables(colours: dict[str, str]) -> str:
-    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
-
-
-_FILLS = "".join(
-    f".{name}{{fill:var(--{name});background:var(--{name})}}"
-    for name in (*(f"c{i}" for i in range(8)), "other")
-)
-
-_CSS, SCRIPT = ((Path(__file__).parent / name).read_text("utf-8") for name in ("page.css", "page.js"))
-STYLE = f"""
-:root{{color-scheme:light dark;{_variables(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}
-
-{_CSS}{_FILLS}"""
+STYLE, SCRIPT = ((Path(__file__).parent / name).read_text("utf-8") for name in ("page.css", "page.js"))
 
 RATE = "tokens_per_second_per_device"
-AXES = {
-    "pp": "pipeline stages",
-    "dp_replicate": "replicas",
-    "dp_shard": "data-parallel shards",
-    "cp": "parts of each sequence",
-    "tp": "tensor-parallel ranks",
-    "ep": "expert-parallel ranks",
-}
-"""The things that a degree counts, in the order of a mesh's words."""
-PHRASES = {
-    "parallel.zero": "ZeRO-{}",
-    "parallel.pp_schedule": "schedule {}",
-    "parallel.pp_virtual_stages": "{} virtual stages a rank",
-    "train.micro_batch": "micro-batches of {}",
-    "activation_checkpoint.mode": "recomputation: {}",
-}
-"""Settings that have words of their own; others are shown as they are written."""
-
-
-def value_of(value: Any) -> str:
-    """Return a setting's value as a person writes it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(value_of(each) for each in value) or "none"
-    return str(value)
-
-
-def mesh_of(keys: Mapping[str, Any]) -> str:
-    """Return a mesh in short: the axes that have more than one rank, with their sizes."""
-    degrees = _degrees(keys)
-    return f" {TIMES} ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one rank"
-
-
-def _degrees(keys: Mapping[str, Any]) -> dict[str, int]:
-    degrees = {axis: keys.get(f"parallel.{axis}", 1) for axis in AXES}
-    return {axis: degree for axis, degree in degrees.items() if degree > 1}
-
-
-def words_of(keys: Mapping[str, Any]) -> str:
-    """Return a candidate's mesh in words, and its other settings."""
-    degrees = [f"{degree} {AXES[axis]}" for axis, degree in _degrees(keys).items()]
-    others = [
-        PHRASES[key].format(value_of(value)) if key in PHRASES else f"{key} = {value_of(value)}"
-        for key, value in keys.items()
-        if key.removeprefix("parallel.") not in AXES
-    ]
-    return "; ".join([", ".join(degrees) or "One rank", *others])
 
 
 def headline(result: Mapping[str, Any]) -> str:
@@ -430,7 +311,7 @@ def headline(result: Mapping[str, Any]) -> str:
 def table(candidates: Sequence[Mapping[str, Any]]) -> str:
     """Return all candidates as a table whose columns sort it, after the settings that all share."""
     keys = list(dict.fromkeys(key for candidate in candidates for key in candidate["keys"]))
-    values = {key: {value_of(each["keys"].get(key, "")) for each in candidates} for key in keys}
+    values = {key: {shown_value(each["keys"].get(key, "")) for each in candidates} for key in keys}
     differ = [key for key in keys if len(values[key]) > 1]
     same = [f"{key} = {next(iter(values[key]))}" for key in keys if key not in differ]
     last = [key.rsplit(".", 1)[-1] for key in differ]
@@ -452,10 +333,10 @@ def table(candidates: Sequence[Mapping[str, Any]]) -> str:
         fits, step, rate = candidate["fits"], candidate["step_seconds"], candidate[RATE]
         total = sum(time for _, time in exposed)
         cells: list[tuple[Any, str, str]] = [(i + 1, str(i + 1), "")]
-        own = [value_of(candidate["keys"].get(key, "")) for key in differ]
+        own = [shown_value(candidate["keys"].get(key, "")) for key in differ]
         cells += [(value, value, "") for value in own]
         cells += [
-            (int(fits), value_of(fits), "words"),
+            (int(fits), shown_value(fits), "words"),
             (step, seconds(step), ""),
             (use["reserved"], memory(use["reserved"]), ""),
             (rate, f"{rate:,.0f}", ""),

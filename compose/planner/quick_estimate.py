@@ -19,8 +19,9 @@ from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
 from compose.planner import costs
 from compose.planner.cluster import Cluster
+from compose.planner.costs import collective_seconds
 from compose.planner.layer_probe import FIRST, LAST
-from compose.planner.quick_units import ModelShape, Unit, sent_seconds, stream_bytes, units_of_rank
+from compose.planner.quick_units import ModelShape, Unit, stream_bytes, units_of_rank
 from compose.planner.step_time import beside_messages
 
 MEMORY_ERROR = 4 / 3
@@ -208,7 +209,7 @@ def _bubble(shape: ModelShape, config: Config, cluster: Cluster, mean: float) ->
         waits /= 3
     if cluster.device.sharing > 1:  # ranks that wait leave their processors to the others
         waits *= max(0.0, 1 - cluster.device.sharing / pp)
-    took = sent_seconds(cluster, "p2p", stream_bytes(shape, config), 2, _world(parallel) // pp)
+    took = collective_seconds(cluster, "p2p", stream_bytes(shape, config), 2, _world(parallel) // pp)
     return waits * mean + took * messages
 
 
@@ -253,9 +254,11 @@ def _data(unit: Unit, config: Config, cluster: Cluster) -> tuple[float, float]:
     for size, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if size:
             part = unit.trained * size * wide
-            gather += sent_seconds(cluster, "all_gather", size * width, ranks, stride)
-            reduce += sent_seconds(cluster, "reduce_scatter", part, ranks, stride)
-            replicas += sent_seconds(cluster, "all_reduce", part / ranks, parallel.dp_replicate, inner)
+            gather += collective_seconds(cluster, "all_gather", size * width, ranks, stride)
+            reduce += collective_seconds(cluster, "reduce_scatter", part, ranks, stride)
+            replicas += collective_seconds(
+                cluster, "all_reduce", part / ranks, parallel.dp_replicate, inner
+            )
     copies = sums = 0.0
     if gather or width < precision.master_dtype.itemsize:
         copies = costs.memory_seconds(cluster, 2 * width * held)

@@ -29,16 +29,6 @@ class Layers:
     experts: tuple[tuple[int, int, int], ...]
     """(experts, outputs, inputs) of each stack of experts."""
 
-    @property
-    def dense(self) -> int:
-        """Parameters of one layer without experts."""
-        return sum(n * k for n, k in self.products)
-
-    @property
-    def routed(self) -> int:
-        """Parameters of all experts of one layer."""
-        return sum(e * n * k for e, n, k in self.experts)
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -334,19 +324,13 @@ def _unit(
     )
 
 
-@lru_cache(1 << 20)
-def sent_seconds(cluster: Cluster, kind: str, size: float, ranks: int, stride: int) -> float:
-    """Return the seconds of a collective, as costs.collective_seconds does, from a cache."""
-    return costs.collective_seconds(cluster, kind, size, ranks, stride)
-
-
 def _message(cluster: Cluster, parallel: Parallel, kind: str, axis: str, size: float) -> float:
     """Return the seconds of a message of tp, cp or ep."""
     if axis == "ep":
-        return sent_seconds(cluster, kind, size, parallel.ep, 1)
+        return costs.collective_seconds(cluster, kind, size, parallel.ep, 1)
     ranks = math.prod(getattr(parallel, each) for each in axis.split("+") if hasattr(parallel, each))
     stride = 1 if "tp" in axis else parallel.tp
-    return sent_seconds(cluster, kind, size, 2 if kind == "p2p" else ranks, stride)
+    return costs.collective_seconds(cluster, kind, size, 2 if kind == "p2p" else ranks, stride)
 
 
 def stream_bytes(shape: ModelShape, config: Config) -> float:

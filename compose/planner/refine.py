@@ -59,8 +59,7 @@ def refinements(space: Space, shape: ModelShape, recorded: Sequence[Candidate]) 
     results: list[tuple[tuple[Any, ...], int, Candidate]] = []
     bases = ranked(space, recorded)[:_BASES]
     for base in bases:
-        assert base.estimate is not None
-        size, step = base.reserved / base.rough.memory, base.estimate.step_seconds / base.rough.step
+        size, step = base.reserved / base.rough.memory, base.recorded.step_seconds / base.rough.step
         for keys in _variants(space, shape, base):
             config = with_keys(base.config, keys)
             if micro_batches(config) < max(1, config.parallel.pp if config.parallel.pp > 1 else 1):
@@ -81,11 +80,8 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
     if "train.micro_batch" not in space.fixed:
         micros = [m for m in (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2) if m]
     layers = shape.count * min(3, micro_batches(config))
-    ways, mode, budget = (
-        [dict[str, Any]()],
-        "activation_checkpoint.mode",
-        "activation_checkpoint.budget",
-    )
+    mode, budget = "activation_checkpoint.mode", "activation_checkpoint.budget"
+    ways = [dict[str, Any]()]
     # A pipeline would need a record of all layers of every rank.
     if parallel.pp == 1 and budget in free and mode not in space.fixed and layers <= _MOST_LAYERS:
         ways += [{mode: "budget", budget: value} for value in REFINED[budget]]

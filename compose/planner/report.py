@@ -1,4 +1,4 @@
-"""The result of a search as data, text and a file to start from."""
+"""The result of a search as data, text and a file to start from, and its figures and keys in words."""
 
 import os
 import shlex
@@ -32,6 +32,24 @@ _SHOWN_KEYS = {
     *(f"activation_checkpoint.{key}" for key in ("mode", "every", "budget", "segment")),
     "train.micro_batch",
 }
+TIMES = "\u00d7"
+COUNTED = {
+    "pp": "pipeline stages",
+    "dp_replicate": "replicas",
+    "dp_shard": "data-parallel shards",
+    "cp": "parts of each sequence",
+    "tp": "tensor-parallel ranks",
+    "ep": "expert-parallel ranks",
+}
+"""The things that a degree counts, in the order of a mesh's words."""
+PHRASES = {
+    "parallel.zero": "ZeRO-{}",
+    "parallel.pp_schedule": "schedule {}",
+    "parallel.pp_virtual_stages": "{} virtual stages a rank",
+    "train.micro_batch": "micro-batches of {}",
+    "activation_checkpoint.mode": "recomputation: {}",
+}
+"""Settings that have words of their own; others are shown as they are written."""
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
 
 
@@ -54,13 +72,11 @@ def _keys(candidate: Candidate) -> dict[str, Any]:
     keys = [*DEGREES, *TRIED, "parallel.offload"]
     if candidate.config.parallel.pp == 1:
         keys.remove("parallel.pp_schedule")
-    tables = {key: key.partition(".") for key in keys}
-    return {key: getattr(getattr(candidate.config, t), name) for key, (t, _, name) in tables.items()}
+    return {key: value_of(candidate.config, key) for key in keys}
 
 
 def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]:
-    estimate = candidate.estimate
-    assert estimate is not None
+    estimate = candidate.recorded
     fullest = max(estimate.peaks, key=lambda p: p.reserved)
     data: dict[str, Any] = {
         "keys": _keys(candidate),
@@ -110,8 +126,7 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
     figures = ("step s", "tokens/s", "MFU", "bubble", "GiB", "")
     rows = [[*axes, "zero", "schedule", "recompute", "micro", *map(short_name, more), *figures]]
     for candidate in recorded:
-        estimate, parallel = candidate.estimate, candidate.config.parallel
-        assert estimate is not None
+        estimate, parallel = candidate.recorded, candidate.config.parallel
         warnings = [] if fits(space, candidate) else ["does not fit"]
         warnings += filter(None, [lack_of_node(space, candidate)])
         rows.append(
@@ -156,9 +171,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
 
 def in_words(space: Space, best: Candidate) -> str:
     """Return the best candidate's memory and time in words."""
-    estimate = best.estimate
-    assert estimate is not None
-    room = capacity(space.cluster)
+    estimate, room = best.recorded, capacity(space.cluster)
     lines = [
         f"{space.world_size} x {space.cluster.device.name}, {room / _GIB:.1f} GiB of each for a process"
     ]
@@ -238,3 +251,55 @@ def reasons(space: Space, best: Candidate) -> dict[str, str]:
         "parallel.offload": "nothing else fits",
         "train.micro_batch": "samples of one forward",
     }
+
+
+def digits(value: float) -> str:
+    """Return a number with three significant digits, or all digits before the point."""
+    size = abs(value)
+    places = 0 if size >= 99.95 or value == 0 else 1 if size >= 9.995 else 2 if size >= 0.0995 else 3
+    return f"{value:,.{places}f}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration in s, ms or µs."""
+    if value == 0 or abs(value) >= 0.9995:
+        return f"{digits(value)} s"
+    return f"{digits(value * 1e3)} ms" if abs(value) >= 0.9995e-3 else f"{digits(value * 1e6)} µs"
+
+
+def memory(value: float) -> str:
+    """Return bytes in GiB, or in MiB below one GiB."""
+    if value == 0 or abs(value) >= _GIB:
+        return f"{digits(value / _GIB)} GiB"
+    return f"{digits(value / 2**20)} MiB"
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting's value as a person writes it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(shown_value(each) for each in value) or "none"
+    return str(value)
+
+
+def mesh_of(keys: Mapping[str, Any]) -> str:
+    """Return a mesh in short: the axes that have more than one rank, with their sizes."""
+    degrees = _degrees(keys)
+    return f" {TIMES} ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one rank"
+
+
+def _degrees(keys: Mapping[str, Any]) -> dict[str, int]:
+    degrees = {axis: keys.get(f"parallel.{axis}", 1) for axis in COUNTED}
+    return {axis: degree for axis, degree in degrees.items() if degree > 1}
+
+
+def words_of(keys: Mapping[str, Any]) -> str:
+    """Return a candidate's mesh in words, and its other settings."""
+    degrees = [f"{degree} {COUNTED[axis]}" for axis, degree in _degrees(keys).items()]
+    others = [
+        PHRASES[key].format(shown_value(value)) if key in PHRASES else f"{key} = {shown_value(value)}"
+        for key, value in keys.items()
+        if key.removeprefix("parallel.") not in COUNTED
+    ]
+    return "; ".join([", ".join(degrees) or "One rank", *others])

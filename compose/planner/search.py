@@ -153,20 +153,18 @@ class Searched:
     """Whether it is sure that no candidate fits, if none of the recorded ones does."""
 
 
-def record_all(
-    space: Space, configs: Sequence[Config], workers: int = 0
-) -> list[Candidate | ConfigError]:
+def record_all(space: Space, configs: Sequence[Config]) -> list[Candidate | ConfigError]:
     """Record several compositions, and return each as a candidate, or why it is not legal.
 
-    Their records share ``workers`` processes; 0: as many as there are cores.
+    Their records share as many processes as there are cores.
     """
     shape = shape_for(space)
-    results = dict(_recorded(space, [candidate_of(space, shape, c) for c in configs], workers))
+    results = dict(_recorded(space, [candidate_of(space, shape, c) for c in configs]))
     return [results[place] for place in range(len(configs))]
 
 
 def _recorded(
-    space: Space, chosen: Sequence[Candidate], workers: int
+    space: Space, chosen: Sequence[Candidate], workers: int = 0
 ) -> Iterator[tuple[int, Candidate | ConfigError]]:
     """Yield the place of each candidate with its record, or why it is not legal, as they end."""
     jobs, model = dict[int, Job](), shape_for(space).job.model

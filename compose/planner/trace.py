@@ -21,10 +21,8 @@ from compose.config.tables import Data
 from compose.data.datasets import task_of
 from compose.ops import kernel_table
 from compose.ops.dropout import DropoutKey
-from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import make_state
 from compose.parallel.mesh import init_mesh
-from compose.pipeline.schedules import Table
 from compose.plan import Resolved, resolve
 from compose.planner.fake_world import OnMeta, fake_world, slots
 from compose.planner.few_layers import few_micro_batches, few_rows
@@ -125,7 +123,8 @@ def trace(step: RankStep) -> Traced:
         with marked, order, OnMeta(kernels=device_type, recorder=recorder), recorder:
             forward_and_backward(composition, batch, job, DropoutKey(1))
             recorder.begin((-1, "step", 0), "")
-            recorder.note(_gradients(composition), "gradients")
+            gradients = (p.grad for _, p in composition.named_parameters())
+            recorder.note((each for each in gradients if each is not None), "gradients")
             clip_grad_norm_(composition, config.train.max_norm)
             optimizer.step()
             recorder.begin((-1, "step", 1), "")
@@ -193,12 +192,6 @@ def _without_files(job: Job) -> Job:
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _gradients(composition: Composition) -> Iterator[Tensor]:
-    for _, parameter in composition.named_parameters():
-        if parameter.grad is not None:
-            yield local_tensor(parameter.grad)
 
 
 @contextmanager
@@ -276,10 +269,8 @@ def _few(job: Job, micro_batches: int) -> Iterator[None]:
         yield
         return
 
-    def table(*unused: Any) -> Table:
-        return few_rows(job)
-
-    with mock.patch.object(compose.pipeline.pipeline_parallel, "build_table", table):
+    pipeline = compose.pipeline.pipeline_parallel
+    with mock.patch.object(pipeline, "build_table", return_value=few_rows(job)):
         yield
 
 

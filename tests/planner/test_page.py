@@ -9,15 +9,14 @@ import pytest
 
 from compose.planner.page import (
     CATEGORIES,
-    DARK,
-    LIGHT,
+    COLOURS,
+    OTHER,
+    STYLE,
     Scale,
     kind_of,
-    memory,
     page_of,
     pareto_front,
     scale_for,
-    seconds,
 )
 
 GIB = 2**30
@@ -346,15 +345,6 @@ def test_scales(seed: int) -> None:
     assert Scale(1, 1000, log=True)(10) == pytest.approx(100 / 3)
 
 
-def test_amounts() -> None:
-    assert [seconds(value) for value in (0, 123.4, 1.5, 0.9999, 0.0123, 2e-6)] == [
-        *["0 s", "123 s", "1.50 s", "1.00 s", "12.3 ms", "2.00 µs"]
-    ]
-    assert [memory(value) for value in (0, 3 * 2**20, 71.25 * GIB, 1234567 * GIB)] == [
-        *["0 GiB", "3.00 MiB", "71.2 GiB", "1,234,567 GiB"]
-    ]
-
-
 def contrast(one: str, two: str) -> float:
     """The contrast of two colours, 1 to 21, as WCAG 2 defines it."""
 
@@ -367,6 +357,12 @@ def contrast(one: str, two: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+LIGHT, DARK = (
+    dict(re.findall(r"--(\w+):(#\w{6});", part))
+    for part in STYLE.partition("{box-sizing")[0].split("@media")
+)
+
+
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 def test_contrast(colours: dict[str, str]) -> None:
     for ground in ("page", "card", "lane"):
@@ -375,3 +371,4 @@ def test_contrast(colours: dict[str, str]) -> None:
         for drawn in [name for name in colours if re.fullmatch(r"c\d|other|held", name)]:
             assert contrast(colours[drawn], colours[ground]) >= 3, (drawn, ground)
     assert set(LIGHT) == set(DARK)
+    assert [*COLOURS, OTHER] == [LIGHT[name] for name in (*(f"c{i}" for i in range(8)), "other")]

@@ -1,11 +1,11 @@
-"""The table of candidates, and the command that runs one."""
+"""The table of candidates, the command that runs one, and amounts in words."""
 
 import shlex
 from typing import Any
 
 import pytest
 
-from compose.planner.report import command_line, table
+from compose.planner.report import command_line, memory, seconds, table
 from tests.support.planned import recorded, space_of
 
 SPACE = space_of()
@@ -55,4 +55,13 @@ def test_the_command_names_what_differs(ranks: int, start: str) -> None:
         "--parallel.tp=2",
         f"--parallel.dp_shard={ranks // 2}",
         "--train.micro_batch=4",
+    ]
+
+
+def test_amounts() -> None:
+    assert [seconds(value) for value in (0, 123.4, 1.5, 0.9999, 0.0123, 2e-6)] == [
+        *["0 s", "123 s", "1.50 s", "1.00 s", "12.3 ms", "2.00 µs"]
+    ]
+    assert [memory(value) for value in (0, 3 * 2**20, 71.25 * 2**30, 1234567 * 2**30)] == [
+        *["0 GiB", "3.00 MiB", "71.2 GiB", "1,234,567 GiB"]
     ]

@@ -384,7 +384,7 @@ class Recorded:
         self.rounds: list[list[Candidate]] = []
 
     def __call__(
-        self, space: Space, chosen: Sequence[Candidate], workers: int
+        self, space: Space, chosen: Sequence[Candidate], workers: int = 0
     ) -> Iterator[tuple[int, Candidate | ConfigError]]:
         self.rounds.append(list(chosen))
         places = list(range(len(chosen)))
