@@ -69,7 +69,8 @@ KINDS = {
             _FIELDS,
             _POSITIONS,
             _GELU | {"reorder_and_upcast_attn": (False,), "scale_attn_by_inverse_layer_idx": (False,)},
-            _BESIDES,
+            # Older files have these: tokens and a cache of the first GPT.
+            (*_BESIDES, "n_special", "output_past", "predict_special_tokens"),
             rope=False,
         ),
         _OFF,

@@ -36,14 +36,15 @@ _num_labels architectures attn_implementation auto_map bad_words_ids begin_suppr
 bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
 diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size
 exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id length_penalty
-max_length max_new_tokens max_position_embeddings max_sequence_length max_window_layers min_length
-name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
-pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
-return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+gradient_checkpointing id2label initializer_range internal_version is_decoder is_llama_config
+label2id length_penalty max_length max_new_tokens max_position_embeddings max_sequence_length
+max_window_layers min_length model_max_length name_or_path no_repeat_ngram_size num_beam_groups
+num_beams num_labels num_return_sequences output_attentions output_hidden_states
+output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The rules that scale rotary frequencies, each with its required and its optional parameters.
@@ -151,7 +152,8 @@ def _in_blocks(given: Any) -> bool:
     form = (given.get("quant_method"), given.get("fmt") or "e4m3")
     blocks = given.get("weight_block_size")
     sizes = blocks if isinstance(blocks, list) and len(blocks) == 2 else [0]
-    return form == ("fp8", "e4m3") and all(type(one) is int and 0 < one < 2**31 for one in sizes)
+    known = form in (("fp8", "e4m3"), ("fp8", "float8_e4m3fn"))
+    return known and all(type(one) is int and 0 < one < 2**31 for one in sizes)
 
 
 def required(values: Mapping[str, Any], key: str) -> Any:
@@ -361,7 +363,8 @@ def rope_rule(
         besides = (*besides, "partial_rotary_factor")
     else:
         only(flat, f"{key}.partial_rotary_factor", 1)
-    names = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *needed, *besides}
+    # "finetuned" is a word of YaRN's own files, on how it was trained.
+    names = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *needed, *besides}
     for name, value in rule.items():
         if name not in names and value is not None:
             raise ValueError(f"{key}.{_plain(name)}: {shown(value)} is of a key that is not known here")

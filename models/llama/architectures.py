@@ -156,7 +156,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _row(
         "LlamaForCausalLM",
         flags=_BIASES,
-        only={"rope_interleaved": (False,)},  # a key of older files: pairs in Meta's layout
+        # rope_interleaved is a key of older files: pairs in Meta's layout.
+        only={"rope_interleaved": (False,), "use_sliding_window": (False,)},
         whole_heads=True,
     ),
     "mistral": _row(
@@ -171,7 +172,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers="last",
         read=("use_sliding_window", "max_window_layers"),
         window=4096,
-        only={"use_mrope": (False,)},
+        # Its biases of q, k and v are there, whatever attention_bias says.
+        only={"use_mrope": (False,), "attention_bias": (True, False)},
         kv_heads=32,
     ),
     "smollm3": _row(
@@ -258,10 +260,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         modules={"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"},
         flags={"use_bias": (*_QKVO, "ffn_bias")},
         layers="all",
-        only={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
+        only={
+            "mlp_type": ("default",),
+            "norm_type": ("layer_norm",),
+            "scale_attn_weights": (True,),
+        },
         activation="gelu_pytorch_tanh",
         defaults=_TIED,
-        besides=(*_DROPOUT, "layer_norm_epsilon"),
+        # Published files have words of StarCoder 1 too, which transformers does not read.
+        besides=(
+            *(*_DROPOUT, "layer_norm_epsilon", "activation_function"),
+            *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        ),
         true=("use_bias",),
         kv_heads=2,
     ),
@@ -273,7 +283,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         only={"use_qk_norm": (False,)},
         defaults=_TIED | {"logit_scale": 0.0625},
         theta=500_000.0,
-        besides=("model_max_length",),
     ),
     "cohere2": _row(
         "Cohere2ForCausalLM",
@@ -292,7 +301,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "use_parallel_block": (True,),
             "use_parallel_embedding": (True, False),
         },
-        besides=("_sliding_window_pattern", "cache_implementation", "layer_switch", "model_max_length"),
+        besides=("_sliding_window_pattern", "cache_implementation", "layer_switch"),
         defaults=_TIED | {"logit_scale": 0.0625},
         window=4096,
     ),

@@ -171,7 +171,10 @@ KINDS = {
         _EXPERTS | _WEIGHTS,
         {"qk_norm": "head"},
         defaults={"normalize_weights": False},
-        only=_NO_WINDOW | _ALL_SPARSE,
+        # The last three are in files of Qwen3-Coder, and not in transformers' class.
+        only=_NO_WINDOW
+        | _ALL_SPARSE
+        | {"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
         # intermediate_size is for layers without experts, and there are none.
         besides=("sliding_window", "intermediate_size"),
         writes=_WRITES_SPARSE,

