@@ -74,12 +74,10 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     The checkpoint holds only the model, in float32. A run begins with it.
     """
     name, shape = config.model.name, config.model.config
-    problems = config_problems(source, name, shape)
-    if problems:
+    if problems := config_problems(source, name, shape):
         raise ConfigError(*problems)
     whole, files, hf_name = _on_meta(config.model), TensorFiles(source), name_of(name, shape)
-    problems = differences(files, whole, hf_name)
-    if problems:
+    if problems := differences(files, whole, hf_name):
         raise ConfigError(*problems)
     places = {f"model.{ours}": place for ours, place, _ in published(whole, hf_name)}
     tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
@@ -230,16 +228,14 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
 
 def _whole_state(source: Path) -> store.State:
     """Return a checkpoint's state.json; raise ConfigError if the checkpoint is damaged."""
-    damage = store.problems(source)
-    if damage:
+    if damage := store.problems(source):
         raise ConfigError(*(f"{source}: damaged: {problem}" for problem in damage))
     return store.read_state(source)
 
 
 def _check_tensors(source: Path, reader: PartsReader, expected: Mapping[str, Tensor]) -> None:
     parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in expected.items()}
-    problems = mismatches(parts, reader.read_metadata())
-    if problems:
+    if problems := mismatches(parts, reader.read_metadata()):
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
 

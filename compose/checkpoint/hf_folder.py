@@ -98,8 +98,7 @@ def load_hf(
     ``whole`` is the model on meta, if ``model`` is a pipeline's part of it.
     """
     files = TensorFiles(Path(folder))
-    problems = differences(files, whole or model, hf_name)
-    if problems:
+    if problems := differences(files, whole or model, hf_name):
         raise ConfigError(*problems)
     coded = quantized_layers(module_of(model))  # fill_weights fills them
     for name, place, tensor in published(model, hf_name):

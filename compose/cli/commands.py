@@ -208,17 +208,16 @@ def tokenize(arguments: Sequence[str]) -> int:
     ):
         if wrong := [name for name in given if name not in known]:
             raise flag_error(flag, f"{wrong[0]} is none of {', '.join(known)}")
-    kind = "chat" if chat else "text"
+    kind = "pairs" if pairs else "chat" if chat else "text"
     field = flags.get("--field", "messages" if chat else "text")
     if chat and field != "messages":
         fields["messages"] = field
     job = describe_job(tokenizer, kind, field, end, [Path(name) for name in files])
-    job = replace(job, added=job.added if added else False, skip_bad="--skip-bad" in flags)
-    job = replace(job, names=ChatNames(shape, tuple(fields.items()), roles))
+    names = ChatNames(shape, tuple(fields.items()), roles)
+    added = job.added if added else False
+    job = replace(job, added=added, skip_bad="--skip-bad" in flags, names=names)
     if end < 0 and (not chat or replies_for(job, tokenizer).plain):
         raise flag_error("--end", f"{tokenizer.name} does not say which token ends a document")
-    if pairs:
-        job = replace(job, kind="pairs")
     target = Path(flags["--out"])
     bar = ProgressBar(sum(size for _, size, _ in job.files))
     counts = make_token_set(job, target, workers, bar)

@@ -1,7 +1,7 @@
 """A question in one line: which model on which devices, without a TOML file."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -97,7 +97,7 @@ def question_of(
     keys = model_keys(model)
     if "bfloat16" in cluster.device.peak:
         keys.append(("precision.param", "bfloat16"))
-    shaped = without_file([*keys, *_of_model(given.overrides)])
+    shaped = without_file([*keys, *(pair for pair in given.overrides if pair[0].startswith("model."))])
     most = max_seq_len(shaped.model.config)
     seq_len = number_of(given, "--seq-len", "tokens", min(SEQ_LEN, most or SEQ_LEN))
     if most and seq_len > most and model.lower() in STANDARD:
@@ -202,10 +202,6 @@ def _as_keys(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         (f"model.{key}", value if isinstance(value, str) else toml_value(value))
         for key, value in values.items()
     ]
-
-
-def _of_model(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [pair for pair in overrides if pair[0].partition(".")[0] == "model"]
 
 
 def parameters(config: Config) -> int:

@@ -309,12 +309,8 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
         config = dataclasses.replace(config, **values)  # type: ignore[type-var]
     except ValueError as error:  # the config's own check, "field: reason"
         blamed = str(error).partition(":")[0]
-        origins = [
-            keys.origins[key]
-            for key in (("model", k) for k in (blamed, *values))
-            if key in keys.origins
-        ]
-        keys.problems.append(f"{[*origins, 'model'][0]}: model.{error}")
+        origins = (keys.origins.get(("model", key)) for key in (blamed, *values))
+        keys.problems.append(f"{next(filter(None, origins), 'model')}: model.{error}")
     if own and values and Path(begun.load_hf).is_dir():
         origin = keys.origins["checkpoint", "load_hf"]
         problems = config_problems(Path(begun.load_hf), name, config)

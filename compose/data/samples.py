@@ -132,7 +132,7 @@ class Conversations:
         """Return what a run learns of the set in an epoch, as a table."""
         assert self.token_set is not None
         ends, manifest, used = self.token_set.ends, self.token_set.manifest, int(self.lengths.sum())
-        cut, learnt = 0, manifest.learnt
+        cut, learnt, many = 0, manifest.learnt, len(self.bins)
         for number in self.cut.tolist():
             size, kept = int(ends[number] - self.starts[number]) - 1, int(self.lengths[number])
             cut += size - kept
@@ -142,18 +142,10 @@ class Conversations:
                 ("rows", manifest.rows, ""),
                 ("replies", manifest.replies, ""),
                 ("conversations", len(ends), ""),
-                (
-                    "cut",
-                    len(self.cut),
-                    f"at train.seq_len {self.seq_len:,}: {cut:,} tokens are lost",
-                ),
+                ("cut", len(self.cut), f"at train.seq_len {self.seq_len:,}: {cut:,} tokens are lost"),
                 ("left out", int((self.lengths == 0).sum()), "of these: nothing to learn remains"),
                 ("tokens learnt", learnt, f"in an epoch, of {used:,}"),
-                (
-                    "samples",
-                    len(self.bins),
-                    f"{100 * used / (len(self.bins) * self.seq_len):.1f} % full",
-                ),
+                ("samples", many, f"{100 * used / (many * self.seq_len):.1f} % full"),
             ]
         )
 

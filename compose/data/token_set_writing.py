@@ -100,7 +100,7 @@ def describe_job(
         if path.suffix in PACKED:
             problems.append(f"{path}: is compressed; unpack it first")
             continue
-        if kind == "chat" and path.suffix not in (*JSON_LINES, *ARROW):
+        if kind != "text" and path.suffix not in (*JSON_LINES, *ARROW):
             kinds = ", ".join((*JSON_LINES, *ARROW))
             problems.append(f"{path}: is no file of chats: {kinds}, or the folder of a saved dataset")
             continue
@@ -115,10 +115,8 @@ def describe_job(
     problems += [f"{name}: is named twice" for name in {f[0] for f in result if result.count(f) > 1}]
     if problems:
         raise ConfigError(*problems)
-    added = None if kind == "chat" else True
-    return TokenizeJob(
-        str(tokenizer.path), tokenizer.sha256, kind, field, end, unit, tuple(result), added
-    )
+    added, path = (True if kind == "text" else None), str(tokenizer.path)
+    return TokenizeJob(path, tokenizer.sha256, kind, field, end, unit, tuple(result), added)
 
 
 def units_of(job: TokenizeJob) -> list[FilePart]:
@@ -307,7 +305,6 @@ Piece = tuple[list[int], list[bool], bool]
 
 
 def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
-
     def left_out(error: BadLine) -> None:
         counts.bad += 1
         if len(counts.reasons) < _REASONS:

@@ -335,11 +335,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = wide or others[-1] is True
     kept = torch.promote_types(k.dtype, torch.float32) if wide else k.dtype
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape, dtype=kept),
-        v.new_empty(v.shape, dtype=kept),
-    )
+    of_k, of_v = (x.new_empty(x.shape, dtype=kept) for x in (k, v))
+    return q.new_empty(q.shape), of_k, of_v
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

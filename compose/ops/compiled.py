@@ -47,10 +47,7 @@ def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
         _Compiler.missing = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(
-                f"the loss and rounding to bfloat16 run uncompiled, and slower: {reason}",
-                flush=True,
-            )
+            print(f"the loss and rounding to bfloat16 run uncompiled, and slower: {reason}", flush=True)
         return function(*tensors)
 
 

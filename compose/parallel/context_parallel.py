@@ -207,13 +207,7 @@ class _AllGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *given: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
         bounds, extents, sinks, exchange, scores = given
         starts = chunk_starts(exchange.rank, exchange.cp, exchange.balance, q.shape[1])
         kv = exchange.gathered(torch.cat([k, v], -1)).split([k.shape[-1], v.shape[-1]], -1)

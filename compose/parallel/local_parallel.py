@@ -160,15 +160,19 @@ class LocalHeads(PlainActivations, HeadParallel):
         return HeadParallel(self.n_heads)
 
 
-class LocalNorm(PlainActivations, SequenceParallel):
+class _WholeWeights(PlainActivations, SequenceParallel):
+    """A style for a module whose weights are whole on every rank."""
+
+    def __init__(self, sequence_dim: int = 1) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=True)
+
+
+class LocalNorm(_WholeWeights):
     """A style for an nn.RMSNorm or nn.LayerNorm that is whole on every rank and takes local tensors.
 
     The local tensors are a part of the tokens or heads, so the gradients of weight and bias are summed
     over the axis.
     """
-
-    def __init__(self, sequence_dim: int = 1) -> None:
-        super().__init__(sequence_dim=sequence_dim, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         kind = _LocalLayerNorm if type(module) is nn.LayerNorm else _LocalRMSNorm
@@ -176,7 +180,7 @@ class LocalNorm(PlainActivations, SequenceParallel):
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
-class LocalWideNorm(PlainActivations, SequenceParallel):
+class LocalWideNorm(_WholeWeights):
     """A style for an RMSNorm over the whole width of ``n_heads`` heads, of which each rank has a part.
 
     The weight is whole on every rank, and its gradient is summed over the axis. So are the squares of
@@ -185,7 +189,7 @@ class LocalWideNorm(PlainActivations, SequenceParallel):
     """
 
     def __init__(self, n_heads: int) -> None:
-        super().__init__(use_local_output=True)
+        super().__init__()
         self.n_heads = n_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -197,16 +201,13 @@ class LocalWideNorm(PlainActivations, SequenceParallel):
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
-class LocalPositions(PlainActivations, SequenceParallel):
+class LocalPositions(_WholeWeights):
     """A style for a table of positions, an nn.Embedding (P, D), before a stream of layout Shard(1).
 
     The table is whole on every rank. Its input (B, L) is too, and each rank looks up its own part of
     the L: (B, L / ranks, D). Each rank finds a part of the table's gradient, so it is summed over the
     axis. Before a stream that is whole on every rank, the table belongs into ``replicate``.
     """
-
-    def __init__(self) -> None:
-        super().__init__(sequence_dim=1, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _become(module, (nn.Embedding,), _LocalPositions, self)
@@ -215,15 +216,12 @@ class LocalPositions(PlainActivations, SequenceParallel):
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
-class LocalLinear(PlainActivations, SequenceParallel):
+class LocalLinear(_WholeWeights):
     """A style for an nn.Linear that is whole on every rank and takes a part of the tokens.
 
     The gradients of its weight and bias are summed over the axis. A linear layer of another class has
     a ``product`` of input, weight and bias.
     """
-
-    def __init__(self) -> None:
-        super().__init__(sequence_dim=1, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear) and hasattr(module, "product"):

@@ -353,10 +353,7 @@ def _noted(layer: nn.Module, ends: bool, run: Callable[[], Any]) -> tuple[Any, A
             raise _Called
 
     output = None
-    with (
-        suppress(_Called),
-        layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True),
-    ):
+    with suppress(_Called), layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True):
         output = run()
     return output, arrived(call.pop(names[0], None)), call
 

@@ -9,9 +9,7 @@ import itertools
 import math
 import os
 import random
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +36,7 @@ from compose.planner.cluster import (
     Product,
 )
 from compose.planner.costs import BYTES
+from compose.train.metrics import peak_memory
 
 T = TypeVar("T")
 SECONDS = 85.0  # that a sweep may take
@@ -135,7 +134,7 @@ class Shape(NamedTuple):
 
 def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = SECONDS) -> Cluster:
     """Measure this machine, together with all ranks of the default process group."""
-    context = _context(device)
+    context, gpu = _context(device), device.type == "cuda"
     sweep, ranks = Sweep(device, seconds), dist.get_world_size()
     node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     alone = ranks == 1
@@ -149,7 +148,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
     attention = tuple(_attention(sweep, rates, 0.95 if alone else 0.55))
     host = _host(sweep, copies)
     host_rate = copies[-1].bytes / copies[-1].seconds
-    if device.type == "cuda":
+    if gpu:
         host_rate = _HOST_BYTES / sweep.time(_adding(torch.device("cpu"), _HOST_BYTES // 8), 0.2)
     collectives = () if alone else tuple(measure_collectives(sweep, 1.0))
     took = sweep.agreed(time.monotonic() - sweep.started)
@@ -157,7 +156,6 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
     forward, backward = (_attention_share(attention, peak, back) for back in (False, True))
     within = link_of([row for row in collectives if row.ranks * row.stride <= node])
     between = link_of([row for row in collectives if row.ranks * row.stride > node])
-    gpu = device.type == "cuda"
     return Cluster(
         name="measured",
         node=node,
@@ -213,8 +211,7 @@ def _context(device: torch.device) -> int:
         (torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)).sum().item()
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return peak_memory(device)
 
 
 def _adding(device: torch.device, numbers: int) -> Callable[[], object]:
@@ -358,11 +355,8 @@ def measure_collectives(sweep: Sweep, until: float) -> Iterator[Collective]:
     parts = sum(len(kinds_of(ranks)) for ranks, _ in axes)
     for ranks, stride in axes:
         blocks = range(0, world, ranks * stride)
-        rows = [
-            [block + first + i * stride for i in range(ranks)]
-            for block in blocks
-            for first in range(stride)
-        ]
+        firsts = [block + first for block in blocks for first in range(stride)]
+        rows = [[first + i * stride for i in range(ranks)] for first in firsts]
         group, _ = dist.new_subgroups_by_enumeration(rows)
         assert isinstance(group, dist.ProcessGroup)
         for kind in kinds_of(ranks):
@@ -380,8 +374,7 @@ def kinds_of(ranks: int) -> list[Kind]:
 
 def _fitted(sweep: Sweep, kind: Kind, group: dist.ProcessGroup, stride: int, most: float) -> Collective:
     planned = [1024 * 4**i for i in range(10) if 1024 * 4**i <= _MOST_SENT[sweep.device.type]]
-    sizes: list[float] = []
-    times: list[float] = []
+    sizes, times = list[float](), list[float]()
     spent, share = 0.0, most / len(planned)
     for size in planned:
         if len(sizes) >= 3 and spent >= most:

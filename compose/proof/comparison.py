@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
+from compose.ops.tensors import gathered_objects
 from compose.proof.references import Expected
 from compose.proof.report import (
     LOOSE,
@@ -139,9 +140,7 @@ class Comparison:
 
     def _checksums(self) -> list[Row]:
         """Compare all ranks' checksums: the error is 0 where they are the same, else infinite."""
-        everyone: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self.sums)
-        rows = []
+        everyone, rows = gathered_objects(self.sums), []
         for name in self.sums:
             held = [(rank, value) for rank, sums in enumerate(everyone) for value in sums[name]]
             others = [rank for rank, value in held if value != held[0][1]]
@@ -165,8 +164,7 @@ class Comparison:
         ``routing`` are the differences of each router and step, where only rank 0's count, and ``tie``
         is the margin up to which a choice of a router is as good as random.
         """
-        everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, [each.error for each in self.compared])
+        everyone = gathered_objects([each.error for each in self.compared])
         # One process's error by quantity, relative and of an element.
         means = _mean_squares((c.row.quantity, 0.0 if c.row.state else c.own) for c in self.compared)
         of_elements = _mean_squares(
@@ -239,10 +237,7 @@ def buffers_of(model: nn.Module, composed: nn.Module) -> Iterator[tuple[str, tor
 
 def shared(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of all ranks by name, each from the first rank that has it; a collective."""
-    everyone: list[dict[str, tuple[torch.Size, torch.dtype]]] = [
-        {} for _ in range(dist.get_world_size())
-    ]
-    dist.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in held.items()})
+    everyone = gathered_objects({name: (t.shape, t.dtype) for name, t in held.items()})
     sources = {name: rank for rank, names in reversed(list(enumerate(everyone))) for name in names}
     results = {}
     for name, rank in sorted(sources.items()):

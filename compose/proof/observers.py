@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from compose.composition import Composition
 from compose.config.addons import ADD_ONS
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import gathered_objects, local_tensor
 from compose.proof.comparison import Comparison
 
 if TYPE_CHECKING:
@@ -160,8 +159,7 @@ class MemoryKeys(Observer):
         asked, key = self.options.activation_checkpoint, "activation_checkpoint"
         moved = composition.activations is not None and composition.activations.bytes > 0
         result = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, result)
+        everyone = gathered_objects(result)
         watched, again, kept = (set[str]().union(*(one[i] for one in everyone)) for i in range(3))
 
         def note(quantity: str, name: str, right: bool) -> None:

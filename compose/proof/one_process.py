@@ -300,18 +300,16 @@ def plain_attention(
     shared = q.shape[2] // k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     seen = _seen(q, k, bounds, causal, window)
-    heads = [
-        q.transpose(1, 2),
-        *(x.transpose(1, 2).repeat_interleave(shared, 1) for x in (k, v)),
-    ]
-    scores = heads[0].to(wide) @ heads[1].to(wide).mT * scale
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+    scores = q.to(wide) @ k.to(wide).mT * scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        column = sinks.to(scores)[:, None, None].expand(len(q), -1, q.shape[1], 1)
+        column = sinks.to(scores)[:, None, None].expand(len(q), -1, q.shape[2], 1)
         scores = torch.cat([scores, column], -1)
-    output = _MeanOfValues.apply(scores, heads[2])
+    output = _MeanOfValues.apply(scores, v)
     return output.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
 
 

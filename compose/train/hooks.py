@@ -20,7 +20,7 @@ from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
 from compose.memory.compilation import GraphCount
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import gathered_objects, local_tensor
 from compose.parallel.mesh import AXES
 from compose.train.processes import TrainingError
 from compose.train.step import Reading
@@ -56,9 +56,7 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
     for (where, axis), tensors in copies.items():
         if where.size(axis) > 1:
             results += _unlike(_gathered(tensors, where.get_group(axis)).items())
-    shared: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(shared, results)
-    return list(dict.fromkeys(line for lines in shared for line in lines))
+    return list(dict.fromkeys(line for lines in gathered_objects(results) for line in lines))
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -99,8 +97,7 @@ def _gathered(
     # Some may be in host memory; one read waits for the device once.
     values = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
-    everyone: list[list[tuple[str, int]]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = gathered_objects(mine, group)
     copies: dict[str, list[tuple[int, int]]] = {}
     for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
         for name, value in held:
