@@ -146,10 +146,10 @@ _COHERE: dict[str, Any] = {
 }
 # Older files have words on images, on layers that share keys, and on special tokens.
 _HUNYUAN = """
-anyres_pooling_size anyres_vit_max_image_size anyres_vit_two_views attention_head_dim class_num
-cla_share_factor dense_list eod_token_id im_end_id im_newline_id im_start_id image_token_id mask_init_id
-max_image_size num_media_embeds org_vocab_size pool_type skip_cls_token text_end_id text_start_id
-video_end_id video_start_id
+anyres_pooling_size anyres_vit_max_image_size anyres_vit_two_views attention_head_dim
+cla_share_factor class_num dense_list eod_token_id im_end_id im_newline_id im_start_id
+image_token_id mask_init_id max_image_size num_media_embeds org_vocab_size pad_id pool_type
+skip_cls_token text_end_id text_start_id video_end_id video_start_id
 """
 _TIED: dict[str, Any] = {"norm_eps": 1e-5, "tie_embeddings": True}
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -158,6 +158,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         flags=_BIASES,
         # rope_interleaved is a key of older files: pairs in Meta's layout.
         only={"rope_interleaved": (False,), "use_sliding_window": (False,)},
+        besides=("embd_pdrop", "resid_pdrop"),
         whole_heads=True,
     ),
     "mistral": _row(
@@ -365,7 +366,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "use_qk_norm": (True,),
             "use_rotary_pos_emb": (True,),
         },
-        besides=tuple(_HUNYUAN.split()),
+        besides=(*_HUNYUAN.split(), *_DROPOUT),
         defaults={"norm_eps": 1e-5},
     ),
     "seed_oss": _row(

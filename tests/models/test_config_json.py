@@ -838,6 +838,21 @@ SPARE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"activation": "gelu_tanh"},
     ),
     "ALLaM-7B": ("llama", {"internal_version": "7b-alpha", "model_max_length": 4096}, {}),
+    "Hunyuan-7B": (  # by the keys of Tencent/AngelSlim's draft models
+        "hunyuan_v1_dense",
+        {
+            "attention_dropout": 0.1,
+            "class_num": 0,
+            "dense_list": [4096, 0],
+            "norm_type": "rms",
+            "pad_id": 127961,
+            "use_cla": False,
+            "use_qk_norm": True,
+            "use_rotary_pos_emb": True,
+        },
+        {"qk_norm": "head_after_rope"},
+    ),
+    "a Llama with dropout named": ("llama", {"embd_pdrop": 0.0, "resid_pdrop": 0.1}, {}),
     "a Llama of other people's words": (
         "llama",
         {"use_sliding_window": False, "max_window_layers": 28},
