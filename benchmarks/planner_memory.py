@@ -64,7 +64,7 @@ from compose.planner import estimate, memory
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.few_layers import runs_of
 from compose.planner.memory import categorize
-from compose.planner.record_pool import RecordPool
+from compose.planner.record_pool import Asked, RecordPool, step_of
 from compose.planner.trace import RankStep, trace
 from compose.profiling.summary import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
@@ -339,7 +339,8 @@ def stream_of(job: Job, cluster: Cluster) -> Any:
 
 def _stream(job: Job, cluster: Cluster) -> Any:
     runs = runs_of(job)
-    return estimate._record(job, cluster, None, runs and runs.fewest(), micro_batches=0).broadcast[0]
+    asked = Asked(job, cluster, None, 0, runs and runs.fewest(), None)
+    return trace(step_of(asked, 0)).broadcast[0]
 
 
 def errors(found: Peaks, real: Peaks) -> dict[str, Any]:

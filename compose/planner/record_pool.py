@@ -1,20 +1,43 @@
-"""The processes that make records: one for each, at most as many at a time as there are cores."""
+"""The records that jobs need, the processes that make them, and what a rank costs by them.
+
+A process makes one record, and there are at most as many at a time as there are cores.
+"""
 
 import os
 import queue
 import signal
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import BaseContext
 from multiprocessing.pool import Pool
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
+from compose.config.job import Job
 from compose.errors import ConfigError
+from compose.pipeline.schedules import Action
+from compose.planner.cluster import Cluster
+from compose.planner.few_layers import (
+    FEWEST,
+    LayerRuns,
+    few_micro_batches,
+    linear,
+    places,
+    reduced,
+    runs_of,
+)
+from compose.planner.memory import ActionMemory, Key, RankMemory, categorize, rank_memory, replay
+from compose.planner.record import Record
+from compose.planner.record_cache import RecordFile
+from compose.planner.step_time import Seconds, action_seconds, grown, in_pieces
+from compose.planner.trace import RankStep, Traced, trace
 
 
 class RecordPool:
@@ -85,3 +108,280 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
+
+
+@dataclass
+class RankCosts:
+    """The memory and the time of a pipeline rank, action by action."""
+
+    memory: RankMemory
+    surplus: int = 0
+    """Bytes that the allocator has beyond the tensors, at the peaks of the record."""
+    seconds: dict[Key, Seconds] = field(default_factory=dict)
+    host: RankMemory = field(default_factory=RankMemory)
+    """Its bytes in host memory, in place of a GPU's."""
+
+
+def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
+    """Return the costs of a rank with other numbers of its stages."""
+
+    def key(of: Key) -> Key:
+        return stage.get(of[0], of[0]), of[1], of[2]
+
+    memory, host = (
+        replace(one, actions={key(k): of_one for k, of_one in one.actions.items()})
+        for one in (rank.memory, rank.host)
+    )
+    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
+    return replace(rank, memory=memory, seconds=seconds, host=host)
+
+
+def with_all_layers(
+    base: RankCosts, runs: LayerRuns, longer: Sequence[tuple[int, RankCosts]]
+) -> RankCosts:
+    """Return the costs with all layers of all runs."""
+    stages = sorted({key[0] for key in base.seconds if key[0] >= 0})
+
+    def more(place: int, stage: int) -> float:
+        if stage >= 0:
+            return runs.more(stage, place)
+        # Work of no stage grows with all of the rank's. Each of them is one layer longer in the second
+        # record.
+        added = [runs.more(s, place) for s in stages]
+        return sum(added) / max(1, sum(n > 0 for n in added))
+
+    def whole(old: RankMemory, others: Sequence[tuple[int, RankMemory]]) -> RankMemory:
+        memory = RankMemory(buffers=Counter(old.buffers))
+        memory.start = _grow(old.start, [(more(p, -1), one.start) for p, one in others])
+        for key, action in old.actions.items():
+            steps = [(more(p, key[0]), one.actions[key]) for p, one in others]
+            larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
+            for segment, above in action.peaks.items():
+                if all(segment in m.peaks for _, m in steps):
+                    larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
+            memory.actions[key] = larger
+        return memory
+
+    seconds = {
+        key: grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
+        for key, one in base.seconds.items()
+    }
+    # The gaps between tensors serve the next layer too. What differs between two records is chance, the
+    # sizes that fit into gaps, and no growth: the mean stands for all layers.
+    surplus = (base.surplus + sum(rank.surplus for _, rank in longer)) // (1 + len(longer))
+    memory = whole(base.memory, [(p, rank.memory) for p, rank in longer])
+    host = whole(base.host, [(p, rank.host) for p, rank in longer])
+    return RankCosts(memory, surplus, seconds, host)
+
+
+def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:
+    return Counter({key: round(value) for key, value in linear(base, steps).items()})
+
+
+@dataclass(frozen=True)
+class OtherProgram:
+    """The differences of another program, whose times are published, from the composition.
+
+    The host issues its operators one by one, and attention goes over whole rows.
+    """
+
+    change: Callable[[Record, Job], None]
+    """It changes the record before it is costed; a function of a module, since it goes to a process."""
+    fused: bool = True
+    """Whether operators that follow one another in a layer are one kernel."""
+    flash2: bool = True
+    """Whether FlashAttention-2 computes attention on every device, as in programs before 2025."""
+    exchange: float = 0.0
+    """Seconds of each action of a pipeline in which the host waits for its neighbours."""
+
+
+class JobRecords:
+    """The records that a job needs: of one rank of each kind, each with few layers and one more."""
+
+    def __init__(self, job: Job, rows: Sequence[Sequence[Action]]) -> None:
+        self.job, self.runs = job, runs_of(job)
+        runs, last = self.runs, max(action.stage for row in rows for action in row)
+        self._stages = [sorted({action.stage for action in row}) for row in rows]
+        self._equal: dict[Any, list[int]] = {}
+        for rank, mine in enumerate(self._stages):
+            self._equal.setdefault(_kind(runs, mine, last), []).append(rank)
+        # The longest of those that are equal is recorded, so that fewer layers may stand for all.
+        self._chosen = {
+            kind: max(
+                ranks, key=lambda r: sum(runs.layers()[s] for s in self._stages[r]) if runs else 0
+            )
+            for kind, ranks in self._equal.items()
+        }
+        self.kept = {
+            rank: _kept(runs, self._stages[rank], len(self._equal[kind]))
+            for kind, rank in self._chosen.items()
+        }
+        """The layers of each record, by the rank that is recorded."""
+        self.made: dict[tuple[int, int], RankCosts] = {}
+        """The records by rank and place in ``kept``."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all records are there."""
+        return len(self.made) == sum(map(len, self.kept.values()))
+
+    def costs(self) -> list[RankCosts]:
+        """Return the costs of each pipeline rank."""
+        results: dict[int, RankCosts] = {}
+        for kind, source in self._chosen.items():
+            records = [self.made[source, i] for i in range(len(self.kept[source]))]
+            for rank in self._equal[kind]:
+                numbers = dict(zip(self._stages[source], self._stages[rank], strict=True))
+                base, *longer = [renamed(one, numbers) for one in records]
+                if self.runs is not None and longer:
+                    more = list(zip(self.runs.places(), longer, strict=True))
+                    base = with_all_layers(base, self.runs, more)
+                results[rank] = base
+        return [results[rank] for rank in sorted(results)]
+
+
+def rank_costs(
+    job: Job,
+    cluster: Cluster,
+    rows: Sequence[Sequence[Action]],
+    workers: int = 0,
+    other: OtherProgram | None = None,
+    cache: Path | None = None,
+) -> list[RankCosts]:
+    """Return the costs of each pipeline rank."""
+    [(_, result)] = costs_of_ranks([JobRecords(job, rows)], cluster, workers, other, cache)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
+
+
+def costs_of_ranks(
+    plans: Sequence[JobRecords],
+    cluster: Cluster,
+    workers: int,
+    other: OtherProgram | None,
+    cache: Path | None,
+) -> Iterator[tuple[int, list[RankCosts] | ConfigError]]:
+    """Yield the place of each job with the costs of its pipeline ranks, as they end."""
+    left = set(range(len(plans)))
+    with RecordPool(workers) as pool:
+
+        def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
+            plan, name = plans[place], (place, rank, number)
+            asked = Asked(plan.job, cluster, other, rank, plan.kept[rank][number], stream)
+            of = rank, stream, other is None, *_played(cluster, other).items()
+            file = RecordFile(cache, asked.job, asked.kept, *of) if cache else None
+            if traced := file and file.read():
+                pool.known(name, _priced(traced, asked))
+            else:
+                pool.submit(name, _recorded, asked, file)
+
+        for place in left:
+            for number in range(len(plans[place].kept[0])):
+                submit(place, 0, number)
+        for name, result in pool.results():
+            place, rank, number = name
+            if place not in left:
+                continue  # another of its records has failed
+            plan = plans[place]
+            if isinstance(result, ConfigError):
+                left.discard(place)
+                yield place, result
+                continue
+            plan.made[rank, number], stream = result
+            if (rank, number) == (0, 0):  # it tells the other ranks what stages send
+                for other_rank in [r for r in plan.kept if r]:
+                    for i in range(len(plan.kept[other_rank])):
+                        submit(place, other_rank, i, stream)
+            if plan.whole:
+                left.discard(place)
+                yield place, plan.costs()
+
+
+def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:
+    """Return what ranks have in common of which one record serves all."""
+    if runs is None:
+        return tuple(stages)
+    # A run that is too short to leave layers out is another kind of stage.
+    shapes = [tuple(n if n < FEWEST else FEWEST for n in runs.lengths[s]) for s in stages]
+    # Stages that follow one another on a rank pass tensors without a message and its buffer.
+    follow = tuple(s + 1 in stages for s in stages)
+    return follow, *((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
+
+
+def _kept(runs: LayerRuns | None, stages: Sequence[int], ranks: int) -> list[LayerRuns | None]:
+    """Return the layers of each record; all layers in one record, if that is less work."""
+    if runs is None or not runs.places():
+        return [None]
+    all_layers = sum(runs.layers()[s] for s in stages)
+    several = [runs.fewest(), *map(runs.fewest, runs.places())]
+    if ranks == 1 and all_layers <= sum(kept.layers()[s] for kept in several for s in stages):
+        return [None]
+    return [*several]
+
+
+class Asked(NamedTuple):
+    """A record that is wanted: of a rank of the pipeline, with the layers that are kept, or all."""
+
+    job: Job
+    cluster: Cluster
+    other: OtherProgram | None
+    pp_rank: int
+    kept: LayerRuns | None
+    stream: Any
+    """What stages send, as the first rank of the pipeline broadcast it."""
+
+
+def step_of(asked: Asked, micro_batches: int) -> RankStep:
+    """Return the step that is traced for a record."""
+    job, runs, kept, options = asked.job, runs_of(asked.job), asked.kept, dict[str, Any]()
+    if runs and kept:
+        options["model"] = reduced(job, runs, kept)
+        options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
+    return RankStep(
+        job,
+        rank=asked.pp_rank * job.world_size // job.degrees.pp,
+        micro_batches=micro_batches,
+        documents=asked.other is None,
+        objects=None if asked.pp_rank == 0 else [asked.stream],
+        **options,
+        **_played(asked.cluster, asked.other),
+    )
+
+
+def _recorded(asked: Asked, file: RecordFile | None) -> tuple[RankCosts, Any]:
+    """Make the record of a rank, put it into ``file``, and return what it costs, and the stream."""
+    traced = trace(step_of(asked, len(few_micro_batches(asked.job))))
+    if file:
+        file.write(traced)
+    return _priced(traced, asked)
+
+
+def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
+    job, cluster, other, _, kept, stream = asked
+    record, sent, count = traced.record, traced.broadcast, len(few_micro_batches(job))
+    if other:
+        other.change(record, job)
+    categorize(record, job.resolved.output)
+    runs = runs_of(job)
+    where = places(job, runs, kept) if runs and kept else {}
+    if job.config.compile.async_tp:
+        in_pieces(record, cluster, job.degrees)
+    fused = other.fused if other else job.config.compile.mode != "off"
+    seconds = action_seconds(record, cluster, job.degrees, count, fused, compiled=other is None)
+    grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator
+    peaks = replay(((place, change) for _, place, change in record.changes), grows)
+    surplus = peaks.reserved - peaks.allocated
+    memory, host = (rank_memory(one, count, where) for one in (record, record.of_host))
+    costs_of = RankCosts(memory, surplus, seconds, host)
+    return costs_of, sent[0] if stream is None and sent else stream
+
+
+def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:
+    """Return what a record takes of its devices."""
+    target, capability = cluster.target, cluster.device.capability
+    return {
+        "device_type": target.device_type,
+        "float8": target.float8,
+        "capability": (8, 0) if other and other.flash2 else tuple(capability),
+    }

@@ -159,7 +159,7 @@ class MemoryKeys(Observer):
         asked, key = self.options.activation_checkpoint, "activation_checkpoint"
         moved = composition.activations is not None and composition.activations.bytes > 0
         result = self.ran & self.reached, self.again, self.kept, moved, _on_host(composition)
-        everyone = gathered_objects(result)
+        everyone: list[Any] = gathered_objects(result)
         watched, again, kept = (set[str]().union(*(one[i] for one in everyone)) for i in range(3))
 
         def note(quantity: str, name: str, right: bool) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from compose.config.rules import check
 from compose.planner.cluster import load_cluster
-from compose.planner.estimate import RankCosts, _Asked, _estimate, _recorded, estimate
+from compose.planner.estimate import _estimate, estimate
 from compose.planner.memory import STEP, RankMemory
+from compose.planner.record_pool import Asked, RankCosts, _recorded
 from tests.support.helpers import make_job, parallel
 
 SLOW = pytest.mark.slow
@@ -47,7 +48,7 @@ def test_reserved_bytes_are_those_of_all_layers(mode: str) -> None:
         train__global_batch=32,
     )
     cluster = load_cluster("h100_sxm")
-    whole, _ = _recorded(_Asked(job, cluster, None, 0, None, None), None)
+    whole, _ = _recorded(Asked(job, cluster, None, 0, None, None), None)
     (one,) = estimate(job, cluster).peaks
     assert one.reserved == pytest.approx(one.allocated + whole.surplus, rel=0.03)
 
