@@ -52,6 +52,7 @@ from compose.data.special_tokens import GENERATION, MODEL, read_beside
 from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
 from compose.errors import ConfigError, write_whole
 from compose.parallel.mesh import Parallel
+from compose.plan import Plan
 
 SHARD_BYTES = 5 * 10**9
 
@@ -141,11 +142,11 @@ def export(
     expected = {ours: tensor for group in groups for ours, _, tensor in group}
     if known.lora:
         buffers = {name: b for name, b in expected.items() if not isinstance(b, nn.Parameter)}
-        expected = adapted(_on_meta(model), _output_of(model), known.lora) | buffers
+        expected = adapted(_on_meta(model), _ends_of(model), known.lora) | buffers
     _check_tensors(source, reader, expected)
     value_of = read
     if known.lora:
-        value_of = merged_weights(source, known, _on_meta(model), _output_of(model), hf_name, read)
+        value_of = merged_weights(source, known, _on_meta(model), _ends_of(model), hf_name, read)
 
     plan: list[list[Planned]] = []
     for group in groups:
@@ -215,7 +216,7 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
         raise ConfigError(f"{source}: holds the whole model, and no adapters")
     shape = config.model if config else _model_of(source, known)
     model, reader, hf_name = _on_meta(shape), PartsReader(source), name_of(shape.name, shape.config)
-    parameters = adapted(model, _output_of(shape), known.lora)
+    parameters = adapted(model, _ends_of(shape), known.lora)
     _check_tensors(source, reader, parameters)
     tensors = {
         peft_name(name, hf_name): _read(reader, f"model.{name}", p) for name, p in parameters.items()
@@ -266,8 +267,10 @@ def _on_meta(model: Model) -> nn.Module:
     return find_model(model.name).on_meta(model.config)
 
 
-def _output_of(model: Model) -> str:
-    return find_model(model.name).plan(model.config, Parallel()).output or ""
+def _ends_of(model: Model) -> Plan:
+    """Return the part of a model's plan that says which modules are no targets of adapters."""
+    plan = find_model(model.name).plan(model.config, Parallel())
+    return Plan(output=plan.output, pipeline=plan.pipeline)
 
 
 def _model_of(folder: Path, known: store.State) -> Model:

@@ -209,17 +209,17 @@ def table_of(known: store.Adapters) -> Lora:
     return Lora(rank=known.rank, alpha=known.alpha, targets=targets, **more)
 
 
-def adapted(model: nn.Module, output: str, known: store.Adapters) -> dict[str, Tensor]:
+def adapted(model: nn.Module, ends: Plan, known: store.Adapters) -> dict[str, Tensor]:
     """Give a model on meta the adapters of a checkpoint; return their parameters by name.
 
-    ``output`` is the name of its projection onto the vocabulary.
+    ``ends`` names the projection onto the vocabulary, and what a pipeline has around the layers.
     """
-    adapt(model, Plan(output=output), table_of(known))
+    adapt(model, ends, table_of(known))
     return {name: p for name, p in model.named_parameters() if is_adapter(name)}
 
 
 def merged_weights(
-    folder: Path, known: store.State, model: nn.Module, output: str, hf_name: HfName, read: Read
+    folder: Path, known: store.State, model: nn.Module, ends: Plan, hf_name: HfName, read: Read
 ) -> Read:
     """Return what reads weights with adapters merged in, W + scale B A, whole, in float32.
 
@@ -234,9 +234,9 @@ def merged_weights(
         now = name_of_base(base, known.seed)
         raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
     drawn = {} if base else _drawn(model, known.seed)
-    layers = linear_layers(model, Plan(output=output)) if lora.kept != "full" else ()
+    layers = linear_layers(model, ends) if lora.kept != "full" else ()
     coded = {f"{layer}.weight" for layer in layers}
-    adapters, scale = adapted(model, output, lora), table_of(lora).scale
+    adapters, scale = adapted(model, ends, lora), table_of(lora).scale
 
     def weight(name: str, like: Tensor) -> Tensor:
         if files:

@@ -44,12 +44,12 @@ class Lora:
     """Train the norm of each row of an adapted weight too, as a vector of its own (DoRA)."""
     targets: Literal["all-linear"] | tuple[str, ...] = ()
     """Patterns, as in a plan, of the linear layers with adapters: ["layers.*.attention.w*"]. Or
-    "all-linear": all nn.Linear but the output projection and routers."""
+    "all-linear": all nn.Linear but the output projection, routers and gates."""
     dropout: Rate = 0.0
     """Part of the elements of an adapter's input that a training step drops."""
     base: Base = "full"
-    """How the frozen weights of all nn.Linear but the output projection and routers are kept: full: in
-    precision.param; int8, nf4: in 8 or 4 bits (QLoRA), by torchao."""
+    """How frozen weights that "all-linear" names are kept: full: in precision.param; int8, nf4: in 8 or
+    4 bits (QLoRA), by torchao."""
     load: LocalPath = ""
     """Folder of peft with the adapters that a new run begins with; empty: drawn."""
 
@@ -161,8 +161,14 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
 
 
 def linear_layers(model: nn.Module, plan: "Plan") -> list[str]:
-    """Return every nn.Linear but the output projection; routers and experts are of other classes."""
-    return [name for name, m in model.named_modules() if _is_linear(m, name) and name != plan.output]
+    """Return every nn.Linear but the output projection and gates, which have one output.
+
+    Routers and experts are of other classes. Where logits are capped, Plan.output does not name the
+    projection; it is among the modules after the last layer.
+    """
+    ends = {plan.output, *(plan.pipeline.last if plan.pipeline else ())}
+    linear = {name: m for name, m in model.named_modules() if _is_linear(m, name) and name not in ends}
+    return [name for name, layer in linear.items() if _sides(layer)[0] > 1]
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

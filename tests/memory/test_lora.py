@@ -1,14 +1,18 @@
 """LoRA: a composition with adapters equals one process, saves adapters alone, and refuses the rest."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compose import Parallel
 from compose.build import build_optimizer
 from compose.checkpoint.local_shards import named_tensors
+from compose.config.models import find_model
 from compose.config.rules import meshes
+from compose.memory.lora import linear_layers
 from compose.optim.optimizers import make_state
 from compose.proof.report import Report
 from tests.support.checkpoints import goes_on_bitwise, refusal, shards, train_on
@@ -37,6 +41,8 @@ from tests.support.small_models import (
     lora,
 )
 from tests.support.training import keys_for
+from tests.support.transformers_models import GEMMA2, QWEN2_MOE
+from tests.support.transformers_models import GPT2 as GPT2_CONFIG
 
 # Odd sizes: a hidden width and a rank that ranks do not divide, and key/value heads that they share.
 LLAMA: Keys = {
@@ -253,6 +259,23 @@ REFUSED: list[tuple[Keys, str]] = [
     ),
 ]
 test_refused = refusals(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        # Logits are capped, so that the plan names no output projection.
+        (GEMMA2, {"output"}),
+        (QWEN2_MOE, {"output", *(f"layers.{i}.moe.shared_gate" for i in range(3))}),
+        (GPT2_CONFIG, {"output"}),
+    ],
+    ids=["gemma2", "qwen2_moe", "gpt2"],
+)
+def test_all_linear_leaves_out_the_ends_and_gates(config: Any, others: set[str]) -> None:
+    name = type(config).__module__.split(".")[1]
+    model, plan = find_model(name).on_meta(config), find_model(name).plan(config, Parallel())
+    every = {one for one, module in model.named_modules() if type(module) is nn.Linear}
+    assert every - set(linear_layers(model, plan)) == others
 
 
 def test_one_table_written_three_ways(tmp_path: Path) -> None:
