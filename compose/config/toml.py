@@ -52,6 +52,13 @@ def _float(text: str) -> float:
     return value
 
 
+_INSTEAD_OF = {
+    ("train", "epochs"): ("train", "steps"),
+    ("train", "steps"): ("train", "epochs"),
+    ("model", "preset"): ("model", "name"),
+}
+
+
 @dataclass
 class Keys:
     """Raw values by (table, key), and the file or command line of each."""
@@ -69,8 +76,10 @@ class Keys:
         else:
             self.values[table, key], self.origins[table, key] = value, origin
             # A nearer file's train.epochs takes the place of a farther one's train.steps, and so back.
-            other = "train", {"epochs": "steps", "steps": "epochs"}.get(key, "")
-            if table == "train" and value and self.origins.get(other, origin) != origin:
+            # Its preset hf takes the place of a farther one's name.
+            other = _INSTEAD_OF.get((table, key), ("", ""))
+            used = value == HF if key == "preset" else value
+            if used and self.origins.get(other, origin) != origin:
                 del self.values[other], self.origins[other]
 
     def of(self, table: str) -> dict[str, Any]:

@@ -51,6 +51,17 @@ def test_every_field_is_the_folders() -> None:
     assert of(("model.balance_weight", "0.5")).model.config.balance_weight == 0.5
 
 
+def test_a_nearer_preset_takes_the_place_of_a_name() -> None:
+    """The default file names llama, so a command line asks for another folder by the preset alone."""
+    shutil.rmtree("hf")
+    save_model(Path("hf"), MODELS["qwen3"])
+    Path("named.toml").write_text('[model]\nname = "llama"\npreset = "debug"\n')
+    words = (("model.preset", "hf"), ("checkpoint.load_hf", "hf"))
+    assert of(*words, file="named.toml").model.name == "qwen3"
+    both = "command line: model.name: 'gpt2' is not what hf holds; set it to qwen3, or leave it out"
+    assert refusal(lambda: of(("model.name", "gpt2"), *words, file="named.toml")) == both
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
