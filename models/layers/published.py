@@ -367,6 +367,11 @@ def rope_rule(
     names = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *needed, *besides}
     for name, value in rule.items():
         if name not in names and value is not None:
+            if name == "attn_factor" and result == "yarn":
+                raise ValueError(
+                    f"{key}.{name}: {shown(value)} is read by vLLM and not by transformers; take it"
+                    " out, or write attention_factor, the whole factor on queries and keys"
+                )
             raise ValueError(f"{key}.{_plain(name)}: {shown(value)} is of a key that is not known here")
     theta = number(values, base, default)
     inner = number(flat, f"{key}.rope_theta", theta)

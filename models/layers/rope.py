@@ -191,8 +191,96 @@ UP_TO_ORIGINAL = ("dynamic", "longrope")
 """Rules whose frequencies depend on the length at hand; here they serve up to the original length."""
 
 
+@dataclass(frozen=True)
+class RopeFields:
+    """The fields of a rule in a model's config."""
+
+    rope_scaling: float = 1.0
+    """Factor of the rule that stretches long wavelengths; 1 is off."""
+    rope_rule: str = "llama3"
+    """That rule: linear, dynamic, llama3, yarn or longrope."""
+    rope_original_seq_len: int = 8192
+    """Length the model was trained at before rope_scaling."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: wavelengths above rope_original_seq_len / this are stretched in full."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: wavelengths below rope_original_seq_len / this are kept."""
+    rope_beta_fast: float = 32.0
+    """yarn: pairs that turn more often within rope_original_seq_len are kept."""
+    rope_beta_slow: float = 1.0
+    """yarn: pairs that turn less often are slowed down in full."""
+    rope_truncate: bool = True
+    """yarn: blend from whole index to whole index of the pairs."""
+    rope_magnitude: float = 0.0
+    """yarn, longrope: factor on queries and keys; 0 is that of the rule."""
+    rope_short_factors: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies up to rope_original_seq_len, one for each pair."""
+    rope_long_factors: tuple[float, ...] = ()
+    """longrope: divisors above that length. They are kept for export, and not used here."""
+
+    def check_rope(self, pairs: int) -> None:
+        """Check the fields.
+
+        Args:
+            pairs: Pairs of a head that are rotated.
+
+        Raises:
+            ValueError: A field is out of its range; the message names it.
+        """
+        if not self.rope_scaling > 0:
+            raise ValueError(f"rope_scaling: {self.rope_scaling} should be above 0")
+        if not 0 <= self.rope_magnitude < 2**31:
+            raise ValueError(f"rope_magnitude: {self.rope_magnitude} should be at least 0, below 2^31")
+        if self.rope_rule not in RULES:
+            raise ValueError(f'rope_rule: "{self.rope_rule}" is none of {", ".join(RULES)}')
+        if not self.rope_stretches:
+            return
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_rule == "llama3" and not 0 < low < high:
+            raise ValueError(f"rope_low_freq_factor: {low} should be above 0, below {high}")
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if self.rope_rule == "yarn" and not 0 < slow <= fast:
+            raise ValueError(f"rope_beta_slow: {slow} should be above 0, at most {fast}")
+        if not 1 <= self.rope_original_seq_len < 2**31:
+            length = self.rope_original_seq_len
+            raise ValueError(f"rope_original_seq_len: {length} should be at least 1, below 2^31")
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = getattr(self, name)
+            if self.rope_rule != "longrope":
+                continue
+            if len(factors) != pairs or not all(0 < factor < 2**31 for factor in factors):
+                raise ValueError(f"{name}: should be {pairs} numbers above 0, one for each pair")
+
+    @property
+    def rope_stretches(self) -> bool:
+        """Whether a rule changes the frequencies."""
+        return self.rope_scaling != 1 or self.rope_rule == "longrope"
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest sequence, where frequencies depend on the length at hand; None: no limit."""
+        bounded = self.rope_stretches and self.rope_rule in UP_TO_ORIGINAL
+        return self.rope_original_seq_len if bounded else None
+
+    @property
+    def rule(self) -> RopeRule:
+        """The rule that stretches the rotary frequencies."""
+        return RopeRule(
+            self.rope_rule,
+            self.rope_scaling,
+            self.rope_original_seq_len,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_beta_fast,
+            self.rope_beta_slow,
+            self.rope_truncate,
+            self.rope_magnitude,
+            self.rope_short_factors,
+        )
+
+
 def rotation(
-    positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype
+    positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles.
 
@@ -200,13 +288,15 @@ def rotation(
         positions_BL: The positions.
         inverse_frequency: (head_dim / 2,), radians per position.
         dtype: The type of what is rotated.
+        scale: A factor on both, as that of a rule.
 
     Returns:
         Two tensors (B, L, 1, head_dim / 2), float32, or of ``dtype`` if that is wider.
     """
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions_BL[..., None, None].to(wide) * inverse_frequency
-    return angles.cos(), angles.sin()
+    cosine, sine = angles.cos(), angles.sin()
+    return (cosine, sine) if scale == 1 else (cosine * scale, sine * scale)
 
 
 def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from models.layers.attention import attention_pairs
 from models.layers.feed_forward import ACTIVATIONS
 from models.layers.norms import NORMS, check_eps
-from models.layers.rope import RULES, UP_TO_ORIGINAL, RopeRule
+from models.layers.rope import RopeFields
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(RopeFields):
     """The config of a Llama, or of a model of its family."""
 
     vocab_size: int = 257
@@ -31,28 +31,6 @@ class LlamaConfig:
     """Epsilon of the norms."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    rope_scaling: float = 1.0
-    """Factor of the rule that stretches long wavelengths; 1 is off."""
-    rope_rule: str = "llama3"
-    """That rule: linear, dynamic, llama3, yarn or longrope."""
-    rope_original_seq_len: int = 8192
-    """Length the model was trained at before rope_scaling."""
-    rope_low_freq_factor: float = 1.0
-    """llama3: wavelengths above rope_original_seq_len / this are stretched in full."""
-    rope_high_freq_factor: float = 4.0
-    """llama3: wavelengths below rope_original_seq_len / this are kept."""
-    rope_beta_fast: float = 32.0
-    """yarn: pairs that turn more often within rope_original_seq_len are kept."""
-    rope_beta_slow: float = 1.0
-    """yarn: pairs that turn less often are slowed down in full."""
-    rope_truncate: bool = True
-    """yarn: blend from whole index to whole index of the pairs."""
-    rope_magnitude: float = 0.0
-    """yarn, longrope: factor on queries and keys; 0 is that of the rule."""
-    rope_short_factors: tuple[float, ...] = ()
-    """longrope: divisors of the frequencies up to rope_original_seq_len, one for each pair."""
-    rope_long_factors: tuple[float, ...] = ()
-    """longrope: divisors above that length. They are kept for export, and not used here."""
     rope_scale_windows: bool = True
     """Stretch the frequencies of layers with a window too."""
     rotary_dim: int = 0
@@ -106,14 +84,13 @@ class LlamaConfig:
             raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
         for factor in (
             "rope_theta",
-            "rope_scaling",
             "embedding_scale",
             "residual_scale",
             "logit_scale",
         ):
             if not getattr(self, factor) > 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
-        for size in ("head_dim", "rotary_dim", "rope_magnitude", "attention_scale"):
+        for size in ("head_dim", "rotary_dim", "attention_scale"):
             if not 0 <= getattr(self, size) < 2**31:
                 raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
         for name, known in CHOICES.items():
@@ -125,8 +102,7 @@ class LlamaConfig:
             raise ValueError(f'layer_pattern: "{self.layer_pattern}" should be letters w, f, W and F')
         check_eps("norm_eps", self.norm_eps)
         self._check_heads()
-        if self.rope_scaling != 1 or self.rope_rule == "longrope":
-            self._check_rope()
+        self.check_rope((self.rotary_dim or self.head_width) // 2)
         if not (self.norm_before or self.norm_after):
             raise ValueError("norm_before: False leaves no norm; set norm_after")
         if self.parallel_block and (self.norm_after or not self.norm_before):
@@ -144,34 +120,10 @@ class LlamaConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
 
-    def _check_rope(self) -> None:
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if self.rope_rule == "llama3" and not 0 < low < high:
-            raise ValueError(f"rope_low_freq_factor: {low} should be above 0, below {high}")
-        fast, slow = self.rope_beta_fast, self.rope_beta_slow
-        if self.rope_rule == "yarn" and not 0 < slow <= fast:
-            raise ValueError(f"rope_beta_slow: {slow} should be above 0, at most {fast}")
-        if not 1 <= self.rope_original_seq_len < 2**31:
-            length = self.rope_original_seq_len
-            raise ValueError(f"rope_original_seq_len: {length} should be at least 1, below 2^31")
-        pairs = (self.rotary_dim or self.head_width) // 2
-        for name in ("rope_short_factors", "rope_long_factors"):
-            factors = getattr(self, name)
-            if self.rope_rule != "longrope":
-                continue
-            if len(factors) != pairs or not all(0 < factor < 2**31 for factor in factors):
-                raise ValueError(f"{name}: should be {pairs} numbers above 0, one for each pair")
-
     @property
     def head_width(self) -> int:
         """Width of each head."""
         return self.head_dim or self.dim // self.n_heads
-
-    @property
-    def max_seq_len(self) -> int | None:
-        """The longest sequence, where frequencies depend on the length at hand; None: no limit."""
-        scaled = self.rope_scaling != 1 or self.rope_rule == "longrope"
-        return self.rope_original_seq_len if scaled and self.rope_rule in UP_TO_ORIGINAL else None
 
     def letter(self, layer: int) -> str:
         """Return the letter of a layer, counted from 0."""
@@ -180,22 +132,6 @@ class LlamaConfig:
     def window_of(self, layer: int) -> int:
         """Return the keys that a query of a layer attends to; 0 is all."""
         return self.window if self.letter(layer) in "wW" else 0
-
-    @property
-    def rule(self) -> RopeRule:
-        """The rule that stretches the rotary frequencies."""
-        return RopeRule(
-            self.rope_rule,
-            self.rope_scaling,
-            self.rope_original_seq_len,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_beta_fast,
-            self.rope_beta_slow,
-            self.rope_truncate,
-            self.rope_magnitude,
-            self.rope_short_factors,
-        )
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the matrix-multiply FLOPs of one token's forward and backward (docs/metrics.md)."""
@@ -208,7 +144,6 @@ class LlamaConfig:
 
 
 CHOICES: Mapping[str, Collection[str]] = {
-    "rope_rule": RULES,
     "activation": ACTIVATIONS,
     "norm": NORMS,
     "qk_norm": ("none", "head", "head_after_rope", "width"),

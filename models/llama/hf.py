@@ -7,7 +7,8 @@ from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
 from models.layers.published import number, only, rope_rule, shown, size, truth
-from models.layers.rope import RULES, RopeRule, yarn_magnitude
+from models.layers.published_rope import LENGTH, positions, read_rule, written_rule
+from models.layers.rope import RULES
 
 from .architectures import ARCHITECTURES, Architecture
 from .config import LlamaConfig
@@ -19,30 +20,6 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _WORDS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _ACTIVATIONS = {theirs: ours for ours, theirs in _WORDS.items()}
 _ACTIVATIONS |= {"swish": "silu", "gelu_new": "gelu_tanh"}
-_LENGTH = "original_max_position_embeddings"
-# The parameters of each rule, by our fields.
-_RULE: dict[str, dict[str, str]] = {
-    "linear": {},
-    "dynamic": {},
-    "llama3": {
-        "rope_low_freq_factor": "low_freq_factor",
-        "rope_high_freq_factor": "high_freq_factor",
-        "rope_original_seq_len": _LENGTH,
-    },
-    "yarn": {
-        "rope_original_seq_len": _LENGTH,
-        "rope_beta_fast": "beta_fast",
-        "rope_beta_slow": "beta_slow",
-        "rope_truncate": "truncate",
-        "rope_magnitude": "attention_factor",
-    },
-    "longrope": {
-        "rope_original_seq_len": _LENGTH,
-        "rope_short_factors": "short_factor",
-        "rope_long_factors": "long_factor",
-        "rope_magnitude": "attention_factor",
-    },
-}
 
 
 def hf_name(name: str, config: LlamaConfig | None = None) -> str | Stored:
@@ -171,9 +148,9 @@ def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return values
     kind = rule.get("rope_type") or rule.get("type")
     if name == "phi3" and kind in ("su", "yarn", "longrope"):
-        length = size(values, _LENGTH, 4096)
+        length = size(values, LENGTH, 4096)
         rule = {one: rule[one] for one in rule if one != "type"}
-        values[place] = rule | {"rope_type": "longrope", _LENGTH: length}
+        values[place] = rule | {"rope_type": "longrope", LENGTH: length}
     if name == "hunyuan_v1_dense" and kind == "dynamic" and rule.get("alpha"):
         # A factor on the base, whatever the length. The other keys are not read by transformers.
         base = number(values, "rope_theta", number(rule, "rope_theta", 10_000.0))
@@ -194,7 +171,7 @@ def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[
     """Return our fields of RoPE."""
     part = "rotary_dim" not in row.fixed
     theta, kind, rule = rope_rule(values, RULES, default=row.theta, part=part)
-    result: dict[str, Any] = {"rope_theta": theta}
+    result = {"rope_theta": theta, **read_rule(values, kind, rule)}
     if part:
         given = rule.get("partial_rotary_factor")
         fraction = number(values, "partial_rotary_factor", row.part if given is None else given)
@@ -206,56 +183,19 @@ def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[
                 " and RoPE rotates pairs"
             )
         result["rotary_dim"] = 0 if rotated == head else rotated
-    length = size(values, "max_position_embeddings", 0)
-    factor = rule.get("factor", length / rule[_LENGTH] if kind == "longrope" else 1.0)
-    if not factor > 0:
-        raise ValueError(f"rope_scaling.factor: {factor} should be above 0")
-    magnitude = rule.get("attention_factor", 0.0)
-    if not magnitude and rule.get("mscale") and rule.get("mscale_all_dim"):
-        above, below = (yarn_magnitude(factor, rule[one]) for one in ("mscale", "mscale_all_dim"))
-        magnitude = above / below if factor > 1 else 1.0
-    if kind == "default" or (factor == 1 and kind != "longrope" and magnitude in (0, 1)):
-        return result
-    result |= {ours: rule[theirs] for ours, theirs in _RULE[kind].items() if theirs in rule}
-    if kind == "yarn":  # transformers takes 0 for absent
-        result |= {one: result.get(one) or getattr(LlamaConfig, one) for one in _BETAS}
-    if kind == "dynamic":
-        result["rope_original_seq_len"] = size(values, "max_position_embeddings")
-    known = RopeRule(kind, factor, result.get("rope_original_seq_len", 0))
-    if magnitude == known.scale:
-        magnitude = 0.0
-    return result | {"rope_rule": kind, "rope_scaling": factor, "rope_magnitude": magnitude}
-
-
-_BETAS = ("rope_beta_fast", "rope_beta_slow")
-
-
-def _positions(c: LlamaConfig) -> int:
-    """Return the longest text that a config.json names, if it is not known from another file."""
-    if c.rope_rule == "dynamic":  # the rule is about this length
-        return c.rope_original_seq_len
-    # All published models of llama3's rule were trained to one length, whatever their factor.
-    scaled = c.rope_rule == "llama3" and c.rope_scaling != 1
-    return 131_072 if scaled else round(c.rope_original_seq_len * c.rope_scaling)
+    return result
 
 
 def _written_rope(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
     """Return the keys of RoPE."""
-    length = _positions(c)
+    length = positions(c)
     values: dict[str, Any] = {"rope_theta": c.rope_theta, "max_position_embeddings": length}
-    rule: dict[str, Any] | None = None
-    if c.rope_scaling != 1 or c.rope_magnitude or c.rope_rule == "longrope":
-        rule = {"rope_type": c.rope_rule, "factor": c.rope_scaling}
-        for ours, theirs in _RULE[c.rope_rule].items():
-            value = getattr(c, ours)
-            rule[theirs] = list(value) if isinstance(value, tuple) else value
-        if not c.rope_magnitude:
-            rule.pop("attention_factor", None)
-        if _LENGTH in row.keys.read:  # versions before 5 want it there, and three keys of the rule
-            values[_LENGTH] = rule.pop(_LENGTH)
-            rule = {"type": rule.pop("rope_type")} | rule
-            if rule["factor"] == length / values[_LENGTH]:
-                del rule["factor"]
+    rule = written_rule(c)
+    if rule and LENGTH in row.keys.read:  # versions before 5 want it there, and three keys of the rule
+        values[LENGTH] = rule.pop(LENGTH)
+        rule = {"type": rule.pop("rope_type")} | rule
+        if rule["factor"] == length / values[LENGTH]:
+            del rule["factor"]
     if "rotary_dim" not in row.fixed:
         fraction = (c.rotary_dim or c.head_width) / c.head_width
         if int(c.head_width * fraction) < c.rotary_dim:

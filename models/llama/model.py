@@ -168,9 +168,8 @@ class Llama(nn.Module):
         rotations = []
         for rule in (c.rule, plain):
             if rule is not None:
-                angles = rotation(positions, rule.frequencies(width, c.rope_theta, device), x_BLD.dtype)
-                scaled = [x if rule.scale == 1 else x * rule.scale for x in angles]
-                rotations.append(scaled)
+                frequency = rule.frequencies(width, c.rope_theta, device)
+                rotations.append(rotation(positions, frequency, x_BLD.dtype, rule.scale))
         documents = documents_of(document_ids, documents)
         for name, layer in self.layers.items():
             cosine, sine = rotations[-1 if c.window_of(int(name)) else 0]

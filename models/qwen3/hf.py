@@ -10,6 +10,8 @@ from typing import Any
 from compose.checkpoint.hf_stored import Stored
 from models.layers.kinds import Kind, kind_of
 from models.layers.published import keys, number, only, rope_rule, size, truth
+from models.layers.published_rope import positions, read_rule, written_rule
+from models.layers.rope import RULES
 
 from .model import Qwen3Config
 
@@ -107,6 +109,7 @@ def _row(
     )
 
 
+_LENGTH = ("max_position_embeddings",)  # for rules of RoPE
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": (False,)}
 _ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 _WRITES = {"use_sliding_window": False, "sliding_window": None}
@@ -161,7 +164,7 @@ KINDS = {
         "Qwen3ForCausalLM",
         {"hidden_dim": "intermediate_size"},
         {"qk_norm": "head"},
-        read=("layer_types",),
+        read=("layer_types", *_LENGTH),
         only=_NO_WINDOW,
         besides=("sliding_window",),  # not used without use_sliding_window
         writes=_WRITES,
@@ -171,6 +174,7 @@ KINDS = {
         _EXPERTS | _WEIGHTS,
         {"qk_norm": "head"},
         defaults={"normalize_weights": False},
+        read=_LENGTH,
         # The last three are in files of Qwen3-Coder, and not in transformers' class.
         only=_NO_WINDOW
         | _ALL_SPARSE
@@ -186,6 +190,7 @@ KINDS = {
         {one: theirs.replace("experts", "expert") for one, theirs in _SHARED.items()}
         | {"moe.shared_gate": "mlp.shared_expert_gate"},
         {"normalize_weights": False, "qkv_bias": True, "balance_weight": 0.001},
+        _LENGTH,
         only=_NO_WINDOW | _ALL_SPARSE,
         besides=("sliding_window", "intermediate_size"),
         writes=_WRITES_SPARSE,
@@ -279,6 +284,8 @@ KEYS = {name: kind.keys for name, kind in KINDS.items()}
 MODEL_TYPES = tuple(KINDS)
 # RoPE's base where config.json has none.
 _THETAS = {"flex_olmo": 5e5, "minimax_m2": 5e6}
+# Their model cards name a rule for long texts (YaRN). The others' published files have none.
+_STRETCHED = ("qwen3", "qwen3_moe", "qwen2_moe")
 # Their norms of queries and keys are as wide as the stream.
 _OF_DIM = ("olmoe", "flex_olmo")
 
@@ -321,8 +328,14 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
     """
     c, name = config, kind_of(KINDS, config)
     kind = KINDS[name]
-    values = kind.write(name, c) | {"rope_theta": c.rope_theta, "rope_scaling": None}
-    values["max_position_embeddings"] = 40_960
+    rule = written_rule(c)
+    if rule and name not in _STRETCHED:
+        field = "rope_scaling" if c.rope_stretches else "rope_magnitude"
+        raise ValueError(
+            f"{field}: {getattr(c, field)} has no place in the config.json of {kind.architecture}"
+        )
+    values = kind.write(name, c) | {"rope_theta": c.rope_theta, "rope_scaling": rule}
+    values["max_position_embeddings"] = positions(c) if rule else 40_960
     if name == "qwen3":
         return values
     if not c.n_experts:
@@ -384,7 +397,11 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
             raise ValueError(f"logits_scaling: {divisor} should be above 0")
         result["logit_scale"] = 1 / divisor
     part = "rotary_dim" in kind.keys.fields
-    theta, _, rule = rope_rule(values, (), default=_THETAS.get(name, 10_000.0), part=part)
+    stretched = name in _STRETCHED
+    rules = RULES if stretched else ()
+    theta, stretch, rule = rope_rule(values, rules, default=_THETAS.get(name, 10_000.0), part=part)
+    if stretched:
+        result |= read_rule(values, stretch, rule)
     if part:
         result["rotary_dim"] = _rotary_dim(values, rule, result["head_dim"])
     config = kind.keys.build(Qwen3Config, **result, rope_theta=theta)

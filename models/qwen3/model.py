@@ -19,12 +19,12 @@ from models.layers.attention import AttentionCore, Documents, attention_pairs, d
 from models.layers.feed_forward import FeedForward
 from models.layers.moe import MoE
 from models.layers.norms import Scale, check_eps
-from models.layers.rope import inverse_frequencies, rotate, rotation
+from models.layers.rope import RopeFields, rotate, rotation
 from models.layers.router import MoEConfig
 
 
 @dataclass(frozen=True)
-class Qwen3Config(MoEConfig):
+class Qwen3Config(RopeFields, MoEConfig):
     """The config of a Qwen3, dense or with experts."""
 
     vocab_size: int = 257
@@ -102,6 +102,7 @@ class Qwen3Config(MoEConfig):
                 raise ValueError(f"{size}: {getattr(self, size)} is not even, and RoPE rotates pairs")
         if not 0 <= self.rotary_dim <= self.head_dim:
             raise ValueError(f"rotary_dim: {self.rotary_dim} is no part of head_dim {self.head_dim}")
+        self.check_rope((self.rotary_dim or self.head_dim) // 2)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
 
@@ -307,11 +308,11 @@ class Qwen3(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         # It is computed, and no buffer, which would have no values if the model is built on meta.
         width = c.rotary_dim or c.head_dim
-        frequency = inverse_frequencies(width, c.rope_theta, device=tokens.device)
+        frequency = c.rule.frequencies(width, c.rope_theta, tokens.device)
         x_BLD = self.tok_embeddings(tokens)
         if c.embedding_scale != 1:
             x_BLD = self.embedding_scale(x_BLD)
-        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype, c.rule.scale)
         documents = documents_of(document_ids, documents)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():

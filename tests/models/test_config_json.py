@@ -21,7 +21,7 @@ from models.layers.published import Keys
 from models.llama.architectures import ARCHITECTURES
 from tests.support import transformers_models as models
 from tests.support.hugging_face import FOLDERS
-from tests.support.transformers_models import YARN, compare, published, randomize
+from tests.support.transformers_models import OLMOE, QWEN2_MOE, YARN, compare, published, randomize
 
 GEMMA3, OSS, DEEPSEEK = find_hf("gemma3"), find_hf("gpt_oss"), find_hf("deepseek_v3")
 KINDS = {
@@ -565,6 +565,30 @@ def test_what_theirs_cannot_be_is_not_written(name: str, field: str, value: Any,
         find_hf(name).hf_config(dataclasses.replace(FOLDERS[name].PRESETS["debug"], **{field: value}))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_scaling", 2.0),
+        ("rope_rule", "dynamic"),
+        ("rope_rule", "longrope"),
+        ("rope_magnitude", 1.3),
+    ],
+)
+def test_rules_of_rope_are_written_where_published_files_have_them(field: str, value: Any) -> None:
+    rule: dict[str, Any] = {"rope_rule": "yarn", field: value}
+    if value == "dynamic":
+        rule |= {"rope_scaling": 2.0}
+    if value == "longrope":
+        rule |= {"rope_short_factors": (1.0,) * 6, "rope_long_factors": (2.0,) * 6}
+    named = "rope_magnitude: 1.3" if field == "rope_magnitude" else "rope_scaling: "
+    with pytest.raises(ValueError, match=rf"^{named}.* has no place .* of OlmoeForCausalLM$"):
+        find_hf("qwen3").hf_config(dataclasses.replace(OLMOE, **rule))
+    stretched = dataclasses.replace(QWEN2_MOE, **rule)
+    values = find_hf("qwen3").hf_config(stretched)
+    assert find_hf("qwen3").config_from_hf(values) == stretched
+    assert values["rope_scaling"]["rope_type"] == rule["rope_rule"]
+
+
 def test_names_of_weights() -> None:
     assert gpt_oss_name("layers.3.attention.sinks.weight") == "model.layers.3.self_attn.sinks"
     assert gpt_oss_name("layers.3.moe.router.gate.bias") == "model.layers.3.mlp.router.bias"
@@ -875,6 +899,43 @@ SPARE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 PUBLISHED |= {
     name: (values_of(kind) | more, fields, "") for name, (kind, more, fields) in SPARE.items()
+}
+_R1: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+    "attn_factor": 0.8782488562869419,
+}
+_STRETCHED = {"rope_rule": "yarn", "rope_scaling": 4.0, "rope_original_seq_len": 32768}
+_WITHOUT = {key: value for key, value in _R1.items() if key != "attn_factor"}
+PUBLISHED |= {
+    "DeepSeek-R1-0528-Qwen3-8B": (
+        values_of("qwen3") | {"rope_scaling": _R1, "max_position_embeddings": 131072},
+        {},
+        "rope_scaling.attn_factor: 0.8782488562869419 is read by vLLM and not by transformers; take it"
+        " out, or write attention_factor, the whole factor on queries and keys",
+    ),
+    "the same, as transformers reads it": (
+        values_of("qwen3") | {"rope_scaling": _WITHOUT, "max_position_embeddings": 131072},
+        _STRETCHED | {"rope_magnitude": 0.0},
+        "",
+    ),
+    "the same, as vLLM reads it": (
+        values_of("qwen3") | {"rope_scaling": _WITHOUT | {"attention_factor": 1.0}},
+        _STRETCHED | {"rope_magnitude": 1.0},
+        "",
+    ),
+    "Qwen3-235B-A22B for long texts": (
+        {key: value for key, value in values_of("qwen3_moe").items() if "rope" not in key}
+        | {"rope_parameters": {**_WITHOUT, "rope_theta": 5e6}},
+        _STRETCHED | {"rope_theta": 5e6},
+        "",
+    ),
+    "OLMoE with a rule": (
+        values_of("olmoe") | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {},
+        'rope_scaling: {"rope_type": "linear", "factor": 2.0} cannot be expressed here',
+    ),
 }
 NEVER = ("Qwen3-Next", "Llama 4", "DeepSeek-V3.2")
 

@@ -137,6 +137,9 @@ def draw_mixtral(rng: random.Random) -> mixtral.Config:
 
 
 DRAWS = {"gpt2": draw_gpt2, "gemma3": draw_gemma3, "gpt_oss": draw_gpt_oss, "mixtral": draw_mixtral}
+# Of seven pairs YaRN keeps two, slows three down in full, and two are between.
+STRETCHED: dict[str, Any] = {"rope_rule": "yarn", "rope_scaling": 4.0, "rope_theta": 100.0}
+STRETCHED |= {"rope_original_seq_len": 64, "rope_beta_fast": 4.0}
 ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "llama": {
         "gqa": (LLAMA, {}),
@@ -157,6 +160,12 @@ ODD: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "experts, not normalized, batch 1": (QWEN3_MOE, {"normalize_weights": False}),
         "experts, tied": (QWEN3_MOE, {"tie_embeddings": True}),
         "experts, top 1": (QWEN3_MOE, {"top_k": 1}),
+        "YaRN": (QWEN3, STRETCHED),
+        "YaRN, experts, own factor": (QWEN3_MOE, STRETCHED | {"rope_magnitude": 1.3}),
+        "YaRN, Qwen2-MoE": (QWEN2_MOE, STRETCHED | {"rope_truncate": False}),
+        "linear": (QWEN3, STRETCHED | {"rope_rule": "linear"}),
+        "dynamic": (QWEN3, STRETCHED | {"rope_rule": "dynamic"}),
+        "llama3": (QWEN3, STRETCHED | {"rope_rule": "llama3"}),
         "Qwen2-MoE": (QWEN2_MOE, {}),
         "Qwen2-MoE, tied, no biases": (QWEN2_MOE, {"tie_embeddings": True, "qkv_bias": False}),
         "OLMoE": (OLMOE, {}),
@@ -390,6 +399,8 @@ CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3 gemma3", {"head_dim": 15}, "is not even, and RoPE rotates pairs"),
     ("qwen3", {"head_dim": 0}, AT_LEAST_1),
     ("qwen3", {"rope_theta": -1.0}, "should be above 0"),
+    ("qwen3", {"rope_scaling": 0.0}, "should be above 0"),
+    ("qwen3", {"rope_rule": "spin"}, "is none of linear, dynamic, llama3, yarn, longrope"),
     ("qwen3 gemma3", {"n_kv_heads": 2, "n_heads": 7}, "does not divide n_heads 7"),
     ("mixtral gpt_oss", {"n_kv_heads": 3, "n_heads": 4}, "does not divide n_heads 4"),
     ("mixtral gpt_oss", {"n_experts": 0}, AT_LEAST_1),
