@@ -284,7 +284,7 @@ KEYS = {name: kind.keys for name, kind in KINDS.items()}
 MODEL_TYPES = tuple(KINDS)
 # RoPE's base where config.json has none.
 _THETAS = {"flex_olmo": 5e5, "minimax_m2": 5e6}
-# Their model cards name a rule for long texts (YaRN). The others' published files have none.
+# Qwen's models are served with a rule for long texts (YaRN). The others' rules are refused.
 _STRETCHED = ("qwen3", "qwen3_moe", "qwen2_moe")
 # Their norms of queries and keys are as wide as the stream.
 _OF_DIM = ("olmoe", "flex_olmo")
