@@ -45,5 +45,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Return the layer's output, (B, L, D) for (B, L, D)."""
-        inner = self.activation(self.w1(x_BLD))
-        return self.w2(inner if self.w3 is None else inner * self.w3(x_BLD))
+        if self.w3 is None:
+            return self.w2(self.activation(self.w1(x_BLD)))
+        return self.w2(self.activation(self.w1(x_BLD)) * self.w3(x_BLD))

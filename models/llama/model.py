@@ -60,6 +60,7 @@ class Attention(nn.Module):
         if self.norm_of == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BLHK, k_BLGK, v_BLGK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, self.wv(x_BLD)))
+        del q, k  # else they would outlive their rotation
         if self.norm_of == "head":
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         if self.rope:
@@ -99,13 +100,19 @@ class Block(nn.Module):
         Returns:
             (B, L, D).
         """
-        normed = self._normed("attention_norm", x_BLD)
-        branch = self.attention(normed, cosine, sine, documents)
+        # Without names, a branch and its input are freed as soon as they are used.
         if self.parallel:
-            return x_BLD + self._scaled(branch + self.feed_forward(normed))
-        x_BLD = x_BLD + self._scaled(self._normed("attention_post_norm", branch))
-        branch = self.feed_forward(self._normed("ffn_norm", x_BLD))
-        return x_BLD + self._scaled(self._normed("ffn_post_norm", branch))
+            normed = self._normed("attention_norm", x_BLD)
+            attention = self.attention(normed, cosine, sine, documents)
+            return x_BLD + self._scaled(attention + self.feed_forward(normed))
+        x_BLD = x_BLD + self._branch(
+            "attention_post_norm",
+            self.attention(self._normed("attention_norm", x_BLD), cosine, sine, documents),
+        )
+        return x_BLD + self._branch("ffn_post_norm", self.feed_forward(self._normed("ffn_norm", x_BLD)))
+
+    def _branch(self, norm: str, branch: Tensor) -> Tensor:
+        return self._scaled(self._normed(norm, branch))
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         return getattr(self, name)(x) if hasattr(self, name) else x

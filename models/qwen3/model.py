@@ -211,6 +211,7 @@ class Attention(nn.Module):
         if self.norm_of == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BLHK, k_BLGK, v_BLGK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, self.wv(x_BLD)))
+        del q, k  # else they would outlive their rotation
         if self.norm_of == "head":
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK = rotate(q_BLHK, cosine, sine, self.interleaved)
@@ -257,11 +258,19 @@ class Block(nn.Module):
             (B, L, D).
         """
         first, second = self.attention_norm, self.ffn_norm
-        x = self.attention(x_BLD if self.after else first(x_BLD), cosine, sine, documents)
-        x_BLD = x_BLD + self._scaled(first(x) if self.after else x)
-        x = x_BLD if self.after else second(x_BLD)
-        x = self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x)
-        return x_BLD + self._scaled(second(x) if self.after else x)
+        # Without names, a branch and its input are freed as soon as they are used.
+        x_BLD = x_BLD + self._branch(
+            first, self.attention(x_BLD if self.after else first(x_BLD), cosine, sine, documents)
+        )
+        return x_BLD + self._branch(
+            second, self._feed_forward(x_BLD if self.after else second(x_BLD), real_BL)
+        )
+
+    def _feed_forward(self, x_BLD: Tensor, real_BL: Tensor) -> Tensor:
+        return self.moe(x_BLD, real_BL) if hasattr(self, "moe") else self.feed_forward(x_BLD)
+
+    def _branch(self, norm: nn.Module, branch: Tensor) -> Tensor:
+        return self._scaled(norm(branch) if self.after else branch)
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.scale == 1 else branch * self.scale
