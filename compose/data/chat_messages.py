@@ -29,7 +29,7 @@ PLAIN = "plain"
 _MESSAGE = {"role": ("role", "from"), "content": ("content", "value")}
 _MORE = ("system", "tools", "input", "history")
 FIELDS = [*dict.fromkeys(name for needs in SHAPES.values() for name in needs), *_MORE, *_MESSAGE]
-"""What may be in a field, by its most common name."""
+"""The contents that fields may have, by their most common names."""
 _CALL = "function_call"
 # The names that ShareGPT's ``from`` has for roles, here and in LlamaFactory, FastChat and axolotl.
 _ROLES = {

@@ -291,7 +291,7 @@ def _unit(
         done = sum(spent["F", group] for group in groups)
         again += share * (forward - done)
         for axis, took in sent["F"].items():
-            # Of the two messages around a pair of products, the one that sums is kept.
+            # Two messages are around a pair of products, and the one that sums is kept.
             every[axis] += share * took * (0.5 if "messages" in groups else 1.0)
         issued_again += share * issued["F"]
         kept += share * (stream / segment + sum(size[f"{group} kept"] for group in groups))
@@ -316,7 +316,7 @@ def _unit(
         kept,
         working,
         min(size["own gradients"], config.precision.param_dtype.itemsize * here),
-        # Each end of a pipeline has its own copy of a tied weight.
+        # Both ends of a pipeline have a copy of a tied weight.
         size["weights"] + size["tied"] * (config.parallel.pp > 1),
         size["expert weights"] / config.parallel.ep,
         int(size["experts"]),

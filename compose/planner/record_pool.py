@@ -329,7 +329,7 @@ class Asked(NamedTuple):
     pp_rank: int
     kept: LayerRuns | None
     stream: Any
-    """What stages send, as the first rank of the pipeline broadcast it."""
+    """The messages between stages, as the first rank of the pipeline broadcast them."""
 
 
 def step_of(asked: Asked, micro_batches: int) -> RankStep:

@@ -62,7 +62,7 @@ class PairLoss:
         """Return the loss of whole logits (B, L, V), or of those of a part of each row."""
         ratios = log_probabilities(output, targets) - targets[..., 2].nan_to_num()
         side = targets[..., 1].nan_to_num()
-        # Of each row, (3, B): the log-ratio of the chosen, that of the rejected, and the targets.
+        # (3, B): each row has the log-ratio of the chosen, that of the rejected, and its targets.
         sums = torch.stack([ratios * (side > 0), ratios * (side < 0), side.abs()]).sum(-1)
         part_of_row = False
         if self.mesh is not None and axis_size(self.mesh, "cp") > 1:

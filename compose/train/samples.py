@@ -69,7 +69,7 @@ class Samples(Hook):
         if step % self.every and step != self.last:
             return {}
         texts: dict[str, str] = {}
-        # Each length would need a graph of its own.
+        # torch.compile would make a graph for each length.
         with torch.compiler.set_stance("force_eager"):
             if self.sampling.cache == "auto":
                 cache = "off" if obstacle(self.composition) else "on"
