@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import subprocess
@@ -507,3 +508,33 @@ def test_tests_mirror_the_sources() -> None:
     rooms = {path.parent.name for path in SOURCES} - {"compose"}
     others = {name for name in tests - set(own.values()) if name.partition("/")[0] in rooms}
     assert others == set(NAMED_OTHERWISE)
+
+
+def _patched(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module or class, and name, of each ``patch.object(value, "name")`` and each ``setattr``."""
+    tree = ast.parse(path.read_text())
+    from_where = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("compose", "models"))
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="object" | "setattr"),
+                args=[ast.Name(id=value), ast.Constant(value=str(name)), *_],
+            ) if value in from_where:
+                yield from_where[value], name
+
+
+def test_what_tests_replace_is_there() -> None:
+    """A test of the slow tier that replaces a name of before is seen here, and not hours later."""
+    missing = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for place, name in _patched(path):
+            module, _, attribute = place.rpartition(".")
+            value = getattr(importlib.import_module(module), attribute, None)
+            if not hasattr(value or importlib.import_module(place), name):
+                missing.append(f"{path.relative_to(ROOT)}: {place} has no {name}")
+    assert not missing

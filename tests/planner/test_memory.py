@@ -13,7 +13,7 @@ import torch
 
 from compose.config.job import Job
 from compose.pipeline.schedules import Action
-from compose.planner import estimate
+from compose.planner import estimate, record_pool
 from compose.planner.cluster import load_cluster
 from compose.planner.few_layers import LayerRuns, few_micro_batches
 from compose.planner.memory import ActionMemory, Bytes, RankMemory, categorize, peak, stand_ins
@@ -119,9 +119,9 @@ FEW = {
 @pytest.mark.parametrize("name", FEW)
 def test_few_layers_stand_for_all(name: str) -> None:
     job = make_job(2, **keys_in(FEW[name]))
-    with mock.patch.object(estimate, "_kept", return_value=[None]):
+    with mock.patch.object(record_pool, "_kept", return_value=[None]):
         whole = _peaks(job)
-    with mock.patch.object(estimate, "_kept", _several):
+    with mock.patch.object(record_pool, "_kept", _several):
         few = _peaks(job)
     assert few == whole
 
