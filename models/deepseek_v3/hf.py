@@ -5,10 +5,10 @@ Its groups are chosen by their best expert. Kimi K2 and GLM-4.7-Flash (``Glm4Moe
 V3 under other names, and are written as one.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from models.layers.hf_names import EXPERTS, FEED_FORWARD, MODULES, SHARED_EXPERTS, in_layer
 from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
 from models.layers.rope import yarn_magnitude, yarn_weight
 
@@ -17,31 +17,20 @@ from .model import DeepSeekV3Config
 _LITE = "glm4_moe_lite"
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", _LITE, "kimi_k2")
 
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wq_a": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.wq_b": "self_attn.q_b_proj",
-    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.wkv_b": "self_attn.kv_b_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "moe.router.gate": "mlp.gate",
-    "moe.experts.w1": "mlp.experts.{}.gate_proj",
-    "moe.experts.w2": "mlp.experts.{}.down_proj",
-    "moe.experts.w3": "mlp.experts.{}.up_proj",
-    "moe.shared.w1": "mlp.shared_experts.gate_proj",
-    "moe.shared.w2": "mlp.shared_experts.down_proj",
-    "moe.shared.w3": "mlp.shared_experts.up_proj",
-}
+_MODULES = (
+    MODULES
+    | FEED_FORWARD
+    | EXPERTS
+    | SHARED_EXPERTS
+    | {
+        "attention.wq_a": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.wq_b": "self_attn.q_b_proj",
+        "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.wkv_b": "self_attn.kv_b_proj",
+    }
+)
 _SIZES = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -120,10 +109,7 @@ def hf_name(name: str, config: DeepSeekV3Config | None = None) -> str:
     Raises:
         KeyError: They have no such parameter.
     """
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    if not layer:
-        return _MODULES[name.removesuffix(".weight")] + ".weight"
-    prefix, part = f"model.layers.{layer[1]}.", layer[2]
+    prefix, part = in_layer(name)
     if part == "moe.router.bias" and (config is None or config.scoring == "sigmoid"):
         return prefix + "mlp.gate.e_score_correction_bias"
     return prefix + _MODULES[part.removesuffix(".weight")] + ".weight"

@@ -4,10 +4,10 @@ A file of the model that reads images too (``Gemma3ForConditionalGeneration``) i
 have other names, and no model here has the part for images.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from models.layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS, in_layer
 from models.layers.kinds import Kind, kind_of
 from models.layers.published import keys, number, only, rope, shown, size
 
@@ -15,35 +15,17 @@ from .model import Gemma3Config
 
 _TEXT, _IMAGES = "gemma3_text", "gemma3"
 
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention_post_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "ffn_post_norm": "post_feedforward_layernorm",
-}
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "hidden_dim": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
+_MODULES = (
+    MODULES
+    | QK_NORMS
+    | FEED_FORWARD
+    | {
+        "attention_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    }
+)
+_FIELDS = FIELDS | {"head_dim": "head_dim", "hidden_dim": "intermediate_size"}
 _WINDOWS = {"window": "sliding_window", "query_pre_attn_scalar": "query_pre_attn_scalar"}
 _CAPS = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}
 _GELU = "gelu_pytorch_tanh"
@@ -129,10 +111,8 @@ def hf_name(name: str, config: Gemma3Config | None = None) -> str:
         KeyError: They have no such parameter.
     """
     modules = KINDS[kind_of(KINDS, config, strict=False) if config else _TEXT].modules
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
-    if layer:
-        return f"model.layers.{layer[1]}.{modules[layer[2]]}.weight"
-    return modules[name.removesuffix(".weight")] + ".weight"
+    prefix, part = in_layer(name)
+    return prefix + modules[part.removesuffix(".weight")] + ".weight"
 
 
 def hf_config(config: Gemma3Config) -> dict[str, Any]:

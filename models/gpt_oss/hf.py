@@ -4,11 +4,11 @@ The experts' weights are transposed there, or in MXFP4 as OpenAI publishes them.
 first way only: rounding trained weights to 4 bits would change the model.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Mxfp4, Stored
+from models.layers.hf_names import MODULES, TRAINING, in_layer
 from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
 from models.layers.rope import yarn_magnitude
 
@@ -16,18 +16,7 @@ from .model import GptOssConfig
 
 MODEL_TYPES = ("gpt_oss",)
 
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "moe.router.gate": "mlp.router",
-}
+_MODULES = MODULES | {"moe.router.gate": "mlp.router"}
 # Parameters whose own name is another one too.
 _PARAMETERS = {
     "attention.sinks.weight": "self_attn.sinks",
@@ -46,13 +35,11 @@ _SIZES = {
     "expert_dim": "intermediate_size",
     "top_k": "num_experts_per_tok",
 }
-# The fields that only training needs, under our own names.
-_OURS = {one: one for one in ("balance_loss", "z_weight", "capacity_factor")}
 KEYS = {
     "gpt_oss": keys(
         {
             **_SIZES,
-            **_OURS,
+            **TRAINING,
             "n_experts": "num_local_experts",
             "n_kv_heads": "num_key_value_heads",
             "norm_eps": "rms_norm_eps",
@@ -93,8 +80,7 @@ def hf_name(name: str, config: GptOssConfig | None = None) -> str | Stored:
     Raises:
         KeyError: They have no such parameter, as for a router's buffers.
     """
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
+    prefix, part = in_layer(name)
     if part in _PARAMETERS:
         theirs = prefix + _PARAMETERS[part]
         return Stored(theirs, transposed=True, code=Mxfp4()) if part in _WEIGHTS else theirs
@@ -129,7 +115,7 @@ def hf_config(config: GptOssConfig) -> dict[str, Any]:
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | _OURS).items()},
+        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | TRAINING).items()},
         "num_local_experts": c.n_experts,
         "num_key_value_heads": c.n_kv_heads,
         "hidden_act": "silu",

@@ -7,37 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from models.layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS
 from models.layers.kinds import Kind
 from models.layers.published import keys
 
 from .config import LlamaConfig
 
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "hidden_dim": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
+_FIELDS = FIELDS | {"hidden_dim": "intermediate_size"}
+_MODULES = MODULES | QK_NORMS | FEED_FORWARD
 _ROPE = {one.name for one in fields(LlamaConfig) if one.name.startswith("rope_")}
 _ROPE -= {"rope_scale_windows", "rope_interleaved"}
 # The fields that hf.py reads by rules of their own, in every architecture.

@@ -1,11 +1,11 @@
 """Hugging Face's weights and config.json of the llama family, by the table in architectures.py."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
+from models.layers.hf_names import in_layer
 from models.layers.published import number, only, rope_rule, shown, size, truth
 from models.layers.published_rope import LENGTH, positions, read_rule, written_rule
 from models.layers.rope import RULES
@@ -39,8 +39,7 @@ def hf_name(name: str, config: LlamaConfig | None = None) -> str | Stored:
     c = config or LlamaConfig()
     row = ARCHITECTURES[c.architecture]
     module, _, kind = name.rpartition(".")
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-    prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", module)
+    prefix, part = in_layer(module)
     for theirs, ours in row.fused.items():
         if part in ours:
             sizes = {"attention.wq": c.n_heads, "attention.wk": c.n_kv_heads}

@@ -1,29 +1,18 @@
 """Hugging Face's weights and config.json (``MixtralForCausalLM``); no tensor needs reshaping."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from models.layers.hf_names import MODULES, TRAINING, in_layer
 from models.layers.published import keys, number, only, rope, size, truth, unpublished
 
 from .model import MixtralConfig
 
 MODEL_TYPES = ("mixtral",)
 
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
+_MODULES = MODULES | {
     "moe.router.gate": "block_sparse_moe.gate",
-    "moe.experts.w1": "block_sparse_moe.experts.{}.w1",
-    "moe.experts.w2": "block_sparse_moe.experts.{}.w2",
-    "moe.experts.w3": "block_sparse_moe.experts.{}.w3",
+    **{f"moe.experts.w{n}": f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 2, 3)},
 }
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -33,13 +22,11 @@ _SIZES = {
     "expert_dim": "intermediate_size",
     "top_k": "num_experts_per_tok",
 }
-# The fields that only training needs, under our own names.
-_OURS = {one: one for one in ("balance_loss", "z_weight", "capacity_factor")}
 KEYS = {
     "mixtral": keys(
         {
             **_SIZES,
-            **_OURS,
+            **TRAINING,
             "n_experts": "num_local_experts",
             "n_kv_heads": "num_key_value_heads",
             "norm_eps": "rms_norm_eps",
@@ -69,8 +56,7 @@ def hf_name(name: str, config: MixtralConfig | None = None) -> str:
     Raises:
         KeyError: They have no such parameter, as for a router's buffers.
     """
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
+    prefix, part = in_layer(name)
     return prefix + _MODULES[part.removesuffix(".weight")] + ".weight"
 
 
@@ -93,7 +79,7 @@ def hf_config(config: MixtralConfig) -> dict[str, Any]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | _OURS).items()},
+        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | TRAINING).items()},
         "num_local_experts": c.n_experts,
         "num_key_value_heads": c.n_kv_heads,
         "head_dim": c.head_dim,

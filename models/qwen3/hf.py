@@ -3,11 +3,20 @@
 ``KINDS`` is the table of differences: one row for each architecture.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
+from models.layers.hf_names import (
+    EXPERTS,
+    FEED_FORWARD,
+    FIELDS,
+    MODULES,
+    QK_NORMS,
+    SHARED_EXPERTS,
+    TRAINING,
+    in_layer,
+)
 from models.layers.kinds import Kind, kind_of
 from models.layers.published import keys, number, only, rope_rule, size, truth
 from models.layers.published_rope import positions, read_rule, written_rule
@@ -15,43 +24,14 @@ from models.layers.rope import RULES
 
 from .model import Qwen3Config
 
-_MODULES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "moe.router.gate": "mlp.gate",
-    "moe.experts.w1": "mlp.experts.{}.gate_proj",
-    "moe.experts.w2": "mlp.experts.{}.down_proj",
-    "moe.experts.w3": "mlp.experts.{}.up_proj",
-}
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
+_MODULES = MODULES | QK_NORMS | FEED_FORWARD | EXPERTS
+_FIELDS = FIELDS | {"head_dim": "head_dim"}
 _EXPERTS = {
     "n_experts": "num_experts",
     "top_k": "num_experts_per_tok",
     "expert_dim": "moe_intermediate_size",
     "balance_weight": "router_aux_loss_coef",
-    # The fields that only training needs, under our own names.
-    **{one: one for one in ("balance_loss", "z_weight", "capacity_factor")},
+    **TRAINING,
 }
 _WEIGHTS = {"normalize_weights": "norm_topk_prob"}
 # Every option, with the value that leaves it out.
@@ -132,11 +112,6 @@ _SIGMOID_ONLY: dict[str, Any] = {
     "moe_layer_freq": (1,),
 }
 _SIGMOID_DEFAULTS = {"n_groups": 1, "top_groups": 1, "route_scale": 1.0, "bias_rate": 0.0}
-_SHARED = {
-    "moe.shared.w1": "mlp.shared_experts.gate_proj",
-    "moe.shared.w2": "mlp.shared_experts.down_proj",
-    "moe.shared.w3": "mlp.shared_experts.up_proj",
-}
 _BIAS = {"moe.router.bias": "mlp.gate.e_score_correction_bias"}
 # Layers of multi-token prediction, that no model here has.
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -187,7 +162,7 @@ KINDS = {
         "Qwen2MoeForCausalLM",
         _EXPERTS | _WEIGHTS | {"qkv_bias": "qkv_bias", "shared_dim": "shared_expert_intermediate_size"},
         {"shared_gate": True},
-        {one: theirs.replace("experts", "expert") for one, theirs in _SHARED.items()}
+        {one: theirs.replace("experts", "expert") for one, theirs in SHARED_EXPERTS.items()}
         | {"moe.shared_gate": "mlp.shared_expert_gate"},
         {"normalize_weights": False, "qkv_bias": True, "balance_weight": 0.001},
         _LENGTH,
@@ -231,7 +206,7 @@ KINDS = {
         "Dots1ForCausalLM",
         _EXPERTS | _WEIGHTS | _SIGMOID_KEYS,
         {"qk_norm": "head", **_SIGMOID},
-        _SHARED | _BIAS,
+        SHARED_EXPERTS | _BIAS,
         _SIGMOID_DEFAULTS | {"n_dense_layers": 0, "n_shared_experts": 0, "normalize_weights": False},
         only={"sliding_window": (), **_SIGMOID_ONLY},
         besides=_PREDICTION,
@@ -272,7 +247,7 @@ KINDS = {
             "rotary_dim": "partial_rotary_factor",
         },
         _SIGMOID,
-        _SHARED | _BIAS,
+        SHARED_EXPERTS | _BIAS,
         _SIGMOID_DEFAULTS
         | {"n_dense_layers": 1, "n_shared_experts": 1, "normalize_weights": True, "qkv_bias": False},
         ("attention_bias", "partial_rotary_factor"),
@@ -307,8 +282,7 @@ def hf_name(name: str, config: Qwen3Config | None = None) -> str | Stored:
         KeyError: They have no such parameter, as for most of a router's buffers.
     """
     modules = KINDS[kind_of(KINDS, config, strict=False) if config else "qwen3"].modules
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", name)
+    prefix, part = in_layer(name)
     if part in modules and part.endswith(".bias"):
         return prefix + modules[part]
     module, kind = part.removesuffix(".weight"), "weight"
