@@ -13,12 +13,12 @@ Schedule = Callable[[int, int, Optimizer], float]
 
 def cosine(step: int, steps: int, options: Optimizer) -> float:
     """Half a cosine from the end of warmup (Loshchilov and Hutter 2017, arXiv:1608.03983)."""
-    return (1 + math.cos(math.pi * _progress(step, options.warmup, steps))) / 2
+    return (1 + math.cos(math.pi * _progress(step, _begin(steps, options), steps))) / 2
 
 
 def linear(step: int, steps: int, options: Optimizer) -> float:
     """A line from the end of warmup."""
-    return 1 - _progress(step, options.warmup, steps)
+    return 1 - _progress(step, _begin(steps, options), steps)
 
 
 def constant(step: int, steps: int, options: Optimizer) -> float:
@@ -26,8 +26,12 @@ def constant(step: int, steps: int, options: Optimizer) -> float:
     return 1 - _progress(step, max(options.warmup, steps - options.decay), steps)
 
 
+def _begin(steps: int, options: Optimizer) -> int:
+    return steps - options.decay if options.decay else options.warmup
+
+
 def _progress(step: int, start: int, steps: int) -> float:
-    return max(0.0, (step - start) / max(1, steps - start))
+    return min(max(0.0, (step - start) / max(1, steps - start)), 1.0)
 
 
 SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "linear": linear, "constant": constant}
@@ -36,11 +40,13 @@ SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "linear": linear, "constant"
 def learning_rate(step: int, steps: int, options: Optimizer) -> float:
     """Return the learning rate of one step, from 0, of all ``steps``.
 
-    It rises linearly to ``lr`` at step ``warmup``, then follows the schedule to ``min_lr * lr``.
+    It rises linearly from 0 at step ``warmup_from`` to ``lr`` at step ``warmup``, then follows the
+    schedule to ``min_lr * lr`` at step ``decay_end``, or ``steps``.
     """
     if step < options.warmup:
-        return options.lr * (step + 1) / (options.warmup + 1)
-    remaining = SCHEDULES[options.schedule](step, steps, options)
+        begun = max(0, step - options.warmup_from)
+        return options.lr * begun / max(1, options.warmup - options.warmup_from)
+    remaining = SCHEDULES[options.schedule](step, options.decay_end or steps, options)
     return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)
 
 

@@ -56,10 +56,15 @@ class Optimizer:
     """Factors of it, as for lr_scale, on parameters of any dims, as ["tok_embeddings=0"]."""
     warmup: NonNegative = 20
     """Steps of linear warmup."""
+    warmup_from: Annotated[int, Field(ge=-1, lt=2**63)] = -1
+    """Step with a learning rate of 0, from which warmup rises; -1: the one before the first."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warmup."""
     decay: NonNegative = 0
-    """With schedule = constant: linear decay over this many last steps."""
+    """Steps of the decay, the last ones; with constant it is linear. 0: with cosine and linear all
+    after warmup, with constant none."""
+    decay_end: NonNegative = 0
+    """Step at which the decay ends, and from which the rate stays; 0 is train.steps."""
     min_lr: Fraction = 0.1
     """Learning rate at the end of the decay, as a fraction of lr."""
 

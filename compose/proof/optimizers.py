@@ -63,10 +63,11 @@ def stated_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[str, 
 def stated_rate(step: int, steps: int, options: Optimizer) -> float:
     """Return the learning rate that step ``step`` of ``steps`` should have, counted from 0."""
     if step < options.warmup:
-        return options.lr * (step + 1) / (options.warmup + 1)
-    begin = options.warmup
-    if options.schedule == "constant" and steps - options.decay > begin:
-        begin = steps - options.decay
+        rising = range(options.warmup_from, options.warmup)
+        return options.lr * (max(step, rising.start) - rising.start) / max(1, len(rising))
+    begin, steps = options.warmup, options.decay_end or steps
+    constant, last = options.schedule == "constant", steps - options.decay
+    begin = max(begin, last) if constant else last if options.decay else begin
     done = min(max(0.0, step - begin) / max(1, steps - begin), 1.0)
     falls = math.cos(math.pi / 2 * done) ** 2 if options.schedule == "cosine" else 1.0 - done
     return options.lr * (options.min_lr + (1.0 - options.min_lr) * falls)

@@ -113,9 +113,9 @@ def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
     The first is in the middle of warmup, the others are spread over what follows. If the rate is
     constant before it decays, that is the decay.
     """
-    begin = options.warmup
-    if options.schedule == "constant":
-        begin = max(begin, steps - options.decay)
+    begin, steps = options.warmup, min(options.decay_end or steps, steps)
+    if options.schedule == "constant" or options.decay:
+        begin = min(max(begin, steps - options.decay), steps)
     later = [begin + (steps - begin) * number // (count + 1) for number in range(1, count)]
     return [min(step, steps - 1) for step in (options.warmup // 2, *later)]
 

@@ -7,6 +7,7 @@ import torch
 
 from compose.optim.lr_schedule import SCHEDULES, learning_rate, set_learning_rate, short_of_warmup
 from compose.optim.optimizers import Optimizer
+from compose.proof.optimizers import stated_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:
@@ -39,6 +40,15 @@ RATES: list[tuple[dict[str, object], dict[int, float]]] = [
     (CONSTANT | {"decay": 10}, dict.fromkeys(range(4, 11), 2.0) | {15: 1.25, 20: 0.5}),
     # A decay longer than what warm-up leaves begins after it.
     *((CONSTANT | {"decay": decay}, {4: 2.0, 12: 1.25}) for decay in (16, 20, 40)),
+    # Warm-up from 0 at the first step, or at the one after it, as other trainers have it.
+    ({"warmup_from": 0}, {0: 0.0, 1: 0.5, 3: 1.5, 4: 2.0}),
+    ({"warmup_from": 1, "warmup": 5}, {0: 0.0, 1: 0.0, 2: 0.5, 4: 1.5, 5: 2.0}),
+    ({"warmup_from": 4}, {0: 0.0, 3: 0.0, 4: 2.0}),
+    # The other curves over the last steps, and an end before the last step.
+    ({"decay": 10}, dict.fromkeys(range(4, 11), 2.0) | {15: 1.25, 20: 0.5}),
+    ({"schedule": "linear", "decay": 10}, {10: 2.0, 12: 1.7, 15: 1.25, 20: 0.5}),
+    ({"decay_end": 12}, {8: 1.25, 12: 0.5, 16: 0.5, 20: 0.5}),
+    (CONSTANT | {"decay": 4, "decay_end": 12}, {8: 2.0, 10: 1.25, 12: 0.5, 20: 0.5}),
 ]
 
 
@@ -47,6 +57,8 @@ def test_rates(keys: dict[str, object], expected: dict[int, float]) -> None:
     result = rates(20, **keys)
     for step, rate in expected.items():
         assert result[step] == (rate if rate == 2.0 else pytest.approx(rate)), step
+        options = Optimizer(**{"lr": 2.0, "warmup": 4, "min_lr": 0.25} | keys)  # type: ignore[arg-type]
+        assert stated_rate(step, 20, options) == pytest.approx(rate), step
 
 
 def test_every_group_has_its_share() -> None:

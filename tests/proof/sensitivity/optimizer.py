@@ -108,25 +108,38 @@ weight_decay_scale is forgotten | train__global_batch=8 optimizer__weight_decay_
 [optimizer.warmup]
 warmup begins at 0 | train__global_batch=8 | update
     in compose.optim.lr_schedule:learning_rate
-    (step + 1) / (options.warmup + 1) => step / options.warmup
+    max(0, step - options.warmup_from) => step
 no warmup | train__global_batch=8 | update
     in compose.optim.lr_schedule:learning_rate
     if step < options.warmup: => if step < 0:
 
+[optimizer.warmup_from]
+warmup forgets where it begins | train__global_batch=8 optimizer__warmup_from=0 | update
+    in compose.optim.lr_schedule:learning_rate
+    max(0, step - options.warmup_from) => step + 1
+
 [optimizer.schedule]
 the cosine is a line | train__global_batch=8 | update
     in compose.optim.lr_schedule:cosine
-    - (1 + math.cos(math.pi * _progress(step, options.warmup, steps))) / 2
-    + 1 - _progress(step, options.warmup, steps)
+    - (1 + math.cos(math.pi * _progress(step, _begin(steps, options), steps))) / 2
+    + 1 - _progress(step, _begin(steps, options), steps)
 the line is a cosine | train__global_batch=8 optimizer__schedule=linear | update
     in compose.optim.lr_schedule:linear
-    - 1 - _progress(step, options.warmup, steps)
-    + (1 + math.cos(math.pi * _progress(step, options.warmup, steps))) / 2
+    - 1 - _progress(step, _begin(steps, options), steps)
+    + (1 + math.cos(math.pi * _progress(step, _begin(steps, options), steps))) / 2
 
 [optimizer.decay]
 the last steps do not decay | train__global_batch=8 optimizer__schedule=constant optimizer__decay=100 | update
     in compose.optim.lr_schedule:constant
     steps - options.decay => steps
+the cosine forgets where it begins | train__global_batch=8 optimizer__decay=100 | update
+    in compose.optim.lr_schedule:_begin
+    if options.decay else => if False else
+
+[optimizer.decay_end]
+the decay goes on to the last step | train__global_batch=8 optimizer__decay_end=125 | update
+    in compose.optim.lr_schedule:learning_rate
+    options.decay_end or steps => steps
 
 [optimizer.min_lr]
 the rate falls to 0 | train__global_batch=8 | update
