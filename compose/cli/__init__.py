@@ -215,6 +215,19 @@ file, which `--cluster` takes.
 """,
         file=False,
     ),
+    "doctor": Usage(
+        "doctor",
+        "Find what would stop or slow a run here: [torchrun] -m compose doctor [FILE.toml].",
+        _flags("--cluster NAME or FILE.toml, --json FILE"),
+        """\
+Looks at versions, devices and their other users, shared memory, limits, threads, and at the disk, locks
+and mount of run.dir. Under torchrun it times the links between all ranks too, within a minute. A line
+says ok, warn (it slows or harms a run) or fail (it stops one), and the cure. Exits with 2 after a fail.
+
+  --cluster  what links should reach, if not what is known of the device
+  --json     file for the lines
+""",
+    ),
 }
 # The flags of all commands whose value is a path. Plain words are paths too.
 PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}

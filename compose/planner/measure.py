@@ -167,7 +167,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
             context=context,
             bandwidth=copies[-1].bytes / copies[-1].seconds,
             launch=launch,
-            sharing=1.0 if gpu else max(1.0, node * torch.get_num_threads() / _cores()),
+            sharing=1.0 if gpu else max(1.0, node * torch.get_num_threads() / cores()),
             units=torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1,
             message_units=16 if gpu else 0,
             tile=(128, 256) if gpu else (16, 16),
@@ -187,12 +187,12 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
         ),
         measured=Measured(ranks, took, products, attention, copies, collectives),
         host_memory=_memory(torch.device("cpu")),
-        host_cores=_cores(),
+        host_cores=cores(),
         host_bandwidth=node * host_rate,
     )
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
