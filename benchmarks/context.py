@@ -21,8 +21,10 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,9 @@ from compose import AttentionOptions, attention
 from compose.ops.attention import Merged, Sums, parts_of
 from compose.ops.attention_layout import task_of
 from compose.parallel.context_parallel import ContextParallel, Method, chunk_starts
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is of the checkout
+
 from models.layers.attention import AttentionCore
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]

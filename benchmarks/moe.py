@@ -18,11 +18,13 @@ much of it that was, if in each the rank that spent least did not wait.
 
 import argparse
 import json
+import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from operator import truediv
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,10 +33,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-import models.qwen3 as qwen3
 from compose import Options, Parallel, apply, forward_backward, init_mesh
 from compose.optim.adamw import AdamW
 from compose.parallel import expert_parallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is of the checkout
+
+import models.qwen3 as qwen3
 from models.layers import moe
 from models.layers.feed_forward import FeedForward
 

@@ -68,6 +68,9 @@ from compose.planner.record_pool import Asked, RecordPool, step_of
 from compose.planner.trace import RankStep, trace
 from compose.profiling.summary import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is of the checkout
+
 from models.layers.router import Router
 
 GROUPS = {

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import compose.memory.activation_checkpointing as recomputation
-import models
 from compose.config import rules
 from compose.config.job import Job
 from compose.config.toml import load
@@ -36,6 +35,10 @@ from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.estimate import OtherProgram, estimate
 from compose.planner.record import Message, Operator, Record
 from compose.planner.step_time import PART, axis_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is of the checkout
+
+import models
 from models.layers.attention import AttentionCore
 from models.llama import model as llama
 

@@ -9,6 +9,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from compose.apply import apply as apply
     from compose.composition import Composition as Composition
@@ -70,6 +72,9 @@ class _Package(ModuleType):
         value = getattr(importlib.import_module(_MODULES[name]), name)
         setattr(self, name, value)
         return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_MODULES})
 
     def __setattr__(self, name: str, value: Any) -> None:
         # compose.apply is the function. Python would replace it by the module of that name.

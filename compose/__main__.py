@@ -1,7 +1,8 @@
-"""The tools besides training: python -m compose COMMAND ..."""
+"""The command compose, which is python -m compose too."""
 
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import run
@@ -11,7 +12,7 @@ from compose.errors import ConfigError, did_you_mean
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the first argument names, or list the commands."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("python -m compose COMMAND ...\n")
+        print("compose COMMAND ..., or python -m compose COMMAND ...\n")
         for name, usage in COMMANDS.items():
             print(f"  {name:<10}{usage.summary}")
         return 0
@@ -20,6 +21,11 @@ def main(arguments: Sequence[str]) -> int:
         near, known = did_you_mean(name, COMMANDS), ", ".join(COMMANDS)
         raise ConfigError(f"compose: {name}: unknown command{near} (known: {known})")
     return getattr(import_module(f"compose.cli.{COMMANDS[name].module}"), name)(words)
+
+
+def script() -> NoReturn:
+    """Run the command line; the entry point of the command compose."""
+    run(main)
 
 
 if __name__ == "__main__":

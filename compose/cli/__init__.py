@@ -1,4 +1,4 @@
-"""The commands of train.py and python -m compose: what each takes, and what its --help prints."""
+"""The commands of train.py and compose: what each takes, and what its --help prints."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,8 +23,8 @@ def _flags(text: str) -> Mapping[str, str]:
 
 
 TRAIN = Usage(
-    "",
-    "",
+    "train",
+    "Train: [torchrun -m] compose train FILE.toml [--table.key=value ...].",
     _flags("--dry-run, --world-size N"),
     """\
 Trains what FILE describes, on one process or on the ranks that torchrun starts.
@@ -34,6 +34,7 @@ Trains what FILE describes, on one process or on the ranks that torchrun starts.
 """,
 )
 COMMANDS = {
+    "train": TRAIN,
     "verify": Usage(
         "commands",
         "Prove that the composition equals one process: torchrun -m compose verify FILE.toml.",

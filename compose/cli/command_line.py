@@ -18,7 +18,7 @@ from compose.cli import COMMANDS, PATH_FLAGS, TRAIN, Usage
 from compose.config import rules
 from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
-from compose.config.models import find_model, model_names
+from compose.config.models import find_model, model_names, shipped
 from compose.config.tables import TABLES, Config, Model
 from compose.config.toml import COMMAND_LINE, load, nearest_key
 from compose.data.datasets import OpenData, open_data, with_steps
@@ -58,8 +58,10 @@ class Words(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The TOML file of a command that reads one."""
-        return self.plain[0] if self.plain else "train.toml"
+        """The TOML file of a command that reads one; recipes/NAME.toml comes with compose."""
+        file = self.plain[0] if self.plain else "train.toml"
+        known = Path(file).parts[:-1] == ("recipes",) and not Path(file).exists()
+        return str(shipped(file)) if known and shipped(file).exists() else file
 
 
 @dataclass(frozen=True)

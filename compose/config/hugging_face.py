@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 from pydantic import AfterValidator
 
 from compose.config.json_files import read_json
-from compose.config.models import model_names, training_fields
+from compose.config.models import PACKAGE, model_names, training_fields
 from compose.errors import ConfigError, LocalPath, read_own, refuse_link_out
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class HuggingFace(Protocol):
 
 def find_hf(name: str) -> HuggingFace:
     """Return the hf.py of the model ``models/<name>/``."""
-    if importlib.util.find_spec(f"models.{name}.hf") is None:
+    if importlib.util.find_spec(f"{PACKAGE}.{name}.hf") is None:
         raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
-    return cast(HuggingFace, importlib.import_module(f"models.{name}.hf"))
+    return cast(HuggingFace, importlib.import_module(f"{PACKAGE}.{name}.hf"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -72,6 +73,7 @@ class Task(Protocol):
         ...
 
 
+PACKAGE = "compose.models"
 _OF_DOCUMENTS = ("positions", "document_ids")
 
 
@@ -126,13 +128,19 @@ class ModelFolder:
             raise ConfigError(f"model: a weight of shape {shape} is too large") from None
 
 
+def shipped(name: str) -> Path:
+    """Return what comes with compose: inside its folder in a wheel, and beside it in a checkout."""
+    inside = Path(__file__).parents[1] / name
+    return inside if inside.exists() else inside.parents[1] / name
+
+
 def model_names() -> list[str]:
     """Return the folders under models/ that hold a plan.py."""
-    package = importlib.import_module("models")
+    package = importlib.import_module(PACKAGE)
     return sorted(
         result.name
         for result in pkgutil.iter_modules(package.__path__)
-        if result.ispkg and importlib.util.find_spec(f"models.{result.name}.plan")
+        if result.ispkg and importlib.util.find_spec(f"{PACKAGE}.{result.name}.plan")
     )
 
 
@@ -143,7 +151,7 @@ def find_model(name: str) -> ModelFolder:
         raise ConfigError(
             f"model.name: unknown model {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
         )
-    folder = importlib.import_module(f"models.{name}")
+    folder = importlib.import_module(f"{PACKAGE}.{name}")
     missing = [part for part in ("Config", "Model", "PRESETS", "plan") if not hasattr(folder, part)]
     problems = [f"models/{name}/__init__.py: exports no {part}" for part in missing]
     if "Model" not in missing and not hasattr(folder.Model, "init_parameter"):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from compose.config.models import shipped
 from compose.config.setup import Target
 from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
 from compose.ops.kernel_table import KERNELS
@@ -26,7 +27,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
-FOLDER = Path(__file__).parents[2] / "clusters"
+FOLDER = shipped("clusters")
 _SHOWN = 200  # characters of a value in a message
 
 # Figures beyond these are of no machine. With them all that is computed stays a finite number above 0.

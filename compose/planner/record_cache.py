@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from compose.config.job import Job
+from compose.config.models import PACKAGE
 from compose.errors import write_whole
 from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
@@ -194,7 +195,7 @@ def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
 @functools.cache
 def _sources() -> str:
     """Return a hash of the sources that make records."""
-    folders = [Path(__file__).parents[1], *map(Path, importlib.import_module("models").__path__)]
+    folders = [Path(__file__).parents[1], *map(Path, importlib.import_module(PACKAGE).__path__)]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     files = [
         path for path in files if path.parent.name not in ("cli", "planner") or path.stem in _OF_RECORDS

@@ -229,7 +229,8 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
         shlex.quote(f"--{key}={value if isinstance(value, str) else toml_value(value)}")
         for key, value in {**overrides, **changed, **islands}.items()
     ]
-    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {min(ranks, node)} train.py"
+    program = "train.py" if Path("train.py").exists() else "-m compose train"
+    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {min(ranks, node)} {program}"
     return " ".join([start, *([shlex.quote(file)] if file else []), *words])
 
 

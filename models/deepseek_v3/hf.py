@@ -8,10 +8,9 @@ V3 under other names, and are written as one.
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.hf_names import EXPERTS, FEED_FORWARD, MODULES, SHARED_EXPERTS, in_layer
-from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
-from models.layers.rope import yarn_magnitude, yarn_weight
-
+from ..layers.hf_names import EXPERTS, FEED_FORWARD, MODULES, SHARED_EXPERTS, in_layer
+from ..layers.published import keys, number, only, rope, shown, size, truth, unpublished
+from ..layers.rope import yarn_magnitude, yarn_weight
 from .model import DeepSeekV3Config
 
 _LITE = "glm4_moe_lite"

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from compose.ops.layers import RMSNorm
-from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
-from models.layers.feed_forward import FeedForward
-from models.layers.moe import MoE
-from models.layers.norms import check_eps
-from models.layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
-from models.layers.router import MoEConfig
+
+from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.feed_forward import FeedForward
+from ..layers.moe import MoE
+from ..layers.norms import check_eps
+from ..layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+from ..layers.router import MoEConfig
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import LocalNorm
 from compose.parallel.tensor_parallel import SharedByHeads
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
+from ..layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 from .model import DeepSeekV3Config
 
 

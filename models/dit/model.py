@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
-from models.layers.attention import AttentionCore, Documents, documents_of
-from models.layers.norms import check_eps
+
+from ..layers.attention import AttentionCore, Documents, documents_of
+from ..layers.norms import check_eps
 
 TICKS = 1 << 20
 """A time of 1. Times are whole numbers of ticks, so that no reduced precision rounds them."""

@@ -7,8 +7,8 @@ from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinear, LocalRowwise
 from compose.parallel.tensor_parallel import SharedByHeads
-from models.layers.plans import outermost
 
+from ..layers.plans import outermost
 from .model import DiTConfig
 
 _CONDITIONS = ["layers.*.condition", "final.condition"]

@@ -7,10 +7,9 @@ have other names, and no model here has the part for images.
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS, in_layer
-from models.layers.kinds import Kind, kind_of
-from models.layers.published import keys, number, only, rope, shown, size
-
+from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS, in_layer
+from ..layers.kinds import Kind, kind_of
+from ..layers.published import keys, number, only, rope, shown, size
 from .model import Gemma3Config
 
 _TEXT, _IMAGES = "gemma3_text", "gemma3"

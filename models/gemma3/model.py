@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
-from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
-from models.layers.feed_forward import FeedForward
-from models.layers.norms import Scale, check_eps
-from models.layers.rope import inverse_frequencies, rotate, rotation
+
+from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.feed_forward import FeedForward
+from ..layers.norms import Scale, check_eps
+from ..layers.rope import inverse_frequencies, rotate, rotation
 
 
 @dataclass(frozen=True)

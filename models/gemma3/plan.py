@@ -12,8 +12,8 @@ from compose.parallel.local_parallel import (
     LocalRowwise,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import feed_forward, float8_feed_forward, outermost
 
+from ..layers.plans import feed_forward, float8_feed_forward, outermost
 from .model import Gemma3Config
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
-from models.layers.kinds import Kind, kind_of
-from models.layers.published import keys, only, size
 
+from ..layers.kinds import Kind, kind_of
+from ..layers.published import keys, only, size
 from .model import GPT2Config
 
 _MODULES = {

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
-from models.layers.feed_forward import ACTIVATIONS, FeedForward
-from models.layers.norms import check_eps
+from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.feed_forward import ACTIVATIONS, FeedForward
+from ..layers.norms import check_eps
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from compose.parallel.local_parallel import (
     LocalRowwise,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import outermost
 
+from ..layers.plans import outermost
 from .model import GPT2Config
 
 

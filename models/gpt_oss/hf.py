@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Mxfp4, Stored
-from models.layers.hf_names import MODULES, TRAINING, in_layer
-from models.layers.published import keys, number, only, rope, shown, size, truth, unpublished
-from models.layers.rope import yarn_magnitude
 
+from ..layers.hf_names import MODULES, TRAINING, in_layer
+from ..layers.published import keys, number, only, rope, shown, size, truth, unpublished
+from ..layers.rope import yarn_magnitude
 from .model import GptOssConfig
 
 MODEL_TYPES = ("gpt_oss",)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
-from models.layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
-from models.layers.clamped_experts import ClampedExperts
-from models.layers.moe import MoE
-from models.layers.norms import check_eps
-from models.layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
-from models.layers.router import MoEConfig
+
+from ..layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
+from ..layers.clamped_experts import ClampedExperts
+from ..layers.moe import MoE
+from ..layers.norms import check_eps
+from ..layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+from ..layers.router import MoEConfig
 
 
 @dataclass(frozen=True)

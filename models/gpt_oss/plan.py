@@ -13,8 +13,8 @@ from compose.parallel.local_parallel import (
     LocalVector,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import MoEPlan, outermost
 
+from ..layers.plans import MoEPlan, outermost
 from .model import GptOssConfig
 
 

@@ -6,7 +6,7 @@ Shapes: D model width, E experts, F an expert's inner width, N rows.
 import torch
 from torch import Tensor, nn
 
-from models.layers.moe import grouped_mm
+from .moe import grouped_mm
 
 
 class ClampedExperts(nn.Module):

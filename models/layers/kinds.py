@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from models.layers.published import Keys, number, only, required, size, truth
+from .published import Keys, number, only, required, size, truth
 
 
 @dataclass(frozen=True)

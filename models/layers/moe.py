@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose.ops.layers import grouped_mm as operator
-from models.layers.router import MoEConfig, Router, Routing, count_rows
+
+from .router import MoEConfig, Router, Routing, count_rows
 
 
 class Experts(nn.Module):

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.published import size
-from models.layers.rope import RopeFields, RopeRule, yarn_magnitude
+from .published import size
+from .rope import RopeFields, RopeRule, yarn_magnitude
 
 LENGTH = "original_max_position_embeddings"
 # The parameters of each rule, by our fields.
@@ -38,11 +38,11 @@ def read_rule(values: Mapping[str, Any], kind: str, rule: Mapping[str, Any]) -> 
 
     Args:
         values: The parsed config.json.
-        kind: The rule's name, as :func:`~models.layers.published.rope_rule` returns it.
+        kind: The rule's name, as :func:`~compose.models.layers.published.rope_rule` returns it.
         rule: Its parameters, as that function returns them.
 
     Returns:
-        Values by the fields of :class:`~models.layers.rope.RopeFields`.
+        Values by the fields of :class:`~compose.models.layers.rope.RopeFields`.
 
     Raises:
         ValueError: The factor is not above 0, or the length of the rule "dynamic" is missing.

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from models.layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS
-from models.layers.kinds import Kind
-from models.layers.published import keys
-
+from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS
+from ..layers.kinds import Kind
+from ..layers.published import keys
 from .config import LlamaConfig
 
 _FIELDS = FIELDS | {"hidden_dim": "intermediate_size"}

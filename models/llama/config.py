@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from models.layers.attention import attention_pairs
-from models.layers.feed_forward import ACTIVATIONS
-from models.layers.norms import NORMS, check_eps
-from models.layers.rope import RopeFields
+from ..layers.attention import attention_pairs
+from ..layers.feed_forward import ACTIVATIONS
+from ..layers.norms import NORMS, check_eps
+from ..layers.rope import RopeFields
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
-from models.layers.hf_names import in_layer
-from models.layers.published import number, only, rope_rule, shown, size, truth
-from models.layers.published_rope import LENGTH, positions, read_rule, written_rule
-from models.layers.rope import RULES
 
+from ..layers.hf_names import in_layer
+from ..layers.published import number, only, rope_rule, shown, size, truth
+from ..layers.published_rope import LENGTH, positions, read_rule, written_rule
+from ..layers.rope import RULES
 from .architectures import ARCHITECTURES, Architecture
 from .config import LlamaConfig
 

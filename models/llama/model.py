@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
-from models.layers.attention import AttentionCore, Documents, Sinks, documents_of
-from models.layers.feed_forward import ACTIVATIONS, FeedForward
-from models.layers.norms import NORMS, Scale
-from models.layers.rope import RopeRule, rotate, rotation
 
+from ..layers.attention import AttentionCore, Documents, Sinks, documents_of
+from ..layers.feed_forward import ACTIVATIONS, FeedForward
+from ..layers.norms import NORMS, Scale
+from ..layers.rope import RopeRule, rotate, rotation
 from .config import LlamaConfig
 
 

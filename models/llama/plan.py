@@ -15,8 +15,8 @@ from compose.parallel.local_parallel import (
     LocalWideNorm,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import feed_forward, float8_feed_forward, outermost
 
+from ..layers.plans import feed_forward, float8_feed_forward, outermost
 from .config import LlamaConfig
 from .model import norms_of
 

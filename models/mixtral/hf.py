@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.layers.hf_names import MODULES, TRAINING, in_layer
-from models.layers.published import keys, number, only, rope, size, truth, unpublished
-
+from ..layers.hf_names import MODULES, TRAINING, in_layer
+from ..layers.published import keys, number, only, rope, size, truth, unpublished
 from .model import MixtralConfig
 
 MODEL_TYPES = ("mixtral",)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
-from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
-from models.layers.moe import MoE
-from models.layers.norms import check_eps
-from models.layers.rope import inverse_frequencies, rotate, rotation
-from models.layers.router import MoEConfig
+
+from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.moe import MoE
+from ..layers.norms import check_eps
+from ..layers.rope import inverse_frequencies, rotate, rotation
+from ..layers.router import MoEConfig
 
 
 @dataclass(frozen=True)

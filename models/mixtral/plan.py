@@ -12,8 +12,8 @@ from compose.parallel.local_parallel import (
     LocalRowwise,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import MoEPlan, outermost
 
+from ..layers.plans import MoEPlan, outermost
 from .model import MixtralConfig
 
 

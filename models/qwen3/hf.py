@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
-from models.layers.hf_names import (
+
+from ..layers.hf_names import (
     EXPERTS,
     FEED_FORWARD,
     FIELDS,
@@ -17,11 +18,10 @@ from models.layers.hf_names import (
     TRAINING,
     in_layer,
 )
-from models.layers.kinds import Kind, kind_of
-from models.layers.published import keys, number, only, rope_rule, size, truth
-from models.layers.published_rope import positions, read_rule, written_rule
-from models.layers.rope import RULES
-
+from ..layers.kinds import Kind, kind_of
+from ..layers.published import keys, number, only, rope_rule, size, truth
+from ..layers.published_rope import positions, read_rule, written_rule
+from ..layers.rope import RULES
 from .model import Qwen3Config
 
 _MODULES = MODULES | QK_NORMS | FEED_FORWARD | EXPERTS

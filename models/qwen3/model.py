@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
-from models.layers.attention import AttentionCore, Documents, attention_pairs, documents_of
-from models.layers.feed_forward import FeedForward
-from models.layers.moe import MoE
-from models.layers.norms import Scale, check_eps
-from models.layers.rope import RopeFields, rotate, rotation
-from models.layers.router import MoEConfig
+
+from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.feed_forward import FeedForward
+from ..layers.moe import MoE
+from ..layers.norms import Scale, check_eps
+from ..layers.rope import RopeFields, rotate, rotation
+from ..layers.router import MoEConfig
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from compose.parallel.local_parallel import (
     LocalWideNorm,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
-from models.layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 
+from ..layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
 from .model import Qwen3Config
 
 

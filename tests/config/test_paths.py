@@ -131,6 +131,7 @@ def test_every_flag_is_of_a_path_or_of_a_word() -> None:
 
 
 COMMAND_LINES = [
+    (["train", "s3://b/x.toml"], "s3://b/x.toml"),
     (["convert", "run", "s3://b/out"], "s3://b/out"),
     (["convert", "$HOME/run", "out"], "$HOME/run"),
     (["convert", "run", "out", "--original=s3://b/x"], "--original: s3://b/x"),

@@ -123,7 +123,7 @@ def test_model_folder_that_lacks_parts(write: Write, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(compose.config.models, "model_names", lambda: ["mine"])
     half = types.SimpleNamespace(Config=Config, Model=dict, plan=None)
-    monkeypatch.setitem(sys.modules, "models.mine", half)
+    monkeypatch.setitem(sys.modules, "compose.models.mine", half)
     assert problems(write('[model]\nname = "mine"')) == [
         "train.toml: models/mine/__init__.py: exports no PRESETS",
         "train.toml: models/mine: Model has no init_parameter(name, tensor, generator)",

@@ -272,7 +272,7 @@ test_refused = refusals(REFUSED)
     ids=["gemma2", "qwen2_moe", "gpt2"],
 )
 def test_all_linear_leaves_out_the_ends_and_gates(config: Any, others: set[str]) -> None:
-    name = type(config).__module__.split(".")[1]
+    name = type(config).__module__.split(".")[-2]
     model, plan = find_model(name).on_meta(config), find_model(name).plan(config, Parallel())
     every = {one for one, module in model.named_modules() if type(module) is nn.Linear}
     assert every - set(linear_layers(model, plan)) == others

@@ -207,7 +207,7 @@ def compare(
 
 def _is_read_back(folder: Path, model: Any, other: Any) -> None:
     other.save_pretrained(folder)
-    name = type(model).__module__.split(".")[1]
+    name = type(model).__module__.split(".")[-2]
     assert config_problems(folder, name, model.config) == []
     again = type(model)(find_hf(name).config_from_hf(read_config(folder)))
     load_hf(again, folder, name_of(name, again.config))

@@ -103,7 +103,7 @@ def known(root: Path) -> Iterator[None]:
         yield
     finally:
         models.__path__.remove(str(root))
-        for name in [name for name in sys.modules if name.startswith("models.largest")]:
+        for name in [name for name in sys.modules if ".largest" in name]:
             del sys.modules[name]
 
 
