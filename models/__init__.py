@@ -20,6 +20,11 @@ class _SecondName(MetaPathFinder, Loader):
         if not fullname.startswith("models.") or not find_spec(f"compose.{fullname}"):
             return None
         module = import_module(f"compose.{fullname}")
+        # An import of models.llama.plan would put the module in the place of the function of that name.
+        for name, loaded in [*sys.modules.items()]:
+            second = name.removeprefix("compose.")
+            if name.startswith("compose.models.") and second != fullname:
+                sys.modules.setdefault(second, loaded)
         return ModuleSpec(fullname, self, loader_state=(module, module.__spec__))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
