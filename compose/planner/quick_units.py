@@ -305,13 +305,14 @@ def _unit(
         kept += 4 * size["trained weights"] - logits
         shown = chunk * logits * (1 + 8 / config.precision.param_dtype.itemsize)
         working = kept + shown + stream
-    issue = dispatch(cluster, config.compile.mode != "off")
+    issue, issue_back = dispatch(cluster, config.compile.mode != "off")
     shown = sum(sent["F"].values())
     numbers = size["weights"] + size["expert weights"]
     here = size["weights"] + size["expert weights"] / config.parallel.ep
+    issued_back = issued["B"] * issue_back + issued_again * issue
     return Unit(
         max(forward + shown, issued["F"] * issue),
-        max(backward + again + sum(every.values()) - shown, (issued["B"] + issued_again) * issue),
+        max(backward + again + sum(every.values()) - shown, issued_back),
         dict(every),
         kept,
         working,

@@ -28,6 +28,11 @@ _COPIES = ("copy", "to_copy", "cat", "split", "foreach", "fused_adam", "contiguo
 _COMPILED = 10e-6
 """Seconds that the host takes at most to issue a kernel of compiled code; assumed: a launch alone takes
 3 to 6 (ahrefs/ocannl #488)."""
+# Python issues forward and recomputation, and the C++ engine of autograd the backward. Forwards
+# alone take 38 and 45 us for a kernel (vllm-project/vllm-omni #6516, facebookresearch/sam2 #768),
+# where a training step's mean is 24 (clusters/). With two thirds of its kernels in the backward, as
+# assumed, these take 15.
+_OF_PYTHON, _OF_ENGINE = 1.73, 0.63
 _NEAR = 8  # pieces of work between a message and the product that it is split with
 NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.empty_like", "aten.alias")
 
@@ -83,7 +88,7 @@ def action_seconds(
             if axis == "pp" or work.received:
                 continue
             took = _message(cluster, work)
-            host += issue
+            host += issue[0]
             late = max(0.0, host - clock[work.stream])
             clock[work.stream] += late + took
             sent[work.stream] = axis
@@ -92,8 +97,8 @@ def action_seconds(
                 seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
-            backward = record.segments[work.segment].phase == BACKWARD
-            took = operator_seconds(cluster, work, backward)
+            phase = record.segments[work.segment].phase
+            took = operator_seconds(cluster, work, phase == BACKWARD)
             if work.kind == PROCESSOR:
                 # It waits for what it computes with, and what follows on the device waits for it.
                 host = max([host, *clock.values()]) + took
@@ -102,7 +107,7 @@ def action_seconds(
                 seconds["all"] += clock[0] - before
                 continue
             took *= slowest
-            host += (work.kind != PART) * (1 + waiting) * issue
+            host += (work.kind != PART) * (1 + waiting) * issue[phase == BACKWARD]
             late = max(0.0, host - clock[work.stream])
             running = max((clock[stream] for stream in sent if stream), default=0.0)
             took = beside_messages(cluster, took, running - clock[work.stream] - late)
@@ -115,9 +120,10 @@ def action_seconds(
     return results
 
 
-def dispatch(cluster: Cluster, compiled: bool) -> float:
-    """Return the seconds that the host takes to issue a kernel."""
-    return min(cluster.device.dispatch, _COMPILED) if compiled else cluster.device.dispatch
+def dispatch(cluster: Cluster, compiled: bool) -> tuple[float, float]:
+    """Return the seconds that the host takes to issue a kernel, and one of a backward."""
+    mean = cluster.device.dispatch
+    return (min(mean, _COMPILED),) * 2 if compiled else (mean * _OF_PYTHON, mean * _OF_ENGINE)
 
 
 def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
