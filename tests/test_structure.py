@@ -451,7 +451,6 @@ NO_TEST_MODULE = {
     "config/composition_rules": "config/test_rules",
     "config/job": "test_structure",
     "config/mesh_rules": "config/test_rules",
-    "config/models": "test_plan",
     "config/setup": "config/test_rules",
     "config/tables": "config/test_toml",
     "data/generation_config": "cli/test_prompts",

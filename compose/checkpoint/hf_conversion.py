@@ -44,7 +44,7 @@ from compose.checkpoint.peft import (
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
 from compose.config.hugging_face import config_problems, find_hf
 from compose.config.json_files import parse_json
-from compose.config.models import find_model, model_names
+from compose.config.models import find_model, model_names, short_name
 from compose.config.tables import Config, Model
 from compose.config.toml import dump
 from compose.data.generation_config import generation_values
@@ -92,7 +92,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
 
     state = {
         **dataclasses.asdict(Progress()),
-        "model": {"name": name, **dataclasses.asdict(shape)},
+        "model": {"name": short_name(name), **dataclasses.asdict(shape)},
         "seed": config.train.seed,
         "ranks": 1,
         "hugging_face": str(source.resolve()),
@@ -277,7 +277,8 @@ def _model_of(folder: Path, known: store.State) -> Model:
     place, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
     kind = find_model(name).Config if name in model_names() else None
     if not kind:
-        raise ConfigError(f"{place}.name: {name!r} is none of {', '.join(model_names())}")
+        cure = "; give --config FILE.toml with its model.path" if name.endswith("/") else ""
+        raise ConfigError(f"{place}.name: {name!r} is none of {', '.join(model_names())}{cure}")
     unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
         raise ConfigError(f"{place}: {name} has no {', '.join(unknown)}")

@@ -248,7 +248,7 @@ def checkpoints(folder: Path, best: bool = False) -> list[Path]:
     return result
 
 
-def model_in(folder: Path) -> Model:
-    """Return the model that config.json in ``folder`` describes."""
-    name, config = described_model(folder)
-    return Model(name=name, config=config)
+def model_in(folder: Path, own: str = "") -> Model:
+    """Return the model that config.json in ``folder`` describes; ``own``: see ``described_model``."""
+    name, config = described_model(folder, own)
+    return Model(name, own, config=config)

@@ -17,7 +17,7 @@ from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, sp
 from compose.checkpoint.peft import base_identity, name_of_base
 from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
-from compose.config.models import training_fields
+from compose.config.models import short_name, training_fields
 from compose.config.tables import Config
 from compose.config.toml import dump, tomllib
 from compose.errors import ConfigError, open_own, toml_value
@@ -26,6 +26,8 @@ from compose.optim.optimizers import make_state
 
 # Keys that do not change what is trained, or that the message about the data covers.
 _SAME_TRAINING = {
+    "model.name",  # compared with the shape, in its short form
+    "model.path",
     "model.preset",
     "train.stop_after",
     "train.seq_len",
@@ -148,7 +150,7 @@ def model_fields(config: Config) -> dict[str, Any]:
     """Return the model's name and the fields of its config that decide what its weights mean."""
     shape = config.model.config
     kept = {k: v for k, v in asdict(shape).items() if k not in training_fields(shape)}
-    return {"name": config.model.name, **json.loads(json.dumps(kept))}
+    return {"name": short_name(config.model.name), **json.loads(json.dumps(kept))}
 
 
 def cause_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from compose.cli import COMMANDS, PATH_FLAGS, TRAIN, Usage
 from compose.config import rules
 from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
-from compose.config.models import find_model, model_names, shipped
+from compose.config.models import find_model, folder_name, model_names, shipped
 from compose.config.tables import TABLES, Config, Model
 from compose.config.toml import COMMAND_LINE, load, nearest_key
 from compose.data.datasets import OpenData, open_data, with_steps
@@ -235,7 +235,9 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
     """
     result = read_words(words, usage.flags)
     if "--help" in result.flags:
-        model, tables = dict(result.overrides).get("model.name", Model.name), []
+        given, tables = dict(result.overrides), []
+        path, model = given.get("model.path"), given.get("model.name", Model.name)
+        model = folder_name(path) if path else model
         for word in result.plain:
             if word in TABLES:
                 tables.append(word)

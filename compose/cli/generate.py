@@ -31,7 +31,7 @@ from compose.composition import Composition
 from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.job import Job
-from compose.config.models import Sampler, find_model, max_seq_len
+from compose.config.models import Sampler, find_model, folder_name, max_seq_len
 from compose.config.tables import Checkpoint, Config, without_add_ons
 from compose.config.toml import load as load_toml
 from compose.config.toml import override, typed
@@ -60,7 +60,8 @@ one with the lowest validation loss. Under torchrun all ranks hold the model tog
 def generate(arguments: Sequence[str]) -> int:
     """Continue a text with a trained model, or make the samples of its task."""
     first = _source(arguments)
-    sampler = _sampler(first) if first else None
+    own = [word.partition("=")[2] for word in arguments if word.startswith("--model.path=")]
+    sampler = _sampler(first, own) if first else None
     if {"--help", "-h"} & set(arguments):
         if sampler is None:
             print(COMMANDS["generate"].text, end="")
@@ -97,23 +98,27 @@ def _source(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _sampler(source: Path) -> Sampler | None:
+def _sampler(source: Path, own: Sequence[str]) -> Sampler | None:
     """Return how the model of a folder makes samples; None: it continues a text, or is not known."""
     try:
         folders = [] if is_hugging_face(source) else checkpoints(source)
-        task = find_model(_stored_config(source, folders).model.name).task
+        task = find_model(_stored_config(source, folders, own).model.name).task
     except ConfigError:
         return None  # the command for text says what is wrong
     return task.sampler if task else None
 
 
-def _stored_config(source: Path, folders: Sequence[Path]) -> Config:
-    """Return the config of the newest checkpoint that has one; Hugging Face's folder has none."""
+def _stored_config(source: Path, folders: Sequence[Path], own: Sequence[str]) -> Config:
+    """Return the config of the newest checkpoint that has one; Hugging Face's folder has none.
+
+    ``own``: the last is the folder that the command line names as ``model.path``.
+    """
     if folders:
         files = [folder / "config.toml" for folder in folders]
-        return load_toml(str(next(filter(os.path.lexists, files), files[0])), alone=True)
+        paths = [("model.path", path) for path in own]
+        return load_toml(str(next(filter(os.path.lexists, files), files[0])), paths, alone=True)
     return Config(
-        model=model_in(source),
+        model=model_in(source, folder_name(own[-1]) if own else ""),
         checkpoint=Checkpoint(load_hf=str(source)),
         source=str(source / "config.json"),
     )
@@ -192,7 +197,8 @@ def job_of(
 
     ``folders`` are its checkpoints, newest first. Sequences that do not grow are of train.seq_len.
     """
-    config = without_add_ons(_stored_config(source, folders))
+    own = [value for key, value in overrides if key == "model.path"]
+    config = without_add_ons(_stored_config(source, folders, own))
     # The length grows with each token, and each length would need a new graph.
     config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm())
     config = override(config, overrides)

@@ -16,6 +16,7 @@ from compose.cli.pinned import for_devices, freed, pinned, pinned_words
 from compose.cli.question import STANDARD, Question, amount, amount_in_words, read_question
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
+from compose.config.models import find_model, folder_name
 from compose.config.tables import TABLES, without_add_ons
 from compose.config.toml import COMMAND_LINE, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
@@ -132,6 +133,9 @@ def _against(given: Words) -> int:
     if not given.flags.get("--cluster"):
         raise flag_error("plan", "--against needs --cluster, on which the run was made")
     cluster, folder = load_cluster(given.flags["--cluster"]), Path(given.flags["--against"])
+    for key, value in given.overrides:
+        if key == "model.path":  # the code of a run's model, which is then known
+            find_model(folder_name(value))
     rows = against(folder, cluster)
     print(comparison_table(rows))
     if "--write" in given.flags:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 from pydantic import AfterValidator
 
 from compose.config.json_files import read_json
-from compose.config.models import PACKAGE, model_names, training_fields
+from compose.config.models import model_names, module_of, training_fields
 from compose.errors import ConfigError, LocalPath, read_own, refuse_link_out
 
 if TYPE_CHECKING:
@@ -43,10 +43,14 @@ class HuggingFace(Protocol):
 
 
 def find_hf(name: str) -> HuggingFace:
-    """Return the hf.py of the model ``models/<name>/``."""
-    if importlib.util.find_spec(f"{PACKAGE}.{name}.hf") is None:
-        raise ConfigError(f"models/{name}: has no hf.py, with Hugging Face's names of its weights")
-    return cast(HuggingFace, importlib.import_module(f"{PACKAGE}.{name}.hf"))
+    """Return the hf.py of a model, by its name as in ``find_model``."""
+    try:
+        if importlib.util.find_spec(module := f"{module_of(name)}.hf"):
+            return cast(HuggingFace, importlib.import_module(module))
+    except ImportError as error:
+        raise ConfigError(f"{name}: hf.py cannot be imported: {error}") from None
+    where = name if os.path.isabs(name) else f"models/{name}"
+    raise ConfigError(f"{where}: has no hf.py, with Hugging Face's names of its weights")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -56,11 +60,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path, dict[str, Any])
 
 
-def described_model(folder: Path) -> tuple[str, Any]:
-    """Return the name and the config of the model that config.json in ``folder`` describes."""
+def described_model(folder: Path, own: str = "") -> tuple[str, Any]:
+    """Return the name and the config of the model that config.json in ``folder`` describes.
+
+    ``own``: the name of the one model that it may be; "": any packaged or installed one.
+    """
     if not folder.is_dir():
         raise ConfigError(no_folder(folder))
-    values, names = read_config(folder), model_names()
+    values, names = read_config(folder), [own] if own else model_names()
     kind = values.get("model_type")
     known = {name: _model_types(name) for name in names}
     fitting = [name for name in names if kind in known[name]]

@@ -3,11 +3,14 @@
 It may also export ``task``: what the model learns, if that is not the next token.
 """
 
+import functools
 import importlib
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,6 +77,8 @@ class Task(Protocol):
 
 
 PACKAGE = "compose.models"
+"""The package of models, and the group of entry points by which other packages bring theirs."""
+_PARTS = ("Config", "Model", "PRESETS", "plan")
 _OF_DOCUMENTS = ("positions", "document_ids")
 
 
@@ -134,32 +139,81 @@ def shipped(name: str) -> Path:
     return inside if inside.exists() else inside.parents[1] / name
 
 
+@functools.cache
+def _entry_points() -> Mapping[str, str]:
+    """Return the module of each model that another installed package brings, by its name."""
+    return {entry.name: entry.module for entry in entry_points(group=PACKAGE)}
+
+
 def model_names() -> list[str]:
-    """Return the folders under models/ that hold a plan.py."""
+    """Return the folders under models/ that hold a plan.py, and the models of installed packages."""
     package = importlib.import_module(PACKAGE)
-    return sorted(
+    packaged = {
         result.name
         for result in pkgutil.iter_modules(package.__path__)
         if result.ispkg and importlib.util.find_spec(f"{PACKAGE}.{result.name}.plan")
-    )
+    }
+    return sorted(packaged | {*_entry_points()})
+
+
+def folder_name(path: str) -> str:
+    """Return the name of the model in a folder of one's own: its absolute path."""
+    return os.path.realpath(path)
+
+
+def short_name(name: str) -> str:
+    """Return a model's name as checkpoints keep it: of a folder of one's own its last part and a /."""
+    return f"{Path(name).name}/" if os.path.isabs(name) else name
+
+
+def module_of(name: str) -> str:
+    """Return the name of a model's module."""
+    if os.path.isabs(name):
+        return importlib.import_module(PACKAGE).module_name(name)
+    return _entry_points().get(name, f"{PACKAGE}.{name}")
 
 
 def find_model(name: str) -> ModelFolder:
-    """Return the model in ``models/<name>/``; ConfigError if it lacks exports or is not there."""
-    known = model_names()
-    if name not in known:
+    """Return a model by its name; ConfigError if it lacks exports or is not there.
+
+    The name is that of ``models/<name>/`` or of an entry point in the group ``compose.models``, or the
+    absolute path of a folder (``model.path``). Such a folder has the same exports in __init__.py, or
+    without one Config, Model and PRESETS in model.py and plan in plan.py.
+    """
+    module, own = module_of(name), os.path.isabs(name)
+    where = name if own else f"models/{name}" if module.startswith(PACKAGE) else f"{name} ({module})"
+    if own and not Path(name).is_dir():
+        raise ConfigError(f"model.path: {name}: no such folder")
+    if not own and name not in (known := model_names()):
         raise ConfigError(
             f"model.name: unknown model {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
         )
-    folder = importlib.import_module(f"{PACKAGE}.{name}")
-    missing = [part for part in ("Config", "Model", "PRESETS", "plan") if not hasattr(folder, part)]
-    problems = [f"models/{name}/__init__.py: exports no {part}" for part in missing]
-    if "Model" not in missing and not hasattr(folder.Model, "init_parameter"):
-        problems.append(f"models/{name}: Model has no init_parameter(name, tensor, generator)")
+    if name in _entry_points() and importlib.util.find_spec(f"{PACKAGE}.{name}"):
+        raise ConfigError(
+            f"model.name: {name} is models/{name} and the entry point of {module}; rename that one"
+        )
+    exports, places = _exports(module, where)
+    problems = [f"{places[part]}: exports no {part}" for part in _PARTS if part not in exports]
+    if "Model" in exports and not hasattr(exports["Model"], "init_parameter"):
+        problems.append(f"{where}: Model has no init_parameter(name, tensor, generator)")
     if problems:
         raise ConfigError(*problems)
-    task = getattr(folder, "task", None)
-    return ModelFolder(name, folder.Config, folder.Model, folder.PRESETS, folder.plan, task)
+    return ModelFolder(name, *(exports[part] for part in _PARTS), exports.get("task"))
+
+
+def _exports(module: str, where: str) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Return what a model's module exports, and the file that each part is to be in."""
+    try:
+        folder = importlib.import_module(module)
+        if getattr(folder, "__file__", "") is not None:
+            return vars(folder), dict.fromkeys(_PARTS, f"{where}/__init__.py")
+        parts = {part: "plan" if part == "plan" else "model" for part in _PARTS}
+        files = {each: vars(importlib.import_module(f"{module}.{each}")) for each in ("model", "plan")}
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from None
+    exports = {part: files[file][part] for part, file in parts.items() if part in files[file]}
+    places = {part: f"{where}/{file}.py" for part, file in parts.items()}
+    return {"task": files["model"].get("task"), **exports}, places
 
 
 def training_fields(config: object) -> tuple[str, ...]:

@@ -144,6 +144,9 @@ class Model:
 
     name: str = "llama"
     """Folder under models/."""
+    path: LocalPath = ""
+    """Folder of a model of one's own, in place of name: Config, Model, PRESETS and plan, in an
+    __init__.py or in model.py and plan.py; empty: none."""
     preset: str = "debug"
     """Named shape of that model; any field of its config set here overrides the preset's. hf: model and
     shape are those of checkpoint.load_hf, and name may be left out."""

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.config.hugging_face import HF, config_problems, described_model
-from compose.config.models import find_model
+from compose.config.models import find_model, folder_name, module_of
 from compose.config.tables import TABLES, Checkpoint, Config, Model, Train, table_of
 from compose.errors import (
     ConfigError,
@@ -56,6 +56,8 @@ _INSTEAD_OF = {
     ("train", "epochs"): ("train", "steps"),
     ("train", "steps"): ("train", "epochs"),
     ("model", "preset"): ("model", "name"),
+    ("model", "path"): ("model", "name"),
+    ("model", "name"): ("model", "path"),
 }
 
 
@@ -286,7 +288,16 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
     if len(words) < len(chosen):
         return Model()
     name, preset = words.get("name", Model.name), words.get("preset", Model.preset)
-    own = None
+    own, path = None, words.get("path", "")
+    if path:
+        path = folder_name(path)
+        if problem := _path_problem(keys, words, path, alone):
+            keys.problem("model", "path", problem)
+            return Model()
+        name = words["name"] = path
+    elif os.path.isabs(name):
+        keys.problem("model", "name", f"{toml_value(name)} is a folder; set model.path to it")
+        return Model()
     if preset == HF:
         try:
             own = None if alone else _described(begun, run, words, given)
@@ -304,7 +315,7 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
     try:
         folder = find_model(name)
     except ConfigError as error:
-        origin = keys.origins.get(("model", "name"), "model")
+        origin = keys.origins.get(("model", "path" if path else "name"), "model")
         keys.problems += [f"{origin}: {p}" for p in error.problems]
         return Model()
     if preset != HF and preset not in folder.presets:
@@ -324,7 +335,22 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
         origin = keys.origins["checkpoint", "load_hf"]
         problems = config_problems(Path(begun.load_hf), name, config)
         keys.problems += [f"{origin}: checkpoint.load_hf: {problem}" for problem in problems]
-    return Model(name, preset, config)
+    return Model(name, path, preset, config)
+
+
+def _path_problem(keys: Keys, words: Mapping[str, Any], path: str, alone: bool) -> str:
+    """Return why the folder of ``model.path`` is not taken; "" if it is."""
+    origin, shown = keys.origins["model", "path"], toml_value(words["path"])
+    if words.get("name", path) != path:
+        return f"{shown} stands beside model.name = {toml_value(words['name'])}; remove one of them"
+    # Whoever has made a checkpoint would else choose which code runs here.
+    if alone and origin != COMMAND_LINE and module_of(path) not in sys.modules:
+        return f"its code runs if the command names it: --model.path={path}"
+    if not Path(path).is_dir():
+        beside = os.path.join(os.path.dirname(origin), words["path"])
+        near = f"; did you mean {beside}?" if Path(beside).is_dir() else ""
+        return f"{shown}: no such folder{near}"
+    return ""
 
 
 def _described(
@@ -348,7 +374,7 @@ def _described(
         with suppress(ConfigError):
             return load(str(file), alone=True).model
     with refused_in("checkpoint.load_hf"):
-        name, config = described_model(folder)
+        name, config = described_model(folder, words.get("name", "") if words.get("path") else "")
         return Model(name=name, config=config)
 
 

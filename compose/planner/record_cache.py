@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from compose.config.job import Job
-from compose.config.models import PACKAGE
+from compose.config.models import PACKAGE, module_of
 from compose.errors import write_whole
 from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
@@ -184,7 +184,7 @@ def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
         parts.append((part.name, value))
     rows = few_rows(job) if job.degrees.pp > 1 else len(few_micro_batches(job))
     return [
-        _sources(),
+        _sources(config.model.name),
         torch.__version__,
         config.model.name,
         repr((job.world_size, degrees, tables, shape, asdict(config.model.lora))),
@@ -193,9 +193,11 @@ def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
 
 
 @functools.cache
-def _sources() -> str:
-    """Return a hash of the sources that make records."""
-    folders = [Path(__file__).parents[1], *map(Path, importlib.import_module(PACKAGE).__path__)]
+def _sources(name: str) -> str:
+    """Return a hash of the sources that make records of a model."""
+    of_packages = (importlib.import_module(PACKAGE), importlib.import_module(module_of(name)))
+    folders = [Path(__file__).parents[1]]
+    folders += [Path(place) for package in of_packages for place in getattr(package, "__path__", ())]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     files = [
         path for path in files if path.parent.name not in ("cli", "planner") or path.stem in _OF_RECORDS

@@ -1,5 +1,6 @@
 """Paths that a person gives: ~ is a home folder, and what would be an odd folder is refused."""
 
+import shutil
 import typing
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from compose.config.toml import load
 from compose.errors import LocalPath, LocalPaths, attribute, docs, local_path
 from models.dit import task
 from tests.support.command_lines import answered
-from tests.support.helpers import refusal
+from tests.support.helpers import ROOT, refusal
 
 REMOTE = "is in a remote store, which cannot be used; give a folder of this machine"
 HOME = "has $HOME, and variables are not expanded here; write its value, or ~"
-KEYS = ["checkpoint.load_hf", "data.path", "data.validation", "model.lora.load"]
+KEYS = ["checkpoint.load_hf", "data.path", "data.validation", "model.lora.load", "model.path"]
 KEYS += ["optimizer.offload_dir", "parallel.pp_schedule", "run.dir"]
 # Keys and flags of any text that name no file.
 WORDS = {"model.name", "model.preset"}
@@ -73,6 +74,8 @@ def test_what_no_path_may_be(home: Path, text: str, why: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_names_a_path(home: Path, key: str) -> None:
     """In a file and on a command line, alone and in a list."""
+    if key == "model.path":
+        shutil.copytree(ROOT / "models/llama", home / "x")
     table, _, name = key.rpartition(".")
     result = load("train.toml", [(key, "~/x")])
     for part in key.split("."):

@@ -91,7 +91,7 @@ def test_what_decides_a_record_is_in_its_name(tmp_path: Path) -> None:
 
 def test_other_code_makes_other_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = name_of(tmp_path, of())
-    monkeypatch.setattr(record_cache, "_sources", lambda: "other")
+    monkeypatch.setattr(record_cache, "_sources", lambda name: "other")
     assert name_of(tmp_path, of()) != before
 
 
