@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -222,7 +223,8 @@ def _report(error: Exception, rank: int) -> None:
 class Signals:
     """A context in which SIGINT, SIGTERM and SIGUSR1 let the current step finish.
 
-    A second signal, later than the echo of the first, ends the process at once.
+    A second signal, later than the echo of the first, ends the process at once. In a thread beside the
+    main one it does nothing.
     """
 
     def __init__(self, device: torch.device, worker: Worker) -> None:
@@ -230,11 +232,13 @@ class Signals:
         self.agreed = (0, 0)
 
     def __enter__(self) -> "Signals":
-        self.previous = [signal.signal(number, self._note) for number in _SENT]
+        # Python takes handlers in the main thread alone. Ray's workers train in another one.
+        sent = _SENT if threading.current_thread() is threading.main_thread() else ()
+        self.previous = {number: signal.signal(number, self._note) for number in sent}
         return self
 
     def __exit__(self, *unused: object) -> None:
-        for number, handler in zip(_SENT, self.previous, strict=True):
+        for number, handler in self.previous.items():
             signal.signal(number, handler)
         if dist.get_rank() == 0:
             self.worker.finished()

@@ -1,6 +1,8 @@
-"""The device that a rank takes, where it sees several GPUs, one, or too few."""
+"""The device that a rank takes, where it sees several GPUs, one, or too few; and signals to it."""
 
 import os
+import signal
+import threading
 from typing import Any
 from unittest import mock
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.train.processes import _claim, pick_device
+from compose.train.processes import Signals, _claim, pick_device
+from compose.train.workers import Worker
 from tests.support.helpers import refusal
 
 
@@ -78,3 +81,21 @@ def test_the_allocator_grows_segments_unless_told_otherwise(
     set_now = {name: v for name, v in os.environ.items() if name.endswith("ALLOC_CONF")}
     assert set_now == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert pick_device("cpu") == torch.device("cpu")
+
+
+def test_signals_are_of_the_main_thread() -> None:
+    """There they are caught, and given back; a thread, as Ray's workers train in, leaves them alone."""
+    kept = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    signals, inside = Signals(torch.device("cpu"), Worker()), list[object]()
+
+    def use() -> None:
+        with mock.patch.object(dist, "get_rank", return_value=0), signals:
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert inside == kept[:1]
+    use()
+    assert inside[1] == signals._note
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == kept
