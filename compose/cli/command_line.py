@@ -34,6 +34,7 @@ from compose.errors import (
     whole_number,
 )
 from compose.train.run_folder import strangers
+from compose.train.trackers import missing_libraries
 
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}
@@ -279,6 +280,7 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
         from compose.checkpoint.peft import adapter_problems
 
         problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
+    problems += missing_libraries(config)
     with noted(problems), written("run.dir: cannot write to", Path(config.run.dir or "runs")):
         problems += _run_dir(config)
     return problems

@@ -32,7 +32,6 @@ from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
 from compose.errors import ConfigError, printable, refused_in
 from compose.parallel.mesh import AXES, init_mesh
-from compose.pipeline.schedules import build_table
 from compose.train.processes import process_group
 from compose.train.workers import this_worker
 
@@ -76,16 +75,11 @@ def schedule(arguments: Sequence[str]) -> int:
         job = rules.check(config, world_size)
         if job.degrees.pp == 1:
             raise ConfigError("parallel.pp: 1 has no schedule; set --parallel.pp=2 or more")
-    parallel, micro_batches = job.degrees, job.micro_batches
-    name, virtual_stages = parallel.pp_schedule, parallel.pp_virtual_stages
-    table = build_table(name, parallel.pp, virtual_stages, micro_batches)
-    title = (
-        f"{name}: {parallel.pp} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
-    )
+    table, title = timeline.of_run(job.degrees, job.micro_batches)
     slots = timeline.simulate(table)
     columns = shutil.get_terminal_size((100, 24)).columns
     print(title, timeline.as_text(slots, sys.stdout.isatty(), columns), sep="\n")
-    print(timeline.report(table, name, virtual_stages))
+    print(timeline.report(table, job.degrees.pp_schedule, job.degrees.pp_virtual_stages))
     with written(f"{COMMAND_LINE}: --out: cannot write", Path(out)):
         if out.endswith(".svg"):
             Path(out).write_text(timeline.as_svg(timeline.drawing(slots, title)), encoding="utf-8")

@@ -23,6 +23,7 @@ from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 
 _SAMPLES = ReadWith("is read with samples; set {}", samples_every=())
+_SINKS = ReadWith("is read with sinks; set {}", sinks=())
 _PATIENCE = ReadWith("is read with patience; set {}", patience=())
 
 
@@ -82,6 +83,10 @@ class Metrics:
 
     tensorboard: bool = True
     """Write TensorBoard events into run.dir."""
+    sinks: tuple[Literal["wandb", "mlflow", "comet"], ...] = ()
+    """Services that take the metrics too, each by its own library; needs dtensor-compose[NAME]."""
+    project: Annotated[str, _SINKS] = ""
+    """Where they put the run: a project, or MLflow's experiment; empty: what they are set to."""
     console_every: Positive = 10
     """Steps between console lines; metrics.jsonl has one line for every step."""
     noise_scale: bool = False

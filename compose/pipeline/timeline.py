@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from compose.pipeline.schedules import Action, Table, execution_order, needs, stages_per_rank
+from compose.parallel.mesh import Parallel
+from compose.pipeline.schedules import (
+    Action,
+    Table,
+    build_table,
+    execution_order,
+    needs,
+    stages_per_rank,
+)
 
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 KINDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
@@ -55,6 +63,13 @@ class Slot:
     action: Action
     start: float
     end: float
+
+
+def of_run(parallel: Parallel, micro_batches: int) -> tuple[Table, str]:
+    """Return the table of actions of a run with these degrees, and a title for its picture."""
+    name, ranks = parallel.pp_schedule, parallel.pp
+    title = f"{name}: {ranks} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
+    return build_table(name, ranks, parallel.pp_virtual_stages, micro_batches), title
 
 
 def simulate(

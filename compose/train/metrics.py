@@ -1,6 +1,7 @@
 """The metrics of a step, the peaks of devices, and the sinks: JSON lines, TensorBoard, the console.
 
-A sink of another package is found by its entry point in the group "compose.sinks".
+Sinks that talk to a service are in compose/train/trackers.py. A sink of another package is found by its
+entry point in the group "compose.sinks".
 """
 
 import contextlib
@@ -9,11 +10,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
+import numpy as np
 import torch
 
 from compose.config.tables import Config
@@ -99,6 +102,12 @@ class StepMetrics:
         values = {n: v for n, v in values.items() if n not in _OPTIONAL or v != _OPTIONAL[n]}
         return values | {name: value for name, value in more.items() if value != {}}
 
+    def flat(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Return the numbers and the texts by the names of their curves, as "checkpoint/stall"."""
+        known = {name: value for name, value in _scalars(self.values()) if value is not None}
+        texts = {name: value for name, value in known.items() if isinstance(value, str)}
+        return {n: v for n, v in known.items() if n != "step" and n not in texts}, texts
+
     def console(self, steps: int, seconds_left: float) -> str:
         """Return the step as a line for a person, with all ``steps`` of the run and the time left."""
         minutes, seconds = divmod(round(seconds_left), 60)
@@ -124,6 +133,9 @@ def _shown(value: float | None, digits: int) -> str:
 
 class Sink:
     """A place for metrics; the first rank of each DiLoCo worker makes one."""
+
+    last: int | None = None
+    """Of a service: the last step that it has, if it can tell. It gets the steps after that one."""
 
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
         """Take the config, the run's folder, the steps taken, and what prints a line for the job."""
@@ -197,13 +209,31 @@ class JsonLines(Sink):
         self.file.close()
 
 
+# What a run is, in the files that its folder may have. The first three are the run's own; the page is
+# that of ``compose plan --report``.
+DESCRIPTIONS = ("config.toml", "plan.txt", "timeline.png", "plan.html")
+
+
 class TensorBoard(Sink):
-    """Events, one for each number; steps after those taken are dropped from earlier files."""
+    """Events, one for each number; steps after those taken are dropped from earlier files.
+
+    Its page sorts the names, capitals first, and begins with the names of ``_FIRST``.
+    """
+
+    _FIRST: ClassVar = {"loss": "Loss/train", "validation_loss": "Loss/validation"}
 
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # its import takes half a second
 
         self.events: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+        for path in (folder / name for name in DESCRIPTIONS):
+            if path.suffix in (".toml", ".txt") and path.is_file():
+                self.events.add_text(path.stem, f"```\n{path.read_text()}\n```", done)
+            elif path.suffix == ".png" and path.is_file():
+                from PIL import Image
+
+                picture = np.asarray(Image.open(path))
+                self.events.add_image(path.stem, picture, done, dataformats="HWC")
 
     @classmethod
     def wanted(cls, config: Config) -> bool:
@@ -213,10 +243,12 @@ class TensorBoard(Sink):
     def write(self, metrics: StepMetrics) -> None:
         """Add the step's numbers."""
         try:
-            for name, value in _scalars(metrics.values()) if self.events else ():
-                if name != "step" and value is not None:
-                    add = self.events.add_text if isinstance(value, str) else self.events.add_scalar
-                    add(name, value, metrics.step)
+            numbers, texts = metrics.flat() if self.events else ({}, {})
+            first = {tag: numbers[name] for name, tag in self._FIRST.items() if name in numbers}
+            for name, value in (first | numbers).items():
+                self.events.add_scalar(name, value, metrics.step)
+            for name, text in texts.items():
+                self.events.add_text(name, text, metrics.step)
         except OSError as error:  # an error of TensorBoard's thread, which then writes no more
             self.events = None
             _say(f"TensorBoard's events cannot be written: {error.strerror}; training goes on")
@@ -253,9 +285,23 @@ SINKS: tuple[type[Sink], ...] = (JsonLines, TensorBoard, Console)
 
 
 def open_sinks(config: Config, folder: Path, done: int, say: Callable[[str], None]) -> list[Sink]:
-    """Open the sinks that a config asks for, and those of other packages."""
-    others = [entry.load() for entry in entry_points(group="compose.sinks")]
-    return [kind(config, folder, done, say) for kind in (*SINKS, *others) if kind.wanted(config)]
+    """Open the sinks that a config asks for, and those of other packages, which no step waits for."""
+    from compose.train.trackers import TRACKERS, Aside
+
+    given = (config, folder, done, say)
+    own: list[Sink] = [kind(*given) for kind in SINKS if kind.wanted(config)]
+    loads = {name: partial(TRACKERS.__getitem__, name) for name in config.metrics.sinks}
+    loads |= {entry.name: entry.load for entry in entry_points(group="compose.sinks")}
+    return own + [Aside(name, load, given) for name, load in loads.items()]
+
+
+def earlier_steps(folder: Path, done: int) -> Iterator[StepMetrics]:
+    """Yield the metrics of the steps taken, as the run's file has them."""
+    names = {each.name for each in fields(StepMetrics)}
+    for line in _lines_of(folder / "metrics.jsonl", done)[0]:
+        values = json.loads(line)
+        known = {name: values.pop(name) for name in names & values.keys()}
+        yield StepMetrics(**known, more=values)
 
 
 def _scalars(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """The folder of a run, used by one run at a time, and what a run writes there and prints."""
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -18,7 +19,6 @@ from compose.checkpoint.checkpointer import Progress
 from compose.checkpoint.store import MARK, newest_first
 from compose.composition import Composition
 from compose.config.job import Job
-from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
@@ -32,7 +32,9 @@ from compose.train.metrics import Sink, StepMetrics, open_sinks
 from compose.train.state_bytes import placements, state_bytes
 from compose.train.workers import Worker
 
-_FILES = (".lock", "config.toml", "metrics.jsonl", MARK)
+_FILES = (".lock", "config.toml", "metrics.jsonl", "plan.txt", "timeline.png", MARK)
+_FILES += ("wandb.id", "mlflow.id", "comet.id")
+_DRAWN = 2048  # micro-batches of all pipeline ranks; more take seconds, and bars of less than a pixel
 _FOLDERS = ("checkpoints", "traces", "tokenizer", "islands")
 
 
@@ -181,13 +183,22 @@ def overview(
     }
 
 
+def _draw(job: Job, path: Path) -> None:
+    """Draw the pipeline's timeline, unless a picture could not show so many actions."""
+    degrees = job.degrees
+    if 1 < degrees.pp <= _DRAWN / job.micro_batches:
+        from compose.pipeline.timeline import drawing, of_run, simulate, write_png
+
+        table, title = of_run(degrees, job.micro_batches)
+        write_png(drawing(simulate(table), title), str(path))
+
+
 class Report:
     """The files and the console of a run; other ranks' reports do nothing."""
 
-    def __init__(
-        self, config: Config, held: RunFolder, batches: Batches, done: int, worker: Worker
-    ) -> None:
+    def __init__(self, job: Job, held: RunFolder, batches: Batches, done: int, worker: Worker) -> None:
         """Open the files; ``done`` steps were taken. Raises ConfigError if one cannot be written."""
+        config = job.config
         self.config, self.folder, train = config, held.path, config.train
         self.last_step, self.worker, self.sets = train.last_step, worker, batches.sets
         self.sinks: list[Sink] = []
@@ -198,6 +209,9 @@ class Report:
         except OSError as error:
             reason = f"config.toml: {error.strerror}"
             raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
+        with contextlib.suppress(OSError):  # for people alone
+            write_whole(self.folder / "plan.txt", f"{job.plan}\n")
+            _draw(job, self.folder / "timeline.png")
         keep_tokenizer(config, batches, self.folder / TOKENIZER)
         self.sinks = open_sinks(config, self.folder, done, self.say)
 

@@ -89,7 +89,7 @@ class Trainer:
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
             hook.start(self.progress.step)
-        self.report = Report(config, self.held, self.batches, self.progress.step, worker)
+        self.report = Report(job, self.held, self.batches, self.progress.step, worker)
         self.report.begin(job, self.composition, result)
 
     def run(self) -> None:

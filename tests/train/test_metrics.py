@@ -105,6 +105,23 @@ def test_files(tmp_path: Path) -> None:
     assert "mfu" not in events.Tags()["scalars"]
 
 
+def test_tensorboard_opens_on_the_loss(tmp_path: Path) -> None:
+    """Its page sorts names, capitals first; texts and a picture say what is run."""
+    from PIL import Image
+
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    Image.new("RGB", (4, 3)).save(tmp_path / "timeline.png")
+    more = {"checkpoint": {"stall": 1.0}}
+    _written(tmp_path, dataclasses.replace(STEP, validation_loss=0.5, more=more))
+    events = _events(tmp_path)
+    assert sorted(events.Tags()["scalars"])[:2] == ["Loss/train", "Loss/validation"]
+    assert events.Scalars("Loss/train")[0].value == events.Scalars("loss")[0].value
+    assert events.Scalars("Loss/validation")[0].value == 0.5
+    assert events.Tags()["images"] == ["timeline"]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert text == b"```\n[train]\nsteps = 7\n\n```"
+
+
 def test_without_tensorboard(tmp_path: Path) -> None:
     _written(tmp_path, STEP, tensorboard=False)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -270,7 +270,7 @@ def test_a_slow_start_on_a_gpu_is_said(
     batches = training_batches(config, open_data(config))
     with (
         contextlib.closing(
-            Report(config, RunFolder(str(tmp_path), False), batches, 0, Worker())
+            Report(job, RunFolder(str(tmp_path), False), batches, 0, Worker())
         ) as report,
         mock.patch("compose.train.run_folder.overview", return_value={}),
     ):
