@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from compose.pipeline.schedules import Schedule as Schedule
     from compose.plan import Pipeline as Pipeline
     from compose.plan import Plan as Plan
+    from compose.plan_of import plan_code as plan_code
+    from compose.plan_of import plan_of as plan_of
     from compose.proof.verify import Trial as Trial
     from compose.proof.verify import verify as verify
     from compose.train.evaluate import evaluate as evaluate
@@ -54,6 +56,7 @@ _NAMES = {
     "compose.parallel.mesh": "Parallel init_mesh",
     "compose.pipeline.schedules": "Schedule",
     "compose.plan": "Pipeline Plan",
+    "compose.plan_of": "plan_code plan_of",
     "compose.proof.verify": "Trial verify",
     "compose.train.evaluate": "evaluate",
     "compose.train.step": "clip_grad_norm_ forward_backward",

@@ -54,6 +54,10 @@ class Pipeline:
     two_parts: bool = True
     """Whether backward can run in two parts, of inputs and of weights: no, where what is computed from
     a weight alone enters the stream at several places, one behind another."""
+    whole_forward: bool = False
+    """Whether each stage runs the whole forward on the token ids, and takes and hands on the stream at
+    its layers alone. Then forward may do more outside of modules: masks by a layer's number, positions
+    added to the embedding, a cap of the logits. A later stage has zeros in place of embeddings."""
 
 
 @dataclass(frozen=True)

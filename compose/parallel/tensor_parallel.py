@@ -6,7 +6,7 @@ Megatron's column/row split (Shoeybi et al. 2019, arXiv:1909.08053) with sequenc
 ``parallelize_module``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -108,6 +116,50 @@ class SharedByHeads(Style):
         return module
 
 
+class SharedHeads(Style):
+    """A style for an attention of transformers with HeadParallel on its ``n_kv_heads`` heads.
+
+    Where ranks share a key/value head, fewer query heads belong to each that a rank has.
+    """
+
+    def __init__(self, n_kv_heads: int) -> None:
+        super().__init__()
+        self.n_kv_heads = n_kv_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.num_key_value_groups //= max(1, device_mesh.size() // self.n_kv_heads)
+        return module
+
+
+class Conv1DColwise(ColwiseParallel):
+    """ColwiseParallel for a Conv1D of transformers, whose weight is (inputs, outputs)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _distribute_conv1d(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+
+
+class Conv1DRowwise(RowwiseParallel):
+    """RowwiseParallel for a Conv1D of transformers, whose weight is (inputs, outputs)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.desired_input_layouts = (Shard(-1),)
+        if self.input_layouts == (Shard(-1),) and module.nx % device_mesh.size():
+            module.register_forward_pre_hook(partial(_uneven_input, device_mesh, module.nx))
+        placed = {"weight": Shard(0), "bias": Replicate()}
+        return _distribute_conv1d(self, module, device_mesh, placed)
+
+
+def _distribute_conv1d(
+    style: Any, module: nn.Module, mesh: DeviceMesh, placed: Mapping[str, Placement]
+) -> nn.Module:
+    for leaf, parameter in list(module.named_parameters(recurse=False)):
+        part = distribute_tensor(parameter, mesh, [placed[leaf]], src_data_rank=style.src_data_rank)
+        module.register_parameter(leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    taken = partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts)
+    given = partial(style._prepare_output_fn, style.output_layouts, style.use_local_output)
+    return distribute_module(module, mesh, None, taken, given)  # type: ignore[arg-type]
+
+
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
     """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads."""
     allowed = [
@@ -144,8 +196,12 @@ def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]],
 
 
 def sequence_ranks(styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> int:
-    """Return how many of ``tp`` ranks share a sequence between layers: those of SequenceParallel."""
-    return tp if any(isinstance(style, SequenceParallel) for _, style in styles) else 1
+    """Return how many of ``tp`` ranks share a sequence between layers: those of SequenceParallel.
+
+    In a norm of each head, (B, L, heads, width), that style cuts heads and not the sequence.
+    """
+    cuts = [style.sequence_sharding for _, style in styles if isinstance(style, SequenceParallel)]
+    return tp if (Shard(1),) in cuts else 1
 
 
 def _most_served(columns: int, tp: int) -> int:

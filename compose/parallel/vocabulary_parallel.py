@@ -32,16 +32,21 @@ class LocalEmbedding(SendsActivations, RowwiseParallel):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Embedding:
+        if not isinstance(module, nn.Embedding):
             raise ConfigError(f"LocalEmbedding: {module} is no nn.Embedding")
-        if module.max_norm is not None or module.padding_idx is not None:
+        if module.max_norm is not None:
             raise ConfigError(f"LocalEmbedding: {module} has options; use RowwiseParallel")
-        module.__class__ = _RowEmbedding
+        kind = type(module)
+        if kind is not nn.Embedding:  # what a subclass does with rows, it does with their sum
+            kind = type(kind.__name__, (kind, _RowEmbedding), {})
+        module.__class__ = _RowEmbedding if kind is nn.Embedding else kind
         assert isinstance(module, _RowEmbedding)
         module.over = device_mesh
         messages = ("scatter", "gather") if self.stream.is_shard() else ("sum", "keep")
         module.send = partial(self.send, *messages, device_mesh.get_group().group_name)
-        return distribute_module(module, device_mesh, self._partition_embedding_fn)
+        # Buffers stay plain, as what a subclass computes with: distribute_module would place them.
+        self._partition_embedding_fn("", module, device_mesh)
+        return module
 
 
 class LocalOutput(SendsActivations, ColwiseParallel):
@@ -84,7 +89,11 @@ class _RowEmbedding(nn.Embedding):
         each = -(-self.num_embeddings // self.over.size())  # the rule of Tensor.chunk
         at = input - each * self.over.get_local_rank()
         elsewhere = (at < 0) | (at >= len(weight))
-        result = F.embedding(at.masked_fill(elsewhere, 0), weight)
+        padding = (
+            -1 if self.padding_idx is None else self.padding_idx - each * self.over.get_local_rank()
+        )
+        padding = padding if 0 <= padding < len(weight) else None
+        result = F.embedding(at.masked_fill(elsewhere, 0), weight, padding)
         result = result.masked_fill(elsewhere[..., None], 0.0)
         return result if self.over.size() == 1 else self.send(result)
 

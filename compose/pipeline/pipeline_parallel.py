@@ -52,7 +52,7 @@ def apply_pipeline_parallel(
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties, shell = split(model, pipeline, layers, mine)
     model.forward = _not_whole
-    return PipelineRunner(stages, ties, ranks, schedule, mesh, (shell, pipeline.layers))
+    return PipelineRunner(stages, ties, ranks, schedule, mesh, (shell, pipeline))
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:
@@ -63,8 +63,7 @@ class PipelineRunner:
     """Runs this rank's stages, in step with those of the other ranks of the pp axis.
 
     ``placement`` is the pp rank of every stage. ``ties`` are the parameters that stages share, the same
-    list on every rank. ``shell`` is the model without the stages' modules, and the name of the layers'
-    container.
+    list on every rank. ``shell`` is the model without the stages' modules, and the cut.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class PipelineRunner:
         placement: Sequence[int],
         schedule: Schedule,
         mesh: DeviceMesh,
-        shell: tuple[nn.Module, str],
+        shell: tuple[nn.Module, "Pipeline"],
     ) -> None:
         self.stages, self.ties = stages, ties
         self.shell = shell
@@ -114,7 +113,7 @@ class PipelineRunner:
         samples = len(batch["targets"])
         _check_whole(samples, micro_batch)
         inputs = dict(batch)
-        targets, first = inputs.pop("targets"), inputs.pop(self.first_argument)
+        targets, first = inputs.pop("targets"), self._first(inputs)
         key = (samples // micro_batch, *_forms(first, inputs))
         if self.runtime is None or self.runtime[0] != key:
             self.runtime = key, self._runtime(first, inputs, micro_batch)
@@ -138,6 +137,13 @@ class PipelineRunner:
         total = torch.zeros((), device=targets.device)
         return total + sum(x.detach() for x in losses)
 
+    def _first(self, inputs: dict[str, Any]) -> Any:
+        """Return the first argument, and take it from the inputs of stages that do not need it."""
+        first = inputs[self.first_argument]
+        if not self.shell[1].whole_forward:
+            del inputs[self.first_argument]
+        return first
+
     @torch.no_grad()
     def forward(
         self,
@@ -151,7 +157,7 @@ class PipelineRunner:
         ``before`` with the part before that stage runs. All parts have the same samples.
         """
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
-        firsts = [part.pop(self.first_argument) for part in inputs]
+        firsts = [self._first(part) for part in inputs]
         _check_whole(sum(map(len, firsts)), len(firsts[0]))
         stream = self.stream(firsts[0], inputs[0])
         modules = {stage.index: stage.module for stage in self.stages}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from compose.errors import ConfigError, refused_if
@@ -206,10 +207,49 @@ def split(
         absent = frozenset(name for name, other in stage_of.items() if other != stage)
         module = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
         _remove(module, absent, pipeline)
+        if pipeline.whole_forward:
+            module.forward = _of_layers(module, pipeline.layers, stage > 0, stage < last)
         stages.append(Stage(stage, module, absent))
     shell = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
     _remove(shell, set(stage_of), pipeline)
+    if pipeline.whole_forward:
+        shell.forward = _of_layers(shell, pipeline.layers, True, True)
     return stages, ties, shell
+
+
+def _of_layers(module: nn.Module, layers: str, later: bool, hands_on: bool) -> Callable[..., Any]:
+    """Return the forward of a stage that runs the whole forward, on inputs that hold the token ids.
+
+    Its first argument is the stream, which the first layer takes if the stage is a ``later`` one. It
+    returns what the last layer returns if the stage hands that on.
+    """
+    whole = type(module).forward
+
+    def forward(stream: Any, **inputs: Any) -> Any:
+        held, kept = list(module.get_submodule(layers).children()), list[Any]()
+        for part in module.modules():
+            if isinstance(part, _NoRows):
+                part.dtype = stream.dtype
+
+        def take(layer: nn.Module, args: Any, named: Any) -> Any:
+            if args:
+                return (stream, *args[1:]), named
+            return args, {**named, next(iter(signature(layer.forward).parameters)): stream}
+
+        with ExitStack() as hooks:
+            if later:
+                hook = held[0].register_forward_pre_hook(take, with_kwargs=True, prepend=True)
+                hooks.enter_context(hook)
+            if hands_on:
+                hook = held[-1].register_forward_hook(lambda layer, args, output: kept.append(output))
+                hooks.enter_context(hook)
+            output = whole(module, **inputs)
+        if not hands_on:
+            return output
+        return kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
+
+    forward.__signature__ = signature(module.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
@@ -246,15 +286,45 @@ class _Elsewhere(nn.Identity):
         return args[0] if args else named[self.argument]
 
 
+class _Skipped(_Elsewhere):
+    """The same in place of a layer, which may return a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        returned = str(signature(module.forward).return_annotation)
+        self.in_tuple = module.in_tuple if isinstance(module, _Skipped) else "uple" in returned
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        stream = super().forward(*args, **named)
+        return (stream,) if self.in_tuple else stream
+
+
+class _NoRows(nn.Module):
+    """Zeros in place of the rows that an embedding of another stage looks up."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding_dim, self.dtype = width, torch.float32
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.new_zeros((*input.shape, self.embedding_dim), dtype=self.dtype)
+
+
 def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: "Pipeline") -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
-        if path == pipeline.layers:
+        if path == pipeline.layers and not pipeline.whole_forward:
             parent._modules.pop(leaf, None)
-        else:
-            # A new one each time: the loss replaces forward of the model's own.
-            parent._modules[leaf] = _Elsewhere(parent.get_submodule(leaf))
+            continue
+        module, kind = parent.get_submodule(leaf), _Elsewhere
+        if path == pipeline.layers:
+            kind = _Skipped
+        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, _NoRows)):
+            parent._modules[leaf] = _NoRows(module.embedding_dim)
+            continue
+        # A new one each time: the loss replaces forward of the model's own.
+        parent._modules[leaf] = kind(module)
 
 
 def _parent(name: str) -> str:
@@ -284,9 +354,10 @@ class _Called(Exception):
 
 @torch.no_grad()
 def try_first_stage(
-    stage: nn.Module, shell: nn.Module, layers: str, first: Tensor, inputs: Mapping[str, Any]
+    stage: nn.Module, shell: nn.Module, cut: "Pipeline", first: Tensor, inputs: Mapping[str, Any]
 ) -> Any:
     """Return what the first stage returns, once forward was seen to leave the stream alone."""
+    layers, whole = cut.layers, cut.whole_forward
     layer = next(stage.get_submodule(layers).children(), None)
     line = "plan.pipeline: {}: the first stage fails; does the model run by itself?"
     with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
@@ -303,14 +374,15 @@ def try_first_stage(
         instead += " (with SequenceParallel the stream is L / tp long)"
     cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
     container = shell.get_submodule(layers)._modules
-    container.clear()
+    if not whole:
+        container.clear()
     taken = signature(shell.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
         inputs = {name: value for name, value in inputs.items() if name in taken}
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
         alone = plain_stream(shell(stream, **inputs))
-        container["0"] = layer
+        container[next(iter(container), "0")] = layer
         _, _, later = _noted(layer, True, lambda: shell(stream, **inputs))
     if alone.shape != stream.shape or not torch.equal(alone.to(stream.dtype), stream):
         raise ConfigError(
@@ -318,8 +390,12 @@ def try_first_stage(
             f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
             f" same; do that in a module of first or last, {_CURE}"
         )
-    for key, here in others.items():
-        there = later.get(key)
+    pairs = [
+        (key, *both)
+        for key, value in others.items()
+        for both in zip(tree_leaves(value), tree_leaves(later.get(key)), strict=False)
+    ]
+    for key, here, there in pairs:
         if not isinstance(here, Tensor) or not isinstance(there, Tensor):
             continue
         if not local_tensor(here).equal(local_tensor(there)):  # nor if shapes differ

@@ -129,6 +129,12 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     ``document_ids``. Raises ConfigError if the ranks of tp cannot share the sequences.
     """
     mesh, model = composition.mesh, composition.model
+    for name in ("positions", "document_ids"):
+        if name in batch and not _takes(model, name) and not _takes(model, "documents"):
+            raise ConfigError(
+                f"batch: {type(model).__name__}.forward names no {name}, so that it would ignore the"
+                " documents of a row; leave it out, with one document in a row"
+            )
     cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
     if cp > 1 or composition.pipeline:
         batch = _with_positions(model, batch)
