@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 from compose.cli import doctor
 from compose.config.tables import Config
@@ -24,6 +26,11 @@ from compose.planner.cluster import Collective
 from tests.support.command_lines import answered, execute
 
 Patch = pytest.MonkeyPatch
+# What this package asks for, as its metadata writes it.
+ASKED = {
+    each.name: f"{each.name}{each.specifier}"
+    for each in map(Requirement, metadata.requires("dtensor-compose") or ())
+}
 GPU = "NVIDIA H100 80GB HBM3"
 WAYS = "NCCL_DEBUG=INFO says which interface is taken; NCCL_SOCKET_IFNAME, NCCL_IB_HCA choose one"
 
@@ -103,21 +110,21 @@ CASES: dict[str, tuple[str, Callable[[Patch, Path], object], str]] = {
     "torch is too old": (
         "versions",
         lambda patch, folder: with_versions(patch, torch="2.9.1"),
-        "fail  versions  dtensor-compose asks for torch<2.16,>=2.11, and 2.9.1 is installed;"
+        "fail  versions  dtensor-compose asks for ASKED[torch], and 2.9.1 is installed;"
         " pip install"
-        " 'torch<2.16,>=2.11'",
+        " 'ASKED[torch]'",
     ),
     "a library is missing": (
         "versions",
         lambda patch, folder: with_versions(patch, pillow=""),
-        "fail  versions  dtensor-compose asks for pillow>=10.1, and nothing is installed; pip install"
-        " 'pillow>=10.1'",
+        "fail  versions  dtensor-compose asks for ASKED[pillow], and nothing is installed; pip install"
+        " 'ASKED[pillow]'",
     ),
     "an extra is too old": (
         "versions",
         lambda patch, folder: with_versions(patch, torchao="0.3"),
-        "warn  versions  dtensor-compose asks for torchao>=0.17, and 0.3 is installed; pip install"
-        " 'torchao>=0.17'",
+        "warn  versions  dtensor-compose asks for ASKED[torchao], and 0.3 is installed; pip install"
+        " 'ASKED[torchao]'",
     ),
     "another NCCL": (
         "versions",
@@ -236,6 +243,12 @@ CASES: dict[str, tuple[str, Callable[[Patch, Path], object], str]] = {
         "fail  run.dir   cannot write and rename in FOLDER: No space left on device; take a folder that"
         " this user can write, with room",
     ),
+    "no rename": (
+        "run.dir",
+        lambda patch, folder: patch.setattr(Path, "rename", no_rename),
+        "fail  run.dir   cannot write and rename in FOLDER: Function not implemented; take a folder"
+        " that this user can write, with room",
+    ),
     "few files": (
         "limits",
         lambda patch, folder: with_limit(patch, resource.RLIMIT_NOFILE, 256),
@@ -285,6 +298,10 @@ def full(file: int) -> None:
     raise OSError(28, "No space left on device")
 
 
+def no_rename(path: Path, target: Path) -> None:
+    raise OSError(38, "Function not implemented")
+
+
 def lines_of(check: str, config: Config) -> list[str]:
     return [str(line) for line in doctor._checked(config) if line.check == check]
 
@@ -314,6 +331,7 @@ def test_what_is_wrong(case: str, here: Path, monkeypatch: Patch) -> None:
     breaks(monkeypatch, here)
     shown = [text for text in lines_of(check, Config()) if text[:2] != "ok"]
     shown = [text for text in shown if " ms a flush" not in text or case == "a slow disk"]
+    line = re.sub(r"ASKED\[(\w+)\]", lambda match: ASKED[match[1]], line)
     assert shown == [line.replace("FOLDER", str(here))]
     assert [path.name for path in here.iterdir() if path.name.startswith(".doctor")] == []
 
