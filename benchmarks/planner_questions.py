@@ -182,8 +182,8 @@ def picks(number: int, out: Path | None, against: Path | None) -> int:
             _, printed, data = answer(question.split())
         results[question] = _pick(data, printed)
         print(f"{time.monotonic() - began:6.1f} s  {question}: {_line(results[question])}", flush=True)
-    if out:
-        out.write_text(json.dumps(results, indent=1))
+        if out:  # after each, so that a run that is cut off loses nothing
+            out.write_text(json.dumps(results, indent=1))
     if not against:
         return 0
     before = json.loads(against.read_text())

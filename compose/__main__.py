@@ -1,11 +1,11 @@
 """The command compose, which is python -m compose too."""
 
+import gc
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import run
 from compose.errors import ConfigError, did_you_mean
 
 
@@ -20,13 +20,18 @@ def main(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         near, known = did_you_mean(name, COMMANDS), ", ".join(COMMANDS)
         raise ConfigError(f"compose: {name}: unknown command{near} (known: {known})")
-    return getattr(import_module(f"compose.cli.{COMMANDS[name].module}"), name)(words)
+    command = getattr(import_module(f"compose.cli.{COMMANDS[name].module}"), name)
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+    return command(words)
 
 
 def script() -> NoReturn:
     """Run the command line; the entry point of the command compose."""
-    run(main)
+    gc.disable()  # imports make many objects and no garbage
+    import_module("compose.cli.command_line").run(main)
 
 
 if __name__ == "__main__":
-    run(main)
+    script()

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ class RecordFile:
         rank, *_ = others
         assert isinstance(rank, int)
         row = few_rows(job)[rank] if job.degrees.pp > 1 else []
-        self._names = _names(job, kept, sorted({action.stage for action in row} or {0}))
-        whole = "\n".join([*_texts(job, self._names), repr(others)])
+        layers = _layers(job, kept, sorted({action.stage for action in row} or {0}))
+        self._names = {name: number for number, name in enumerate(chain.from_iterable(layers))}
+        whole = "\n".join([*_texts(job, self._names), repr(([*map(len, layers)], others))])
         # The address of an object in a text is another in each process.
         self._path = None if " at 0x" in whole else folder / f"{_digest(whole)}.record"
 
@@ -125,26 +127,25 @@ def _remove_oldest(folder: Path) -> None:
             os.unlink(path)
 
 
-def _names(job: Job, kept: LayerRuns | None, stages: Sequence[int]) -> dict[str, int]:
-    """Return the number of each recorded layer of the rank, by its name in the model."""
-    pipeline, result = job.resolved.pipeline, {}
+def _layers(job: Job, kept: LayerRuns | None, stages: Sequence[int]) -> list[list[str]]:
+    """Return the names in the model of the layers of each stage that are recorded."""
+    pipeline, result = job.resolved.pipeline, list[list[str]]()
     if pipeline is None:
-        return {}
+        return result
     every = [name for name, _ in job.model.get_submodule(pipeline.layers).named_children()]
     counts = job.degrees.pp_layers if job.degrees.pp > 1 else (len(every),)
     if job.config.activation_checkpoint.mode in ("every_k", "budget"):
         stages = range(len(counts))  # which layers are recomputed is chosen from the whole model
-    runs, chosen = runs_of(job), list[str]()
+    runs = runs_of(job)
     for stage in stages:
-        start = sum(counts[:stage])
+        start, names = sum(counts[:stage]), list[str]()
         if kept is None or runs is None:
-            chosen += every[start : start + counts[stage]]
-            continue
-        for length, few in zip(runs.lengths[stage], kept.lengths[stage], strict=True):
-            chosen += every[start : start + few]
-            start += length
-    for name in chosen:
-        result[f"{pipeline.layers}.{name}"] = len(result)
+            names = every[start : start + counts[stage]]
+        else:
+            for length, few in zip(runs.lengths[stage], kept.lengths[stage], strict=True):
+                names += every[start : start + few]
+                start += length
+        result.append([f"{pipeline.layers}.{name}" for name in names])
     return result
 
 

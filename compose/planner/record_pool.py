@@ -3,6 +3,7 @@
 A process makes one record, and there are at most as many at a time as there are cores.
 """
 
+import gc
 import os
 import queue
 import signal
@@ -105,6 +106,7 @@ def _processes() -> BaseContext:
 
 def _begin() -> None:
     """Prepare a process that makes records."""
+    gc.disable()  # as in a training run; the process ends with its record
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")

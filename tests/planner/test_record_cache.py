@@ -10,7 +10,7 @@ import pytest
 
 from compose.config.job import Job
 from compose.planner import record_cache
-from compose.planner.few_layers import few_micro_batches, runs_of
+from compose.planner.few_layers import LayerRuns, few_micro_batches, runs_of
 from compose.planner.record_cache import RecordFile, default_folder
 from compose.planner.trace import RankStep, Traced, trace
 from tests.support.helpers import keys_in, make_job
@@ -66,6 +66,16 @@ def test_a_deeper_pipeline_shares_records(tmp_path: Path) -> None:
     assert first.degrees.pp_layers != deeper.degrees.pp_layers
     assert name_of(tmp_path, first) == name_of(tmp_path, deeper)
     assert name_of(tmp_path, first) != name_of(tmp_path, first, 1)
+
+
+def test_a_layer_more_in_one_stage_or_another_is_another_record(tmp_path: Path) -> None:
+    job = of("pp=2 dp_shard=1 pp_schedule=ZBVZeroBubble model.n_layers=20")
+    runs = runs_of(job)
+    assert runs
+    assert runs.lengths == ((1, 4), (5,), (5,), (4, 1))
+    more = [((1, 4), (3,), (3,), (3, 1)), ((1, 3), (3,), (3,), (4, 1))]
+    names = [RecordFile(tmp_path, job, LayerRuns(lengths), 0)._path for lengths in more]
+    assert names[0] != names[1]
 
 
 OTHERS = (
