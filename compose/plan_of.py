@@ -306,6 +306,8 @@ class _Decoder:
             if _parent(name) in attention and all(p.shape == (width,) for p in own):
                 style, given = _STYLES[_HEAD_NORM]
                 styles[_pattern(name)] = style(**given)
+            elif inside(name, cut):  # its input may be a rank's part, or whole
+                raise _NoForm(f"its base_model_tp_plan leaves out {_pattern(name)}, between cut layers")
             else:
                 replicate[_pattern(name)] = None
         return styles, list(replicate), (heads, kv_heads) if attention else None

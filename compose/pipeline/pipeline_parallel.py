@@ -30,6 +30,7 @@ from compose.parallel.output_projection import StepLoss
 from compose.pipeline.schedules import Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
+from compose.pipeline.stand_ins import outputs_of_layers
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -247,7 +248,7 @@ class PipelineRunner:
             try:
                 module = self.stages[0].module
                 output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
-                results = [(output.shape, output.dtype)]
+                results = [(output.shape, output.dtype, outputs_of_layers(module))]
             except ConfigError as error:
                 results = [error.problems]
         dist.broadcast_object_list(
@@ -255,7 +256,9 @@ class PipelineRunner:
         )
         if isinstance(results[0], list):
             raise ConfigError(*results[0])
-        shape, dtype = results[0]
+        shape, dtype, outputs = results[0]
+        for stage in self.stages:
+            outputs_of_layers(stage.module, outputs)
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def _take_tied_gradients(self) -> dict[str, Tensor]:

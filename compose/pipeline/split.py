@@ -6,7 +6,6 @@ to call layers as the first stage does. Otherwise a later stage fails, or is wro
 """
 
 import copy
-import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import arrived, local_tensor, tied_names
+from compose.pipeline.stand_ins import Elsewhere, NoRows, Skipped, outputs_of_layers, stage_forward
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -208,48 +208,13 @@ def split(
         module = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
         _remove(module, absent, pipeline)
         if pipeline.whole_forward:
-            module.forward = _of_layers(module, pipeline.layers, stage > 0, stage < last)
+            module.forward = stage_forward(module, pipeline.layers, stage > 0, stage < last)
         stages.append(Stage(stage, module, absent))
     shell = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
     _remove(shell, set(stage_of), pipeline)
     if pipeline.whole_forward:
-        shell.forward = _of_layers(shell, pipeline.layers, True, True)
+        shell.forward = stage_forward(shell, pipeline.layers, True, True)
     return stages, ties, shell
-
-
-def _of_layers(module: nn.Module, layers: str, later: bool, hands_on: bool) -> Callable[..., Any]:
-    """Return the forward of a stage that runs the whole forward, on inputs that hold the token ids.
-
-    Its first argument is the stream, which the first layer takes if the stage is a ``later`` one. It
-    returns what the last layer returns if the stage hands that on.
-    """
-    whole = type(module).forward
-
-    def forward(stream: Any, **inputs: Any) -> Any:
-        held, kept = list(module.get_submodule(layers).children()), list[Any]()
-        for part in module.modules():
-            if isinstance(part, _NoRows):
-                part.dtype = stream.dtype
-
-        def take(layer: nn.Module, args: Any, named: Any) -> Any:
-            if args:
-                return (stream, *args[1:]), named
-            return args, {**named, next(iter(signature(layer.forward).parameters)): stream}
-
-        with ExitStack() as hooks:
-            if later:
-                hook = held[0].register_forward_pre_hook(take, with_kwargs=True, prepend=True)
-                hooks.enter_context(hook)
-            if hands_on:
-                hook = held[-1].register_forward_hook(lambda layer, args, output: kept.append(output))
-                hooks.enter_context(hook)
-            output = whole(module, **inputs)
-        if not hands_on:
-            return output
-        return kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
-
-    forward.__signature__ = signature(module.forward)  # type: ignore[attr-defined]
-    return forward
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
@@ -274,42 +239,6 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
     return ties
 
 
-class _Elsewhere(nn.Identity):
-    """The identity in place of a module that another stage holds: it returns its first input."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        first = next(iter(inspect.signature(module.forward).parameters), "")
-        self.argument = module.argument if isinstance(module, _Elsewhere) else first
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        return args[0] if args else named[self.argument]
-
-
-class _Skipped(_Elsewhere):
-    """The same in place of a layer, which may return a tuple."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        returned = str(signature(module.forward).return_annotation)
-        self.in_tuple = module.in_tuple if isinstance(module, _Skipped) else "uple" in returned
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        stream = super().forward(*args, **named)
-        return (stream,) if self.in_tuple else stream
-
-
-class _NoRows(nn.Module):
-    """Zeros in place of the rows that an embedding of another stage looks up."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding_dim, self.dtype = width, torch.float32
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input.new_zeros((*input.shape, self.embedding_dim), dtype=self.dtype)
-
-
 def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: "Pipeline") -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -317,11 +246,11 @@ def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: "Pipel
         if path == pipeline.layers and not pipeline.whole_forward:
             parent._modules.pop(leaf, None)
             continue
-        module, kind = parent.get_submodule(leaf), _Elsewhere
+        module, kind = parent.get_submodule(leaf), Elsewhere
         if path == pipeline.layers:
-            kind = _Skipped
-        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, _NoRows)):
-            parent._modules[leaf] = _NoRows(module.embedding_dim)
+            kind = Skipped
+        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, NoRows)):
+            parent._modules[leaf] = NoRows(module.embedding_dim)
             continue
         # A new one each time: the loss replaces forward of the model's own.
         parent._modules[leaf] = kind(module)
@@ -376,6 +305,7 @@ def try_first_stage(
     container = shell.get_submodule(layers)._modules
     if not whole:
         container.clear()
+    outputs_of_layers(shell, outputs_of_layers(stage))
     taken = signature(shell.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
