@@ -116,6 +116,13 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
     assert commands[1] in in_ci
 
 
+def test_the_picture_of_readme_is_what_the_command_draws(tmp_path: Path) -> None:
+    keys = "--parallel.pp_schedule=Interleaved1F1B --parallel.pp_virtual_stages=2 --model.n_layers=8"
+    words = ["schedule", "train.toml", "--parallel.pp=4", *keys.split()]
+    run(["python", "-m", "compose", *words, "--out", str(tmp_path / "timeline.svg")], tmp_path)
+    assert (tmp_path / "timeline.svg").read_text() == (ROOT / "docs" / "timeline.svg").read_text()
+
+
 def test_diffs_of_a_new_architecture_use_what_is_there() -> None:
     """docs/new-architecture.md: each class, function and style that its diffs call is in the code."""
     page = (ROOT / "docs" / "new-architecture.md").read_text()
