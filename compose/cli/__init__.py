@@ -34,6 +34,19 @@ Trains what FILE describes, on one process or on the ranks that torchrun starts.
 """,
 )
 COMMANDS = {
+    "init": Usage(
+        "project",
+        "Make a project: compose init DIR, with train.toml, train.py and a model to edit.",
+        {},
+        """\
+compose init DIR
+
+Makes DIR with train.toml, train.py, a copy of models/llama to edit in model/, a recipe for a GPU, and
+train.schema.json, by which an editor completes and checks the TOML files. A file that is there already
+is not written over.
+""",
+        file=False,
+    ),
     "train": TRAIN,
     "verify": Usage(
         "commands",
@@ -228,6 +241,31 @@ says ok, warn (it slows or harms a run) or fail (it stops one), and the cure. Ex
   --cluster  what links should reach, if not what is known of the device
   --json     file for the lines
 """,
+    ),
+    "schema": Usage(
+        "project",
+        "Print the JSON schema of a TOML file, for an editor.",
+        {},
+        """\
+compose schema > train.schema.json
+
+Prints every table and key with type, default and meaning. The first line of a TOML file,
+`#:schema ./train.schema.json`, names it to Even Better TOML and Taplo.
+""",
+        file=False,
+    ),
+    "completion": Usage(
+        "project",
+        "Print what a shell completes: source <(compose completion bash), or zsh, or fish.",
+        {},
+        """\
+source <(compose completion bash)
+source <(compose completion zsh)
+compose completion fish | source
+
+Commands, their flags and every key are completed.
+""",
+        file=False,
     ),
 }
 # The flags of all commands whose value is a path. Plain words are paths too.

