@@ -1,0 +1,257 @@
+"""Config files of other trainers, read as (key, value) of their leaves: JSON, YAML, TOML, command lines.
+
+A command line is read out of a shell script: variables, arrays and simple conditions are followed, and
+nothing is run.
+"""
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from compose.config.toml import tomllib
+from compose.errors import ConfigError, read_file
+
+Leaves = list[tuple[str, Any]]
+"""Keys with dots, and their values, in the order of the file. A list is one value."""
+
+_COMMENTS = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
+
+
+def read_leaves(path: Path) -> Leaves:
+    """Return the leaves of a file; a ConfigError names the file, and the line where there is one."""
+    try:
+        text = read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot read it: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty; give a file with keys")
+    try:
+        leaves = _parsed(path, text)
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not leaves:
+        raise ConfigError(f"{path}: has no keys; give a file with keys")
+    return leaves
+
+
+def _parsed(path: Path, text: str) -> Leaves:
+    if path.suffix == ".toml":
+        return list(_flat(tomllib.loads(text)))
+    if path.suffix in (".yaml", ".yml"):
+        return list(_flat(_yaml(text)))
+    if path.suffix == ".json" or text.lstrip().startswith(("{", "/*", "//")):
+        return list(_flat(_json(text)))
+    return command_line(text)
+
+
+def _flat(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, dict):
+        raise ValueError("holds no keys, but one value; give a file with keys")
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _json(text: str) -> Any:
+    for pattern in (_COMMENTS, _TRAILING):
+        # Lines stay where they are, so that an error names the right one.
+        text = pattern.sub(lambda part: part[1] or "\n" * part[0].count("\n"), text)
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        end = "the file ends too early" if error.pos >= len(text.rstrip()) else error.msg
+        raise ValueError(f"line {error.lineno}: JSON syntax: {end}") from None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key}: stands twice; remove one of them")
+        result[key] = value
+    return result
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("is YAML, which needs PyYAML; pip install 'dtensor-compose[migrate]'") from None
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            own = [self.construct_object(key, True) for key, _ in node.value]
+            _once([(str(key), None) for key in own])
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader) or {}
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{line}YAML syntax: {problem or error}") from None
+
+
+_COMMENT = re.compile(r"(?m)(?:^|(?<=[\s;]))#[^\n]*")
+_SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<short>\w+|[@*#?!])")
+
+
+def _statements(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a script; an array's are NAME=( and its words."""
+    text = _COMMENT.sub("", text).replace("\\\n", " ")
+    text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
+    lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    words: list[str] = []
+    deep = 0
+    for token in lexer:
+        if not token or token.strip("\n;|&()<>"):
+            words.append(token)
+            continue
+        for mark in token:
+            if mark == "(" and words and words[-1].endswith("="):
+                words[-1], deep = f"{words[-1]}(", deep + 1
+            elif mark == ")" and deep:
+                deep -= 1
+            if not deep and words:
+                yield words
+                words = []
+    yield words
+
+
+class _Shell(dict[str, str]):
+    """The variables of a script, and what they give a word."""
+
+    def expanded(self, text: str) -> str:
+        for _ in range(20):  # a name may stand inside of another's default
+            text, count = _EXPAND.subn(self._value, text)
+            if not count:
+                break
+        return text
+
+    def _value(self, match: re.Match[str]) -> str:
+        if match["sum"] is not None:
+            total = re.sub(r"[A-Za-z_]\w*", lambda name: self._named(name[0]), match["sum"])
+            if not re.fullmatch(r"[\d+*/()%-]{1,80}", total) or "**" in total:
+                return f"\0({match['sum']})"
+            with contextlib.suppress(SyntaxError, ArithmeticError):
+                return str(eval(total.replace("/", "//")))
+        name, rule, other = match["short"] or match["long"] or "", "", ""
+        if parts := re.fullmatch(r"(\w+)(\[[@*]\]|:?[-=+?])(.*)", name, re.DOTALL):
+            name, rule, other = parts.groups()
+        value = self._named(name)
+        if rule[-1:] in ("-", "="):
+            return other if value in ("", f"\0{name}") else value
+        return "" if rule[:1] in ("+", "[") and value == f"\0{name}" else value
+
+    def _named(self, name: str) -> str:
+        return self.get(name, f"\0{name}")
+
+    def holds(self, words: Sequence[str]) -> bool:
+        """Return whether a condition holds; one that is not known does not."""
+        words = [self.expanded(word) for word in words if word not in ("[", "[[", "]", "]]")]
+        left, sign, right = ["", *words, "", ""][:3] if words[:1] in (["-z"], ["-n"]) else [*words, "", "", ""][:3]
+        left, right = ("" if "\0" in word else word for word in (left, right))
+        if sign in ("-z", "-n"):
+            return (right == "") == (sign == "-z")
+        return left != "" and (left == right) == (sign in ("=", "==", "-eq")) and sign != ""
+
+
+def command_line(text: str) -> Leaves:
+    """Return the flags of the longest command in a script, or in a text of flags alone, with values."""
+    shell, commands = _Shell(), list[list[str]]()
+    skipped: list[bool] = []  # for each open if: whether its present branch is not taken
+    for words in _statements(text):
+        while words and words[0] in ("then", "do", "{", "export", "declare", "local", "readonly"):
+            words = words[1:]
+        first = words[0] if words else ""
+        if first == "if":
+            skipped.append(any(skipped) or not shell.holds(words[1:]))
+        elif first in ("elif", "else") and skipped:
+            skipped[-1] = not skipped[-1] or any(skipped[:-1])
+            words = words[1:]
+        elif first == "fi" and skipped:
+            skipped.pop()
+        if any(skipped) or first in ("if", "elif", "fi"):
+            continue
+        while words and (match := _ASSIGN.match(words[0])):
+            name, more, value = match.groups()
+            given, words = (words[1:], []) if value == "(" else ([value], words[1:])
+            text = " ".join(map(shell.expanded, given))
+            between = " " if value == "(" else ""
+            shell[name] = f"{shell.get(name, '')}{between}{text}" if more else text
+        commands.append([part for word in words for part in _parts(word, shell.expanded(word))])
+    commands += [value.split() for value in shell.values()]
+    return _flags(max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[]))
+
+
+def _parts(word: str, value: str) -> list[str]:
+    return [word] if word == value else value.split()
+
+
+def _flags(words: Sequence[str]) -> Leaves:
+    """Return the flags among words; one without a value is True, and one with several is a list.
+
+    Flags before the script's name are the launcher's: ``launcher.--nnodes``.
+    """
+    flat = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
+    script = next((i for i, word in enumerate(flat) if word.endswith(".py")), -1)
+    taken: dict[str, list[str]] = {}
+    given: list[tuple[str, list[str]]] = []
+    for i, word in enumerate(flat):
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            given.append((f"launcher.{flag}" if i < script else flag, [value] if equals else []))
+        elif given and i != script:
+            given[-1][1].append(word)
+        elif i == script:
+            given.append(("", []))
+    for flag, values in given:
+        if taken.get(flag, values) != values and flag:
+            both = f"{' '.join(taken[flag])} and {' '.join(values)}"
+            raise ValueError(f"{flag}: stands twice, with {both}; remove one of them")
+        taken[flag] = values
+    return [(flag, _typed(values)) for flag, values in taken.items() if flag]
+
+
+def _typed(values: Sequence[str]) -> Any:
+    results = [_scalar(value.strip("'\"")) for value in values]
+    return True if not results else results[0] if len(results) == 1 else results
+
+
+def _scalar(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file for a message, short."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = re.sub("\0(\\w+)", r"$\1", text)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def unset(value: Any) -> str:
+    """Return the variable that a value needs and the script does not set; "" if there is none."""
+    match = re.search("\0\\(?(\\w*)", value) if isinstance(value, str) else None
+    return f"${match[1]}" if match else ""

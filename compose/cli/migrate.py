@@ -1,0 +1,133 @@
+"""The command migrate: a TOML file out of the config files of another trainer."""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from compose.cli.command_line import flag_error, number_of, read_flags, world_size_of
+from compose.cli.foreign import FORMATS, Entry, Facts, known_keys, load_tables, plain
+from compose.cli.foreign_files import Leaves, read_leaves
+from compose.cli.foreign_meaning import work_out
+from compose.config import rules
+from compose.config.hugging_face import model_folder
+from compose.config.tables import TABLES
+from compose.config.toml import load
+from compose.errors import ConfigError, did_you_mean, toml_value
+
+KINDS = ("mapped", "changed in meaning", "not needed", "unknown", "to set", "refused")
+_NAMES = {"data.path": "stdlib", "checkpoint.load_hf": "", "data.validation": ""}
+_WANTED = {
+    "model.name": "and its preset or its fields",
+    "data.path": "what is trained on",
+    "train.seq_len": "tokens of a sample",
+    "train.steps": "or train.epochs",
+    "train.global_batch": "and train.micro_batch",
+    "optimizer.lr": "and the schedule",
+}
+
+
+def migrate(arguments: Sequence[str]) -> int:
+    """Print a TOML file for the files of another trainer, and a report on standard error."""
+    given = read_flags("migrate", arguments)
+    if not given.plain:
+        raise flag_error("migrate", "needs FILE...; see --help")
+    steps = number_of(given, "--steps", "steps")
+    text, entries = migrated([Path(name) for name in given.plain], world_size_of(given), steps)
+    print(report(entries), file=sys.stderr)
+    if refused := [entry.line for entry in entries if entry.kind == "refused"]:
+        raise ConfigError(*refused)
+    print(text, end="")
+    return 0
+
+
+def report(entries: Sequence[Entry]) -> str:
+    """Return a line for each leaf of the files, under what became of it."""
+    lines: list[str] = []
+    for kind in KINDS[:-1]:
+        own = [entry.line for entry in entries if entry.kind == kind]
+        lines += [f"{kind}: {len(own)}", *(f"  {line}" for line in own)] if own else []
+    return "\n".join(lines)
+
+
+def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str, list[Entry]]:
+    """Return the text of a TOML file for some files of other trainers, and what became of each leaf."""
+    tables, facts = load_tables(), Facts()
+    read = {path: read_leaves(path) for path in paths}
+    kinds = {path: format_of(path, leaves, tables) for path, leaves in read.items()}
+    for path, kind in kinds.items():
+        named = next((value for key, value in read[path] if key.endswith("deepspeed_config_file")), "")
+        if kind == "accelerate" and named and "deepspeed" not in kinds.values():
+            other = next((p for p in (Path(named), path.parent / Path(named).name) if p.is_file()), None)
+            if other is None:
+                raise ConfigError(f"{path}: deepspeed_config_file: {named} is not here; give that file too")
+            read, kinds = read | {other: read_leaves(other)}, kinds | {other: "deepspeed"}
+    used = {name: tables[name] for name in FORMATS if name in kinds.values()}
+    for path, kind in kinds.items():
+        facts.read(str(path), tables[kind], read[path])
+    world = work_out(facts, used, world, steps)
+    text = _toml(facts, ", ".join(dict.fromkeys(str(path) for path in read)), world)
+    if not any(entry.kind == "refused" for entry in facts.entries):
+        _check(text, facts, world)
+    return text, facts.entries
+
+
+def format_of(path: Path, leaves: Leaves, tables: dict[str, dict]) -> str:
+    """Return the format that knows most of the leaves' keys, of those that have a file of this kind."""
+    scores = {}
+    for name, table in tables.items():
+        known = known_keys(table)
+        scores[name] = sum(plain(table, key) in known for key, _ in leaves) / len(leaves)
+    best = max(scores, key=lambda name: scores[name])
+    if not scores[best]:
+        names = {key for table in tables.values() for key in known_keys(table)}
+        key = leaves[0][0]
+        titles = ", ".join(table["title"] for table in tables.values())
+        raise ConfigError(f"{path}: {key}: is no key of {titles}{did_you_mean(key, names)}")
+    return best
+
+
+def _toml(facts: Facts, sources: str, world: int) -> str:
+    """Return the TOML of our keys, each with a comment on where it comes from."""
+    lines = [f"# Made by compose migrate from {sources}."]
+    here = dict(facts.values)
+    for key, other in _NAMES.items():  # what a file names may not be on this machine
+        fact = here.get(key)
+        if fact and fact.value != other and not Path(model_folder(str(fact.value))).exists():
+            del here[key]
+            text = f"{key} = {toml_value(fact.value)} ({fact.origin}) is not on this machine"
+            cure = ', with model.preset = "hf"' if key == "checkpoint.load_hf" else ""
+            facts.entries.append(Entry("to set", f"{text}; set the key to a path{cure}"))
+    if "checkpoint.load_hf" in here:
+        here["model.preset"] = here["checkpoint.load_hf"]._replace(value="hf")
+    for key, what in _WANTED.items():
+        other = {"model.name": "model.preset", "train.steps": "train.epochs"}.get(key, key)
+        if key not in here and other not in here and key not in facts.values:
+            facts.entries.append(Entry("to set", f"{key}, {what}: no file says it"))
+    lines += [f"# to set: {entry.line}" for entry in facts.entries if entry.kind == "to set"]
+    if world:
+        lines.append(f"# run: torchrun --nproc-per-node {world} train.py FILE.toml")
+        lines[-1] += f" (or --nnodes N, {world} ranks in all)" if world > 8 else ""
+    for table in TABLES:
+        rows = [(key, fact) for key, fact in here.items() if key.rpartition(".")[0] == table]
+        lines += ["", f"[{table}]"] if rows else []
+        for key, fact in rows:
+            lines.append(f"{key.rpartition('.')[2]} = {toml_value(fact.value)}  # {fact.origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _check(text: str, facts: Facts, world: int) -> None:
+    """Add to the report what our own reader and rules say of the file that is to be printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "migrated.toml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            config = load(str(file))
+            if world and {"model.name", "model.preset"} & set(facts.values):
+                rules.check(config, world)
+        except ConfigError as error:
+            for problem in error.problems:
+                line = problem.removeprefix(f"{file}: ")
+                fact = facts.values.get(line.partition(": ")[0])
+                origin = f"{fact.origin}: " if fact else ""
+                facts.entries.append(Entry("refused", f"{origin}{line}"))
