@@ -215,6 +215,24 @@ it can be
 """,
         file=False,
     ),
+    "migrate": Usage(
+        "migrate",
+        "Turn another trainer's config into a TOML: python -m compose migrate FILE...",
+        _flags("--world-size N, --steps N"),
+        """\
+python -m compose migrate FILE... [--world-size N] [--steps N]
+
+Reads DeepSpeed's JSON, Accelerate's YAML, transformers' TrainingArguments (JSON, YAML, or a script's
+command line), torchtitan's TOML or a Megatron-LM script, and several that belong together. Prints a
+TOML file, in which each key says where it comes from. Standard error says of every key whether it is
+mapped, changes its meaning, is not needed or is refused. If one is refused there is no TOML, and the
+exit code is 2.
+
+  --world-size  ranks, if no file says it
+  --steps       optimizer steps, if they follow from the data; needed for a warm-up that is a ratio
+""",
+        file=False,
+    ),
     "measure": Usage(
         "measure",
         "Measure this machine for the planner: [torchrun] -m compose measure --out FILE.toml.",

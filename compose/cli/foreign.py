@@ -1,10 +1,11 @@
 """Keys of other trainers by tables: what each becomes here, is not needed, or is refused.
 
-``foreign/*.toml`` has a table for each format. A row gives our key, or a fact as ``train.steps~samples``,
-which :mod:`compose.cli.foreign_meaning` works out with others.
+``foreign_keys/*.toml`` has a table for each format. A row gives our key, or a fact, such as
+``train.steps~samples``, which :mod:`compose.cli.foreign_meaning` works out with others.
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class Facts:
             row = next(_rows(table, name), None)
             if row is None:
                 self.entries.append(self._unknown(where, name, value, table))
-            elif value is None or value in ("", {}, []) or value == "none" and row[0] == "same":
+            elif value is None or value in ("", {}, []) or (value == "none" and row[0] == "same"):
                 self.entries.append(Entry("not needed", f"{where}: is not set"))
             elif value == "auto" and row[0] != "unused":
                 self._auto(where)
@@ -201,9 +202,10 @@ def as_key(key: str, value: Any) -> Any:
     raise ValueError(words.replace("expected float", "expected a number"))
 
 
+@functools.cache
 def load_tables() -> dict[str, dict[str, Any]]:
     """Return the table of each format."""
-    folder = files("compose.cli") / "foreign"
+    folder = files("compose.cli") / "foreign_keys"
     return {name: tomllib.loads((folder / f"{name}.toml").read_text("utf-8")) for name in FORMATS}
 
 

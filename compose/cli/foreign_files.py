@@ -1,4 +1,4 @@
-"""Config files of other trainers, read as (key, value) of their leaves: JSON, YAML, TOML, command lines.
+"""Config files of other trainers as keys and values: JSON, YAML, TOML, command lines.
 
 A command line is read out of a shell script: variables, arrays and simple conditions are followed, and
 nothing is run.
@@ -87,7 +87,9 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ValueError("is YAML, which needs PyYAML; pip install 'dtensor-compose[migrate]'") from None
+        raise ValueError(
+            "is YAML, which needs PyYAML; pip install 'dtensor-compose[migrate]'"
+        ) from None
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -122,6 +124,8 @@ def _statements(text: str) -> Iterator[list[str]]:
         if not token or token.strip("\n;|&()<>"):
             words.append(token)
             continue
+        if token.startswith(">&") and words[-1:] in (["1"], ["2"]):
+            words.pop()
         for mark in token:
             if mark == "(" and words and words[-1].endswith("="):
                 words[-1], deep = f"{words[-1]}(", deep + 1
@@ -164,7 +168,9 @@ class _Shell(dict[str, str]):
     def holds(self, words: Sequence[str]) -> bool:
         """Return whether a condition holds; one that is not known does not."""
         words = [self.expanded(word) for word in words if word not in ("[", "[[", "]", "]]")]
-        left, sign, right = ["", *words, "", ""][:3] if words[:1] in (["-z"], ["-n"]) else [*words, "", "", ""][:3]
+        left, sign, right = (
+            ["", *words, "", ""][:3] if words[:1] in (["-z"], ["-n"]) else [*words, "", "", ""][:3]
+        )
         left, right = ("" if "\0" in word else word for word in (left, right))
         if sign in ("-z", "-n"):
             return (right == "") == (sign == "-z")
@@ -196,7 +202,9 @@ def command_line(text: str) -> Leaves:
             shell[name] = f"{shell.get(name, '')}{between}{text}" if more else text
         commands.append([part for word in words for part in _parts(word, shell.expanded(word))])
     commands += [value.split() for value in shell.values()]
-    return _flags(max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[]))
+    return _flags(
+        max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
+    )
 
 
 def _parts(word: str, value: str) -> list[str]:
@@ -216,10 +224,10 @@ def _flags(words: Sequence[str]) -> Leaves:
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
             given.append((f"launcher.{flag}" if i < script else flag, [value] if equals else []))
-        elif given and i != script:
-            given[-1][1].append(word)
-        elif i == script:
+        elif i == script or word.strip("();&|<>") in ("", "done", "fi"):
             given.append(("", []))
+        elif given:
+            given[-1][1].append(word)
     for flag, values in given:
         if taken.get(flag, values) != values and flag:
             both = f"{' '.join(taken[flag])} and {' '.join(values)}"

@@ -18,7 +18,9 @@ def work_out(facts: Facts, tables: Mapping[str, Mapping[str, Any]], world: int, 
     """Put our keys in the place of facts; return the number of ranks, 0 if nobody says it."""
     for table in tables.values():
         more = [rows for key, rows in table.get("defaults_with", {}).items() if key in facts]
-        for key, value in [pair for rows in (table.get("defaults", {}), *more) for pair in rows.items()]:
+        for key, value in [
+            pair for rows in (table.get("defaults", {}), *more) for pair in rows.items()
+        ]:
             both = ("train.steps", "train.epochs") if key in ("train.steps", "train.epochs") else (key,)
             if not any(name in facts for name in both):
                 facts.put(key, value, text=f"{table['title']}'s default")
@@ -42,7 +44,9 @@ def _auto(facts: Facts) -> None:
     """Refuse what is filled in by a program, if no file says what with."""
     for file, keys in facts.pop("auto~", {}).items():
         if "train.micro_batch~program" not in facts:
-            text = "\"auto\" is filled in by transformers' TrainingArguments; give their file too, or write"
+            text = (
+                '"auto" is filled in by transformers\' TrainingArguments; give their file too, or write'
+            )
             facts.note("refused", f"{file}: {', '.join(keys)}: {text} a value")
 
 
@@ -53,7 +57,11 @@ def _options(facts: Facts) -> None:
         facts.put(key, beta, text="betas")
     if "optimizer.lr~peak" in facts:
         facts.put("optimizer.lr", facts.get("optimizer.lr~peak"), "optimizer.lr~peak")
-    for key, on in (("checkpoint.interval", "every"), ("model.lora.rank", "rank"), ("dpo.beta", "beta")):
+    for key, on in (
+        ("checkpoint.interval", "every"),
+        ("model.lora.rank", "rank"),
+        ("dpo.beta", "beta"),
+    ):
         if key not in facts and facts.get(f"{key}~on"):
             value = facts.get(f"{key}~{on}", 0.1)
             value = int(value) if isinstance(value, float) and value >= 1 else value
@@ -66,7 +74,9 @@ def _options(facts: Facts) -> None:
         if facts.get("precision.float8~on"):
             facts.put("precision.float8", recipe, "precision.float8~on", "precision.float8~recipe")
         else:
-            facts.note("changed in meaning", "is read with its converter alone", "precision.float8~recipe")
+            facts.note(
+                "changed in meaning", "is read with its converter alone", "precision.float8~recipe"
+            )
     if facts.get("activation_checkpoint.mode~selective") and "activation_checkpoint.mode" not in facts:
         every = str(facts.get("activation_checkpoint.every~option", 2))
         names = ("activation_checkpoint.mode~selective", "activation_checkpoint.every~option")
@@ -75,9 +85,9 @@ def _options(facts: Facts) -> None:
         else:
             facts.put("activation_checkpoint.mode", "full" if every == "1" else "every_k", *names)
             facts.put("activation_checkpoint.every", int(every) if every.isdigit() else 2, names[1])
-    if (layers := facts.get("activation_checkpoint.segment~layers", 1)) != 1:
-        if facts.get("activation_checkpoint.mode") == "full":
-            facts.put("activation_checkpoint.segment", layers, "activation_checkpoint.segment~layers")
+    layers = facts.get("activation_checkpoint.segment~layers", 1)
+    if layers != 1 and facts.get("activation_checkpoint.mode") == "full":
+        facts.put("activation_checkpoint.segment", layers, "activation_checkpoint.segment~layers")
     every = facts.get("metrics.console_every~steps", 0)
     if every >= 1:
         facts.put("metrics.console_every", int(every), "metrics.console_every~steps")
@@ -94,13 +104,17 @@ def _options(facts: Facts) -> None:
         facts.put("parallel.pp_virtual_stages", each, "parallel.pp_virtual_stages~layers")
     if facts.get("parallel.pp", 1) == 1:
         facts.pop("parallel.pp_virtual_stages")
-    for key, given in (("parallel.cp_method", "cp"), ("parallel.cp_balance", "cp"), ("parallel.sequence", "tp")):
+    for key, given in (
+        ("parallel.cp_method", "cp"),
+        ("parallel.cp_balance", "cp"),
+        ("parallel.sequence", "tp"),
+    ):
         if facts.get(f"parallel.{given}", 1) == 1:
             facts.pop(key)
-    if facts.get("compile.async_tp"):
-        facts.put("run.device", "cuda", text="compile.async_tp needs it")
     if facts.get("optimizer.warmup~given") and "optimizer.warmup~type" not in facts:
-        text = 'warm-up is along a logarithm, by default; nearest: scheduler.params.warmup_type = "linear"'
+        text = (
+            'warm-up is along a logarithm, by default; nearest: scheduler.params.warmup_type = "linear"'
+        )
         facts.note("refused", text, "optimizer.warmup~given")
 
 
@@ -110,8 +124,11 @@ def _model(facts: Facts, tables: list[Mapping[str, Any]]) -> None:
         known = {key.lower(): shape for key, shape in table["models"].items()}
         shape = known.get(f"{name} {flavor}".lower().replace("-", "_"))
         if shape is None:
-            text = f"no model here has this shape; known: {', '.join(table['models'])}"
-            facts.note("refused", f"{text}; docs/new-architecture.md says how to add one", "model.name~name")
+            names = ", ".join(dict.fromkeys(key.split()[0] for key in table["models"]))
+            text = f"{name} {flavor} is no model here (known: {names})"
+            facts.note(
+                "refused", f"{text}; docs/new-architecture.md says how to add one", "model.name~name"
+            )
         for key, value in (shape or {}).items():
             if key == "note":
                 facts.note("changed in meaning", value, "model.name~name")
@@ -156,7 +173,9 @@ def _shape(facts: Facts) -> None:
         facts.put("model.experts~", True, "model.n_layers")
         return
     if "model.vocab_size" not in facts:
-        facts.put("model.vocab_size", 50304 if facts.get("model.name") == "gpt2" else 32000, text="assumed")
+        facts.put(
+            "model.vocab_size", 50304 if facts.get("model.name") == "gpt2" else 32000, text="assumed"
+        )
         text = "--vocab-size is that of the tokenizer; model.vocab_size is assumed, set it"
         facts.note("changed in meaning", text)
 
@@ -187,7 +206,7 @@ def _batch(facts: Facts, world: int) -> None:
     """Work out global_batch = micro_batch x accumulation x ranks of data parallel."""
     inner = math.prod(facts.get(f"parallel.{axis}", 1) for axis in ("tp", "cp", "pp"))
     ranks = world // inner if world else 0
-    local, part = facts.pop(f"{MICRO}~per_rank"), facts.pop(f"{MICRO}~microbatch", 1)
+    local, part = facts.get(f"{MICRO}~per_rank"), facts.get(f"{MICRO}~microbatch", 1)
     if local:
         pipelined = facts.get("parallel.pp", 1) > 1
         facts.put(MICRO, min(part, local) if pipelined else local, f"{MICRO}~per_rank")
@@ -199,7 +218,9 @@ def _batch(facts: Facts, world: int) -> None:
         return
     if not ranks and (not whole or not micro):
         missing = "the number of ranks is in no file; give --world-size N"
-        facts.note("refused", f"train.global_batch follows from it, and {missing}", MICRO if micro else BATCH)
+        facts.note(
+            "refused", f"train.global_batch follows from it, and {missing}", MICRO if micro else BATCH
+        )
         return
     if whole and not micro:
         micro, rest = divmod(whole, ranks * (times or 1))
@@ -207,12 +228,14 @@ def _batch(facts: Facts, world: int) -> None:
             unit = ranks * (times or 1)
             near = max(1, round(whole / unit)) * unit
             line = f"{whole} is not a multiple of {ranks} ranks x accumulation {times or 1}"
-            return facts.note("refused", f"{line}; nearest: {near}", BATCH)
+            facts.note("refused", f"{line}; nearest: {near}", BATCH)
+            return
         facts.put(MICRO, micro, BATCH, text=f"over {ranks} ranks")
     if whole and ranks and whole != micro * (times or max(1, whole // (micro * ranks))) * ranks:
         product = micro * (times or max(1, round(whole / (micro * ranks)))) * ranks
         line = f"{whole} is not micro-batch {micro}{f' x accumulation {times}' if times else ''} x"
-        return facts.note("refused", f"{line} {ranks} ranks of data parallel; nearest: {product}", BATCH)
+        facts.note("refused", f"{line} {ranks} ranks of data parallel; nearest: {product}", BATCH)
+        return
     if not whole:
         text = f"micro-batch {micro} x accumulation {times or 1} x {ranks} ranks"
         facts.put(BATCH, micro * (times or 1) * ranks, f"{BATCH}~accumulation", text=text)
@@ -256,9 +279,12 @@ def _schedule(facts: Facts) -> None:
     if 0 < warmup < 1:
         warmup, ratio = 0, warmup
     if ratio and not warmup and not steps:
-        where = "optimizer.warmup~ratio" if "optimizer.warmup~ratio" in facts else "optimizer.warmup~warmup"
+        where = (
+            "optimizer.warmup~ratio" if "optimizer.warmup~ratio" in facts else "optimizer.warmup~warmup"
+        )
         text = f"{ratio:g} of the steps, and the steps follow from the data; give --steps N"
-        return facts.note("refused", text, where)
+        facts.note("refused", text, where)
+        return
     if ratio and not warmup:
         warmup = math.ceil(ratio * steps) if kind == "zero" else ratio * steps
     if warmup != int(warmup):
@@ -288,7 +314,10 @@ def _schedule(facts: Facts) -> None:
     if began != -1:
         facts.put("optimizer.warmup_from", began, text="its first step has a rate of 0")
     if decay and curve in (*CURVES, "constant"):
-        facts.put("optimizer.decay", decay, "optimizer.decay~ratio", "optimizer.decay~schedule")
+        names = ("optimizer.decay~ratio", "optimizer.decay~schedule")
+        facts.put(
+            "optimizer.decay", decay, *names, text="the steps after warmup" if share is None else ""
+        )
     if end and end != facts.get("train.steps") and (curve in CURVES or decay):
         facts.put("optimizer.decay_end", end, "train.steps~schedule", text="the end of its schedule")
 
@@ -299,7 +328,9 @@ def _precision(facts: Facts, world: int) -> None:
     if kind == "torchtitan":
         shards = facts.get("parallel.dp_shard", -1)
         inner = math.prod(facts.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "dp_replicate"))
-        shards = (world // inner if world else 2) if shards == -1 else shards * facts.get("parallel.cp", 1)
+        shards = (
+            (world // inner if world else 2) if shards == -1 else shards * facts.get("parallel.cp", 1)
+        )
         plain = facts.get("parallel.tp", 1) > 1 or facts.get("parallel.pp", 1) > 1
         if shards == 1 and plain and param != "float32":
             facts.put("precision.param", "float32")
@@ -308,7 +339,11 @@ def _precision(facts: Facts, world: int) -> None:
     elif kind == "param" and sharded and "precision.reduce" not in facts and param != "float32":
         facts.put("precision.reduce", "float32" if param == "float16" else param, "precision.param")
         if param == "float16":
-            facts.note("changed in meaning", "gradients are reduced in float32, not in float16", "precision.param")
+            facts.note(
+                "changed in meaning",
+                "gradients are reduced in float32, not in float16",
+                "precision.param",
+            )
 
 
 def _zero(facts: Facts) -> None:
@@ -317,14 +352,15 @@ def _zero(facts: Facts) -> None:
             facts.put("parallel.zero", zero, f"parallel.zero~{fact}")
     if "parallel.zero~distributed" in facts and "parallel.zero" not in facts:
         facts.put("parallel.zero", 0, text="without --use-distributed-optimizer")
-    stage, offload = facts.get("parallel.zero"), facts.pop("parallel.offload~param")
+    stage, offload = facts.get("parallel.zero"), facts.get("parallel.offload~param")
     if facts.pop("parallel.zero~reshard") is False and stage == 3:
         facts.put("parallel.zero", 2, text="weights stay whole after forward")
         stage = 2
     if offload and stage == 3:
-        facts.put("parallel.offload", offload)
-        if facts.pop("optimizer.offload"):
-            facts.note("changed in meaning", "parallel.offload keeps the optimizer in host memory too")
+        facts.put("parallel.offload", offload, "parallel.offload~param")
+        if not facts.pop("optimizer.offload"):
+            text = "gradients and the optimizer are in host memory too"
+            facts.note("changed in meaning", text, "parallel.offload")
     elif offload:
         text = f"offloads parameters, which needs stage 3 here and there; at stage {toml_value(stage)}"
         facts.note("changed in meaning", f"{text} it is left out")

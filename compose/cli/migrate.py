@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,15 +59,21 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     for path, kind in kinds.items():
         named = next((value for key, value in read[path] if key.endswith("deepspeed_config_file")), "")
         if kind == "accelerate" and named and "deepspeed" not in kinds.values():
-            other = next((p for p in (Path(named), path.parent / Path(named).name) if p.is_file()), None)
+            other = next(
+                (p for p in (Path(named), path.parent / Path(named).name) if p.is_file()), None
+            )
             if other is None:
-                raise ConfigError(f"{path}: deepspeed_config_file: {named} is not here; give that file too")
+                raise ConfigError(
+                    f"{path}: deepspeed_config_file: {named} is not here; give that file too"
+                )
             read, kinds = read | {other: read_leaves(other)}, kinds | {other: "deepspeed"}
     used = {name: tables[name] for name in FORMATS if name in kinds.values()}
+    names = Counter(path.name for path in read)
+    shown = {path: path.name if names[path.name] == 1 else str(path) for path in read}
     for path, kind in kinds.items():
-        facts.read(str(path), tables[kind], read[path])
+        facts.read(shown[path], tables[kind], read[path])
     world = work_out(facts, used, world, steps)
-    text = _toml(facts, ", ".join(dict.fromkeys(str(path) for path in read)), world)
+    text = _toml(facts, ", ".join(shown.values()), world)
     if not any(entry.kind == "refused" for entry in facts.entries):
         _check(text, facts, world)
     return text, facts.entries

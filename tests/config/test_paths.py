@@ -151,6 +151,7 @@ COMMAND_LINES = [
     (["schedule", "--parallel.pp=2", "--out=s3://b/x.svg"], "--out: s3://b/x.svg"),
     (["verify", "s3://b/x.toml"], "s3://b/x.toml"),
     (["legal", "s3://b/x.toml", "--world-size=2"], "s3://b/x.toml"),
+    (["migrate", "s3://b/x.json"], "s3://b/x.json"),
     (["doctor", "--json=s3://b/x.json"], "--json: s3://b/x.json"),
 ]
 

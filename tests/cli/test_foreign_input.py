@@ -1,0 +1,189 @@
+# ruff: noqa: E501
+"""What is wrong with the files of other trainers, in one line each; scripts; traps of meaning."""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from compose.cli.foreign_files import command_line, read_leaves
+from compose.cli.migrate import migrated
+from compose.config.toml import load
+from compose.optim.lr_schedule import learning_rate
+from tests.support.command_lines import answered
+from tests.support.helpers import refusal
+
+DEEPSPEED = '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {%s}}'
+TITAN = "[training]\nlocal_batch_size = 2\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 2\n"
+MEGATRON = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --lr 1e-4 --train-iters 100"
+)
+ARGUMENTS = '{"per_device_train_batch_size": 2, "learning_rate": 1e-4, "max_steps": 10'
+NOTHING = "is empty; give a file with keys"
+# A file's name, its text, and the lines of the refusal, each without the file's name.
+BAD: list[tuple[str, str, str]] = [
+    *((name, " \n", NOTHING) for name in ("a.json", "a.yaml", "a.toml", "a.sh")),
+    ("a.json", "{}", "has no keys; give a file with keys"),
+    ("a.json", '{"train_batch_size": 8,', "line 1: JSON syntax: the file ends too early"),
+    ("a.json", '{"lr": 1 "x": 2}', "line 1: JSON syntax: Expecting ',' delimiter"),
+    ("a.json", '{"optimizer": {"type": "Adam"}, "optimizer": {"type": "Lamb"}}', "optimizer: stands twice; remove one of them"),
+    ("a.json", "[1, 2]", "holds no keys, but one value; give a file with keys"),
+    ("a.yaml", "distributed_type: FSDP\nfsdp_config: {a: 1", "line 2: YAML syntax: expected ',' or '}', but got '<stream end>'"),
+    ("a.yaml", "mixed_precision: bf16\nmixed_precision: no\n", "mixed_precision: stands twice; remove one of them"),
+    ("a.toml", "[training\nsteps = 1", "Expected ']' at the end of a table declaration (at line 1, column 10)"),
+    ("a.toml", "[optimizer]\nlr = 1.0\n[optimizer]\nlr = 2.0\n", "Cannot declare ('optimizer',) twice (at line 3, column 11)"),
+    ("a.sh", "torchrun pretrain_gpt.py --lr 1 --save 'x", "No closing quotation"),
+    ("a.sh", f"{MEGATRON} --optimizer adam --optimizer sgd", "--optimizer: stands twice, with adam and sgd; remove one of them"),
+    ("a.sh", "echo hello", "has no keys; give a file with keys"),
+    ("a.json", '{"colour": 3}', "colour: is no key of DeepSpeed, TrainingArguments, Accelerate, torchtitan, Megatron-LM"),
+    ("a.json", DEEPSPEED.replace("8", "9") % '"stage": 1', "train_batch_size: 9 is not micro-batch 1 x 8 ranks of data parallel; nearest: 8"),
+    ("a.json", DEEPSPEED % '"stage": "two"', 'zero_optimization.stage: expected 0 | 1 | 2 | 3, got "two"'),
+    ("a.json", DEEPSPEED % '"stag": 2', "zero_optimization.stag = 2: DeepSpeed has no such key; the nearest known key is zero_optimization.stage, or remove it"),
+    ("a.json", '{"train_batch_size": "many", "train_micro_batch_size_per_gpu": 1}', 'train_batch_size: expected a whole number, got "many"'),
+    ("a.json", '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}', "train_batch_size: 8 is not micro-batch 2 x accumulation 3 x 8 ranks of data parallel; nearest: 48"),
+    ("a.json", '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}', "train_batch_size: \"auto\" is filled in by transformers' TrainingArguments; give their file too, or write a value"),
+    ("a.json", '{"train_batch_size": 8, "optimizer": {"type": "OneBitAdam"}}', "optimizer.type = OneBitAdam: no such optimizer here; nearest: AdamW"),
+    ("a.json", '{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}', 'scheduler.type: warm-up is along a logarithm, by default; nearest: scheduler.params.warmup_type = "linear"'),
+    ("a.json", f'{ARGUMENTS}, "fp16": true, "bf16": true}}', 'bf16: says "bfloat16" for precision.param, and a.json: fp16 says "float16"; remove one of them'),
+    ("a.json", f'{ARGUMENTS}, "optim": "adafactor"}}', "optim = adafactor: no such optimizer here; nearest: adamw_torch"),
+    ("a.json", f'{ARGUMENTS}, "learning_rat": 1}}', "learning_rat = 1: TrainingArguments has no such key; the nearest known key is learning_rate, or remove it"),
+    ("a.json", '{"per_device_train_batch_size": 2, "warmup_ratio": 0.1, "learning_rate": 1e-4}', "warmup_ratio: 0.1 of the steps, and the steps follow from the data; give --steps N"),
+    ("a.yaml", "distributed_type: FSDP\nnum_machine: 2\n", "num_machine = 2: Accelerate has no such key; the nearest known key is num_machines, or remove it"),
+    ("a.yaml", "distributed_type: MEGATRON_LM\n", "distributed_type = MEGATRON_LM: is migrated from Megatron-LM's own flags; nearest: FSDP"),
+    ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HALF}\n", "fsdp_config.fsdp_sharding_strategy: HALF is not known here; nearest: one of full_shard, 1, shard_grad_op, 2, no_shard, 3, hybrid_shard, 4, hybrid_shard_zero2, _hybrid_shard_zero2, 5"),
+    ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: z.json}\n", "deepspeed_config_file: z.json is not here; give that file too"),
+    ("a.toml", TITAN + '[optimizer]\nname = "SGD"\n', "optimizer.name = SGD: no such optimizer here; nearest: AdamW"),
+    ("a.toml", TITAN + '[model]\nname = "llama4"\nflavor = "debugmodel"\n', "model.name: llama4 debugmodel is no model here (known: llama3, llama2, qwen3, deepseek_v3, gpt_oss); docs/new-architecture.md says how to add one"),
+    ("a.toml", TITAN.replace("local_batch", "local_bach"), "training.local_bach_size = 2: torchtitan has no such key; the nearest known key is training.local_batch_size, or remove it"),
+    ("a.sh", f"{MEGATRON} --optimizer sgd", "--optimizer = sgd: no such optimizer here; nearest: adam"),
+    ("a.sh", f"{MEGATRON} --tensor-model-parallel-siz 2", "--tensor-model-parallel-siz = 2: Megatron-LM has no such key; the nearest known key is --tensor-model-parallel-size, or remove it"),
+    ("a.sh", f"{MEGATRON} --global-batch-size $GBS", "--global-batch-size: $GBS has no value in this script; write a value in its place"),
+    ("a.sh", f"{MEGATRON} --tensor-model-parallel-size 3", "--world-size: 8 is not a multiple of tp 3 x cp 1 x pp 1 = 3; nearest: 9"),
+]  # fmt: skip
+
+
+def lines(path: Path, world: int = 8) -> list[str]:
+    """The lines that refuse a file."""
+    entries: list[str] = []
+
+    def run() -> None:
+        entries.extend(e.line for e in migrated([path], world)[1] if e.kind == "refused")
+
+    return [*refusal(run).splitlines(), *entries]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), BAD)
+def test_bad_input(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    result = [line.removeprefix(f"{path}: ").removeprefix(f"{name}: ") for line in lines(path)]
+    assert result == [expected.removeprefix(f"{name}: ")]
+
+
+def test_no_pyyaml(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("use_cpu: true\n")
+    with mock.patch.dict(sys.modules, {"yaml": None}):
+        text = refusal(read_leaves, tmp_path / "a.yaml")
+    cure = "is YAML, which needs PyYAML; pip install 'dtensor-compose[migrate]'"
+    assert text == f"{tmp_path / 'a.yaml'}: {cure}"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(TITAN)
+    done = answered("-m", "compose", "migrate", str(tmp_path / "a.toml"), "--world-size=4")
+    assert done.returncode == 0, done.stderr
+    assert "local_batch_size = 2 -> train.micro_batch" in done.stderr
+    (tmp_path / "b.toml").write_text(done.stdout)
+    assert load(str(tmp_path / "b.toml")).train.global_batch == 8
+    (tmp_path / "a.toml").write_text(TITAN + "[optimizer]\nlrr = 1\n")
+    done = answered("-m", "compose", "migrate", str(tmp_path / "a.toml"), "--world-size=4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert answered("-m", "compose", "migrate").stderr == (
+        "command line: migrate: needs FILE...; see --help\n"
+    )
+
+
+SCRIPT = """\
+#!/bin/bash
+# A comment --with-flags 3
+GPUS=${GPUS:-8}; NODES=${2:-"4"}
+WORLD=$(($GPUS * NODES))   # of all
+DTYPE="fp8"
+ARGS=(
+    --lr 1e-4  # the rate
+    # --min-lr 1
+    --batch $((WORLD / 4))
+    "--name 'a b'"
+)
+if [[ "$DTYPE" == "fp8" ]]; then
+    ARGS+=(--fp8 hybrid)
+else
+    ARGS+=(--bf16)
+fi
+[ -d x ] && mkdir -p "$(dirname "$X")"
+if [ -n "${KEY}" ]; then ARGS+=(--key $KEY); fi
+MORE="
+    --iters 10 \\
+    --on
+"
+torchrun --nproc_per_node $GPUS \\
+    train.py ${ARGS[@]} "${NONE[@]}" $MORE --save ${OUT}/x --neg -1 2>&1 | tee log.txt
+"""
+
+
+def test_a_script() -> None:
+    assert command_line(SCRIPT) == [
+        ("launcher.--nproc_per_node", 8),
+        ("--lr", 1e-4),
+        ("--batch", 8),
+        ("--name", ["a", "b"]),
+        ("--fp8", "hybrid"),
+        ("--iters", 10),
+        ("--on", True),
+        ("--save", "\0OUT/x"),
+        ("--neg", -1),
+    ]
+
+
+def rates(tmp_path: Path, name: str, text: str, world: int = 8, steps: int = 0) -> list[float]:
+    """The learning rates of the first steps of a migrated file."""
+    (tmp_path / name).write_text(text)
+    toml, entries = migrated([tmp_path / name], world, steps)
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
+    (tmp_path / "out.toml").write_text(toml)
+    config = load(str(tmp_path / "out.toml"))
+    return [learning_rate(step, config.train.steps, config.optimizer) for step in range(8)]
+
+
+def test_warmup_begins_where_each_trainer_begins_it(tmp_path: Path) -> None:
+    """transformers and Megatron-LM from 0, torchtitan above 0, DeepSpeed a step later."""
+    hf = f'{ARGUMENTS}, "warmup_steps": 4}}'
+    assert rates(tmp_path, "a.json", hf)[:5] == pytest.approx([0, 2.5e-5, 5e-5, 7.5e-5, 1e-4])
+    half = hf.replace("4}", "0.4}")  # below 1 it is a ratio
+    assert rates(tmp_path, "a.json", half) == rates(tmp_path, "a.json", hf)
+    titan = rates(tmp_path, "a.toml", TITAN + "[optimizer]\nlr = 1.0\n")
+    assert titan[:4] == pytest.approx([0.5, 1.0, 1.0, 7 / 8])
+    megatron = f"{MEGATRON} --lr-warmup-iters 4 --min-lr 1e-5 --lr-decay-iters 6"
+    expected = [0, 2.5e-5, 5e-5, 7.5e-5, 1e-4, 5.5e-5, 1e-5, 1e-5]
+    assert rates(tmp_path, "a.sh", megatron) == pytest.approx(expected)
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    optimizer = {"type": "Adam", "params": {"lr": 1.0}}
+    both = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": schedule}
+    result = rates(tmp_path, "b.json", json.dumps(both))
+    assert result == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
+
+
+TRAPS = [
+    ("a.json", DEEPSPEED % '"stage": 2, "offload_param": {"device": "cpu"}', "at stage 2 it is left out"),
+    ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
+    ("a.toml", TITAN + "[parallelism]\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n", "so that this run is in float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), TRAPS)
+def test_a_change_of_meaning_is_said(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (tmp_path / name).write_text(text)
+    _, entries = migrated([tmp_path / name], 2 if name == "a.toml" else 8)
+    assert [e for e in entries if e.kind == "changed in meaning" and expected in e.line]
