@@ -83,9 +83,11 @@ def test_sizes_agree() -> None:
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert (job["completions"], job["parallelism"], gpus) == (NODES, NODES, GPUS)
     assert (given.nnodes, given.nproc_per_node) == (str(NODES), str(GPUS))
-    (script,) = container["args"]
-    steps = re.findall(r"--train.steps=(\d+)", script)
-    assert steps == re.findall(r'"step": (\d+),', script)
+    for name in ("kubernetes.yaml", "kubeflow_trainjob.yaml"):
+        (script,) = scripts(name)
+        steps = re.findall(r"--train.steps=(\d+)", script)
+        assert steps == re.findall(r'"step": (\d+),', script)
+        assert len(steps) == 1
     trainer = documents("kubeflow_trainjob.yaml")[0]["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (NODES, GPUS)
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": GPUS}}
