@@ -21,6 +21,7 @@ from compose.data.datasets import task_of
 from compose.errors import ConfigError, whole_number
 from compose.memory.lora import MAGNITUDE, init_adapter, is_adapter
 from compose.memory.quantized import packed, quantized_layers, rounded, weight_shape
+from compose.objects import Remote, as_path
 from compose.ops.cross_entropy import LossFunction
 from compose.ops.tensors import local_region, local_tensor
 from compose.optim.lr_schedule import set_learning_rate
@@ -67,7 +68,7 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
     if config.checkpoint.load_hf:
         from compose.checkpoint.hf_folder import load_hf, name_of
 
-        folder = Path(config.checkpoint.load_hf)
+        folder = as_path(config.checkpoint.load_hf)
         if problems := config_problems(folder, chosen.name, chosen.config):
             raise ConfigError(*problems)
         materialize(whole, device)
@@ -87,7 +88,7 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
         from compose.checkpoint.peft import load_adapters
 
         name = name_of(chosen.name, chosen.config)
-        load_adapters(whole, Path(lora.load), lora, name, job.model)
+        load_adapters(whole, as_path(lora.load), lora, name, job.model)
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def _reader_of_rows(job: Job, device: torch.device) -> Callable[[str, slice], Te
     from compose.checkpoint.hf_folder import TensorFiles, fill_shard, name_of, stored
     from compose.checkpoint.local_shards import LocalShard
 
-    files, hf_name = TensorFiles(Path(folder)), name_of(chosen.name, chosen.config)
+    files, hf_name = TensorFiles(as_path(folder)), name_of(chosen.name, chosen.config)
 
     def read(layer: str, rows: slice) -> Tensor:
         shape, place = shape_of(layer), stored(hf_name(f"{layer}.weight"))
@@ -174,6 +175,8 @@ def build_optimizer(
 def _scratch(config: Config, folder: Path | None, part: str = "") -> Path:
     """Return this rank's own folder for files that are not needed after the run."""
     given, run = config.optimizer.offload_dir, config.run.dir or folder
+    if isinstance(as_path(run or ""), Remote):  # such files stay here
+        run = folder
     if not given and not run:
         remove_left(Path(tempfile.gettempdir()).glob(f"{_NOWHERE}*"))
         return Path(tempfile.mkdtemp(prefix=_NOWHERE))

@@ -196,11 +196,23 @@ def refuse_link_out(path: Path, folder: Path) -> None:
         raise ConfigError(f"{path}: {LEADS_OUT}")
 
 
+def _elsewhere(path: Path) -> bool:
+    """Return whether a path is of object storage (objects.py), which has no links and no half files."""
+    return type(path).open is not Path.open
+
+
+def there(path: Path) -> bool:
+    """Return whether there is anything at ``path``, also a link to nothing."""
+    return path.exists() if _elsewhere(path) else os.path.lexists(path)
+
+
 def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
     """Open a regular file as ``open`` does; text is UTF-8, and the caller closes it.
 
     Raises OSError for a symbolic link, which could lead anywhere, and for a pipe, which could block.
     """
+    if _elsewhere(path):
+        return path.open(mode, buffering)
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -240,12 +252,16 @@ def read_file(path: Path) -> bytes:
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write a small file whole or not at all; a link at ``path`` is replaced, and not followed."""
+    data = content.encode() if isinstance(content, str) else content
+    if _elsewhere(path):
+        path.write_bytes(data)
+        return
     aside = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
         aside.unlink()
     # The mode "x" does not follow links either.
     with aside.open("xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

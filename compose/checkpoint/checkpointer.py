@@ -10,7 +10,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,13 @@ from compose.checkpoint.loading import (
 )
 from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, staged
 from compose.checkpoint.rank_state import HasState
+from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.errors import ConfigError
 from compose.memory.precision import LossScale
+from compose.objects import as_path
 from compose.ops.tensors import gathered_objects
 
 
@@ -127,11 +129,17 @@ class Checkpointer:
         data: Mapping[str, Any] | None = None,
         beside: Sequence[HasState] = (),
         peers: Peers | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
-        """Prepare to save, ``beside`` too, in step with ``peers``; a collective."""
+        """Prepare to save, ``beside`` too, in step with ``peers``; a collective.
+
+        ``uploads``: what is saved in ``folder`` goes to object storage, and a run resumes from there.
+        """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
         self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or Peers()
+        self.uploads = uploads
+        self.kept = uploads.remote / "checkpoints" if uploads else self.root
         self.label = rank_state.label_of(config, beside)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # A rank may wait long for the slowest rank's disk, while no step waits for that.
@@ -143,14 +151,22 @@ class Checkpointer:
         self.report: SaveReport | None = None
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
+        self.stranded = ""  # why the last checkpoint is not in object storage, and where it is
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.reads_files = False  # saves do, of state that is in files
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint; print what was loaded, changed and passed over."""
-        if self.rank == 0:
+        if self.rank == 0 or self.uploads:  # each node has its own folder for uploads
             store.clean(self.root)
-        folders = self._agreed(self.peers.candidates(self.root) if self.rank == 0 else [])
+        if self.rank == 0 and self.uploads:
+            for line in self.uploads.send_left():
+                self._say(line)
+        own = self.peers.candidates(self.kept) if self.rank == 0 else []
+        for part in store.without_manifest(own) if self.uploads else ():
+            self._say(f"{part}: was not sent whole, and is passed over")
+            own.remove(part)
+        folders = self._agreed(own)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
         for folder in folders:
@@ -174,12 +190,12 @@ class Checkpointer:
                         self._say(f"{folder}: goes on with {', '.join(changed)}")
                 return progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
-        run = self.root.parent
+        run = self.kept.parent
         if folders or self._agreed([run] if self.rank == 0 and store.has_saved(run) else []):
             reason = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
             raise ConfigError(
                 f"run.dir: {run}: {reason}, and a run that begins at step 1 would write over the rest:"
-                f" put one back into {self.root}, or begin anew in another run.dir"
+                f" put one back into {self.kept}, or begin anew in another run.dir"
             )
         return None
 
@@ -243,7 +259,7 @@ class Checkpointer:
 
     def _set_aside(self, folders: list[Path], step: int) -> None:
         """Rename this run's checkpoints after ``step`` that its peers lack."""
-        for folder in self.peers.others_lack(self.root, folders, step):
+        for folder in self.peers.others_lack(self.kept, folders, step):
             try:
                 kept = store.set_aside(folder, "earlier")
             except OSError as error:
@@ -289,11 +305,42 @@ class Checkpointer:
                 result = self._publish(target, progress, [entries for _, entries in everyone])
             if result[0]:
                 shutil.rmtree(target, ignore_errors=True)
-        self.report.problem, self.report.bytes = result = self._agreed(result)
+        result = self._agreed(result)
+        if self.uploads and not result[0]:
+            result[0] = self._upload(self.uploads, target, files)
+        self.report.problem, self.report.bytes = result
         self.report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
             best = store.best_first(progress.validations)[: self.config.checkpoint.keep_best]
-            self._prune(self.root / store.name_of(progress.step), best)
+            self._prune(self.kept / store.name_of(progress.step), best)
+
+    def _upload(self, uploads: Uploads, target: Path, files: Iterable[str]) -> str:
+        """Send this rank's ``files``, then what the first rank has; return the problem, or "".
+
+        The folder here stays until a later checkpoint was sent, if this one could not be.
+        """
+        final = self.root / target.name.removeprefix(".writing-")
+        source = final if final.exists() else target  # a node without the first rank has no final one
+        problem = ""
+        try:
+            uploads.send(source, final.name, files)
+        except Exception as error:
+            problem = cause_of(error)
+        problem = next(filter(None, gathered_objects(problem, self.group)), "")
+        if self.rank == 0 and not problem:
+            try:
+                own = set(store.listed(source)) - set(uploads.sizes(final.name))
+                uploads.send(source, final.name, own)
+                uploads.push()  # before the manifest: metrics.jsonl has every step of a checkpoint
+                uploads.complete(source, final.name)
+            except Exception as error:
+                problem = cause_of(error)
+        (problem,) = self._agreed([problem])
+        self.stranded = problem and f"{self.kept / final.name}: {problem}; it is in {final}"
+        old = store.newest_first(self.root)
+        for folder in old[1:] if problem else (*old, target):
+            shutil.rmtree(folder, ignore_errors=True)
+        return problem
 
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """Publish what all ranks have written; return (problem, bytes)."""
@@ -301,7 +348,7 @@ class Checkpointer:
             tensors = {name: entry for part in files for name, entry in part.items()}
             state, config = self._described(progress), dump(self.config)
             everything = store.describe(target, state, config, tensors)
-            store.publish(target, everything)
+            store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
             return [cause_of(error), 0]
         with contextlib.suppress(OSError):  # the checkpoint is published in any case
@@ -309,18 +356,18 @@ class Checkpointer:
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _prune(self, newest: Path, best: Sequence[int] = ()) -> None:
-        keep, before = self.config.checkpoint, self.peers.newest_common(self.root)
+        keep, before = self.config.checkpoint, self.peers.newest_common(self.kept)
         try:
-            store.prune(self.root, keep.keep_last, keep.keep_every, newest, before, best)
+            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {cause_of(error)}"
-            self._say(f"{self.root}: {problem}", own=True)
+            self._say(f"{self.kept}: {problem}", own=True)
 
     def _described(self, progress: Progress) -> dict[str, Any]:
         original = self.config.checkpoint.load_hf
         return {
             **asdict(progress),
-            **({"hugging_face": str(Path(original).resolve())} if original else {}),
+            **({"hugging_face": str(as_path(original).resolve())} if original else {}),
             "model": model_fields(self.config),
             **({"lora": asdict(self.lora)} if self.lora else {}),
             "data": self.data,
@@ -349,10 +396,14 @@ class Checkpointer:
         if self.rank == 0:
             try:
                 store.begin(self.root, step)
+                if self.uploads:
+                    self.uploads.make_room(store.name_of(step))
             except OSError as error:
                 problem = [cause_of(error)]
         if problem := self._agreed(problem):
             raise OSError(problem[0])
+        if self.uploads:  # which may be another folder on each node
+            (self.root / f".writing-{store.name_of(step)}").mkdir(parents=True, exist_ok=True)
 
     def _say(self, text: str, own: bool = False) -> None:
         """Print a line once for the job; one about this run's ``own`` files also beside its peers'."""

@@ -246,9 +246,13 @@ class PartsReader(FileSystemReader):
 
     known: Metadata | None = None
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the description of the checkpoint, read once. DCP's own method would unpickle it."""
-        self.known = self.known or read_metadata(Path(self.path))
+        self.known = self.known or read_metadata(self.folder)
         return self.known
 
     def set_up_storage_reader(
@@ -288,7 +292,7 @@ class PartsReader(FileSystemReader):
 
     def _fill(self, tensor: Tensor, name: str, begin: int) -> None:
         left = bytes_of(tensor)
-        with open_own(Path(self.path) / name, buffering=0) as file:
+        with open_own(self.folder / name, buffering=0) as file:
             file.seek(begin)
             while left:
                 count = file.readinto(left)

@@ -42,6 +42,7 @@ from compose.checkpoint.peft import (
     write_adapters,
 )
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
+from compose.checkpoint.uploads import put_folder
 from compose.config.hugging_face import config_problems, find_hf
 from compose.config.json_files import parse_json
 from compose.config.models import find_model, model_names, short_name
@@ -50,7 +51,8 @@ from compose.config.toml import dump
 from compose.data.generation_config import generation_values
 from compose.data.special_tokens import GENERATION, MODEL, read_beside
 from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
-from compose.errors import ConfigError, write_whole
+from compose.errors import ConfigError, there, write_whole
+from compose.objects import Remote
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan
 
@@ -188,12 +190,14 @@ def export(
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes ``target`` if nothing fails."""
-    if os.path.lexists(target):
+    away = isinstance(target, Remote)
+    if there(target):
         raise ConfigError(f"{target}: exists already; choose another target")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The name is new, so a failure removes nobody else's files.
-        aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=target.parent))
+        place = None if away else target.parent
+        aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=place))
         mask = os.umask(0o022)  # it can be read only by setting it
         os.umask(mask)
         aside.chmod(0o777 & ~mask)
@@ -201,7 +205,11 @@ def _new_folder(target: Path) -> Iterator[Path]:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     try:
         yield aside
-        aside.rename(target)
+        if away:
+            put_folder(aside, target)
+            shutil.rmtree(aside)
+        else:
+            aside.rename(target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):

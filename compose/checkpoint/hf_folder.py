@@ -34,6 +34,7 @@ from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
 from compose.memory.lora import is_adapter
 from compose.memory.quantized import quantized_layers, weight_shape
+from compose.objects import as_path
 from compose.ops.tensors import tied_names
 
 # Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
@@ -47,7 +48,7 @@ HfName = Callable[[str], str | Stored]
 
 def source_problems(job: Job) -> list[str]:
     """Return everything that keeps ``checkpoint.load_hf`` from filling the model of ``job``."""
-    folder, model = Path(job.config.checkpoint.load_hf), job.config.model
+    folder, model = as_path(job.config.checkpoint.load_hf), job.config.model
     if not folder.is_dir():
         return [no_folder(folder)]
     problems = config_problems(folder, model.name, model.config)
@@ -97,7 +98,7 @@ def load_hf(
 
     ``whole`` is the model on meta, if ``model`` is a pipeline's part of it.
     """
-    files = TensorFiles(Path(folder))
+    files = TensorFiles(as_path(folder))
     if problems := differences(files, whole or model, hf_name):
         raise ConfigError(*problems)
     coded = quantized_layers(module_of(model))  # fill_weights fills them

@@ -21,6 +21,7 @@ from compose.config.models import short_name, training_fields
 from compose.config.tables import Config
 from compose.config.toml import dump, tomllib
 from compose.errors import ConfigError, open_own, toml_value
+from compose.objects import as_path
 from compose.ops.tensors import gathered_objects
 from compose.optim.optimizers import make_state
 
@@ -121,7 +122,7 @@ def lora_fields(config: Config) -> store.Adapters | None:
     if not lora.rank:
         return None
     base = base_identity(folder, config.train.seed)
-    where = str(Path(folder).resolve()) if folder else ""
+    where = str(as_path(folder).resolve()) if folder else ""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     more = {"rslora": lora.rslora, "dora": lora.dora, "dropout": lora.dropout, "kept": lora.base}
     return store.Adapters(lora.rank, lora.effective_alpha, targets, base, where, **more)

@@ -34,6 +34,7 @@ from compose.config.models import InitialisedModel
 from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out, toml_value
 from compose.memory.lora import Lora, adapt, is_adapter, linear_layers
 from compose.memory.quantized import rounded
+from compose.objects import as_path
 from compose.parallel.lora_parallel import TINY
 from compose.plan import Plan
 from compose.weights import init_weights
@@ -155,7 +156,7 @@ def adapter_problems(job: Job) -> list[str]:
         hf_name = name_of(model.name, model.config)
     except ConfigError as error:
         return error.problems
-    return peft_problems(Path(model.lora.load), model.lora, job.model, hf_name)
+    return peft_problems(as_path(model.lora.load), model.lora, job.model, hf_name)
 
 
 def named_adapters(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +189,7 @@ def base_identity(load_hf: str, seed: int) -> str:
     """
     if not load_hf:
         return f"drawn by seed {seed}"
-    files, digest = TensorFiles(Path(load_hf)), hashlib.sha256()
+    files, digest = TensorFiles(as_path(load_hf)), hashlib.sha256()
     for name, entry in sorted(files.entries.items()):
         region = [slice(0, 1) for _ in entry.shape[1:]] + [slice(0, _SAMPLED) for _ in entry.shape[:1]]
         values = files.read(name, region).to(torch.float32).contiguous()
@@ -227,7 +228,7 @@ def merged_weights(
     """
     assert known.lora is not None
     lora, base = known.lora, known.lora.load_hf
-    files = TensorFiles(Path(base)) if base else None
+    files = TensorFiles(as_path(base)) if base else None
     if files and (problems := differences(files, model, hf_name)):
         raise ConfigError(*problems)
     if base_identity(base, known.seed) != lora.base:

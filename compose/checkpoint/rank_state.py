@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
 from compose.checkpoint import store
 from compose.checkpoint.local_shards import LocalShard
+from compose.checkpoint.safetensors_files import opened
 from compose.config.tables import Config
 from compose.errors import ConfigError, open_own, write_whole
 from compose.ops.tensors import gathered_objects
@@ -68,7 +69,7 @@ def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor
     state: dict[str, Tensor] | None = None
     path = _file(folder, group.rank())
     try:
-        with open_own(path), safe_open(path, "pt") as file:
+        with open_own(path), opened(path) as file:
             if (file.metadata() or {}).get("of") == label:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):

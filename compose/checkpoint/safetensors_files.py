@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
-from compose.config.json_files import read_json
-from compose.errors import LEADS_OUT, ConfigError, Positive, leads_out, refuse_link_out
+from compose.config.json_files import parse_json, read_json
+from compose.errors import LEADS_OUT, ConfigError, Positive, leads_out, open_own, refuse_link_out
+from compose.objects import Remote
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_HEADER = 100 * 10**6  # bytes of the longest header that safetensors reads
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # The types of the format that our checkpoints may hold.
 NAMES = {
@@ -63,12 +66,93 @@ class _Index:
     weight_map: dict[str, str]
 
 
+class _RemoteFile:
+    """A file in object storage, as ``safe_open`` gives a file here: a read asks for whole rows.
+
+    So each rank reads about what it keeps, and no node needs room for the files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = int.from_bytes(self.bytes(0, 8), "little")
+        if size > _HEADER:
+            raise SafetensorError("is no safetensors file")
+        try:
+            values = parse_json(bytes(self.bytes(8, size)), dict[str, dict[str, Any]])
+            self.words, self.begin = values.pop("__metadata__", {}), 8 + size
+            self.stored = {name: _Stored(self, **entry) for name, entry in values.items()}
+        except (TypeError, ValueError) as error:
+            raise SafetensorError(str(error)) from None
+
+    def __enter__(self) -> "_RemoteFile":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def keys(self) -> Iterable[str]:
+        return self.stored
+
+    def metadata(self) -> dict[str, str]:
+        return self.words
+
+    def get_slice(self, name: str) -> "_Stored":
+        return self.stored[name]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.stored[name][...]
+
+    def bytes(self, begin: int, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        with open_own(self.path, buffering=0) as file:
+            file.seek(begin)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise SafetensorError("ends too early")
+        return data
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in the header of a :class:`_RemoteFile`, which reads it."""
+
+    file: _RemoteFile
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, region: Any) -> Tensor:
+        (begin, end), shape, cut = self.data_offsets, self.shape, ()
+        if region is not ... and 0 not in shape:
+            (start, stop, _), cut = region[0].indices(shape[0]), (slice(None), *region[1:])
+            row = (end - begin) // shape[0]
+            begin, end = begin + start * row, begin + max(start, stop) * row
+            shape = [max(0, stop - start), *shape[1:]]
+        data = self.file.bytes(self.file.begin + begin, end - begin)
+        words = {"": {"dtype": self.dtype, "shape": shape, "data_offsets": [0, end - begin]}}
+        text = json.dumps(words).encode()
+        return load(bytes(len(text).to_bytes(8, "little") + text + data))[""][cut or ...]
+
+
+def opened(path: Path) -> Any:
+    """Open a file as ``safe_open`` does, wherever it is."""
+    return _RemoteFile(path) if isinstance(path, Remote) else safe_open(path, "pt")
+
+
 class TensorFiles:
     """The tensors of a folder; ``entries`` lists them by name, and ``read`` reads parts of them."""
 
     def __init__(self, folder: Path, only: str = "") -> None:
         """Read the headers of the files in ``folder``, or of the one file ``only``."""
         self.folder = folder
+        self.remote: dict[Path, Any] = {}  # open files of object storage, which map no memory
         self.entries: dict[str, TensorEntry] = {}
         problems = []
         for path in [folder / only] if only else self._paths():
@@ -79,7 +163,7 @@ class TensorFiles:
                 problems.append(f"{path}: is no file")
                 continue
             try:
-                with safe_open(path, "pt") as file:
+                with self._opened(path) as file:
                     for name in file.keys():  # noqa: SIM118 (it has no iterator)
                         part = file.get_slice(name)
                         entry = TensorEntry(tuple(part.get_shape()), part.get_dtype(), path)
@@ -92,6 +176,11 @@ class TensorFiles:
                 problems.append(f"{path}: cannot be read: {error}")
         if problems:
             raise ConfigError(*problems)
+
+    def _opened(self, path: Path) -> Any:
+        if isinstance(path, Remote) and path not in self.remote:
+            self.remote[path] = opened(path)
+        return self.remote.get(path) or opened(path)
 
     def _paths(self) -> list[Path]:
         index = self.folder / INDEX
@@ -121,7 +210,7 @@ class TensorFiles:
     def read(self, name: str, region: Sequence[slice]) -> Tensor:
         """Read a part of a tensor."""
         # Open the file each time: while a file stays mapped, all pages read from it stay in memory.
-        with safe_open(self.entries[name].path, "pt") as file:
+        with self._opened(self.entries[name].path) as file:
             return file.get_slice(name)[tuple(region) or ...]
 
 

@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
 from compose.config.json_files import Count, read_json
-from compose.errors import ConfigError, open_own, write_whole
+from compose.errors import ConfigError, open_own, there, write_whole
 from compose.memory.quantized import Base
+from compose.objects import Remote, StoreError
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -139,7 +140,7 @@ def begin(root: Path, step: int) -> Path:
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file's bytes."""
     value, block = 0, memoryview(bytearray(_BLOCK))
-    with open_own(path, buffering=0) as file:
+    with open_own(path) as file:
         while size := file.readinto(block):
             value = zlib.crc32(block[:size], value)
     return value
@@ -163,16 +164,21 @@ def describe(
     return {**described(p for p in folder.iterdir() if p.name not in tensors), **tensors}
 
 
-def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
-    """Write the manifest, flush all files to the device, and give the folder its final name."""
+def publish(folder: Path, files: Mapping[str, Mapping[str, int]], elsewhere: bool = False) -> Path:
+    """Write the manifest, flush all files to the device, and give the folder its final name.
+
+    Some files may be ``elsewhere``: on other nodes, whose ranks send them.
+    """
     for name, entry in files.items():
+        if not (folder / name).exists() and elsewhere:
+            continue
         if (folder / name).stat().st_size != entry["size"]:
             raise OSError(f"{name} was not written whole")
     write_whole(folder / MANIFEST, json.dumps({"files": files}, indent=1))
     for path in (*folder.iterdir(), folder):
         _flush(path)
     final = folder.with_name(folder.name.removeprefix(".writing-"))
-    if os.path.lexists(final):
+    if there(final):
         set_aside(final, "damaged")
     folder.rename(final)
     _flush(final.parent)
@@ -182,18 +188,18 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, int]]) -> Path:
 def set_aside(folder: Path, why: str) -> Path:
     """Give a checkpoint's folder a name that nothing reads, with a word on why; return it."""
     names = (folder.with_name(f"{folder.name}.{why}-{i}") for i in range(1, 10**6))
-    return folder.rename(next(name for name in names if not os.path.lexists(name)))
+    return folder.rename(next(name for name in names if not there(name)))
 
 
 def mark(run: Path) -> None:
     """Note in a run's folder that the run has had a checkpoint, for a later start that finds none."""
-    if not os.path.lexists(run / MARK):
+    if not there(run / MARK):
         write_whole(run / MARK, "A checkpoint was saved in this folder.\n")
 
 
 def has_saved(run: Path) -> bool:
     """Return whether the run of a folder has had a checkpoint."""
-    return os.path.lexists(run / MARK)
+    return there(run / MARK)
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -202,9 +208,14 @@ def newest_first(root: Path) -> list[Path]:
     return sorted(result, key=step_of, reverse=True)
 
 
+def without_manifest(folders: Iterable[Path | str]) -> list[Path]:
+    """Return the folders that have no manifest: in object storage those that were not sent whole."""
+    return [each for each in folders if isinstance(each, Path) and not there(each / MANIFEST)]
+
+
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return one line for each way in which a checkpoint differs from what was published."""
-    if not os.path.lexists(folder / MANIFEST):
+    if not there(folder / MANIFEST):
         return [f"{MANIFEST} is missing"]
     try:
         path = folder / MANIFEST
@@ -214,6 +225,8 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
             return [f"{MANIFEST} names {outside[0]!a}, which is no file of the folder's own"]
         if share[0] == 0:
             _check_all_there(folder, files)
+    except StoreError:  # the damage of a checkpoint that cannot be reached is not known
+        raise
     except ConfigError as error:
         return error.problems
     mine = sorted(files)[share[0] :: share[1]]
@@ -243,11 +256,19 @@ def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
             return read()
     except FileNotFoundError:
         raise ConfigError(f"{name} is missing") from None
+    except StoreError:
+        raise
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
     except ConfigError as error:
         reason = str(error).removeprefix(f"{folder / name}: ")
         raise ConfigError(f"{name} cannot be read: {reason}") from None
+
+
+def listed(folder: Path) -> dict[str, int]:
+    """Return the size of each file that a checkpoint's manifest lists."""
+    files = read_json(folder / MANIFEST, _Manifest, own=True).files
+    return {name: entry.size for name, entry in files.items()}
 
 
 def _is_plain(name: str) -> bool:
@@ -263,6 +284,8 @@ def _problem(path: Path, entry: FileEntry) -> str:
             return f"{path.name} is not what was written (checksum)"
     except FileNotFoundError:
         return f"{path.name} is missing"
+    except StoreError:
+        raise
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
     return ""
@@ -291,17 +314,27 @@ def prune(
     before: float = math.inf,
     best: Collection[int] = (),
 ) -> None:
-    """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``."""
+    """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``.
+
+    In object storage a folder without one is the rest of an upload, or of a deletion.
+    """
     for place, folder in enumerate(newest_first(root)):
         kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
         kept = kept or step_of(folder) >= before or step_of(folder) in best
-        others = folder.is_symlink() or not (folder / MANIFEST).exists()
-        if kept or folder == newest or others:
-            continue
-        # Rename first: an interrupted deletion must not leave half a checkpoint.
-        gone = folder.with_name(f".deleting-{folder.name}")
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        whole = not folder.is_symlink() and (folder / MANIFEST).exists()
+        rest = isinstance(folder, Remote) and not whole and step_of(folder) < step_of(newest)
+        if rest or (whole and not kept and folder != newest):
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint. An interrupted deletion leaves none that anything reads."""
+    if isinstance(folder, Remote):
+        folder.remove(first=MANIFEST)
+        return
+    gone = folder.with_name(f".deleting-{folder.name}")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def clean(root: Path) -> None:

@@ -289,3 +289,4 @@ Commands, their flags and every key are completed.
 # The flags of all commands whose value is a path. Plain words are paths too.
 PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}
 PATH_FLAGS |= {"--prompts", "--tokenizer", "--write"}
+STORE_FLAGS = {"--original", "--tokenizer"}  # they also take what is in object storage

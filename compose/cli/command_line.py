@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compose.checkpoint.store import newest_first
-from compose.cli import COMMANDS, PATH_FLAGS, TRAIN, Usage
+from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage
 from compose.config import rules
 from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
@@ -33,6 +33,7 @@ from compose.errors import (
     type_name,
     whole_number,
 )
+from compose.objects import Remote, any_path, as_path
 from compose.train.run_folder import strangers
 from compose.train.trackers import missing_libraries
 
@@ -158,15 +159,20 @@ def launched_ranks() -> int:
     return max(1, int(os.environ["WORLD_SIZE"]))
 
 
-def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True) -> Words:
-    """Take a command line apart: its flags, --help and -h, and --table.key=value with ``keys``."""
+def read_words(
+    words: Sequence[str], flags: Mapping[str, str], keys: bool = True, stores: bool = False
+) -> Words:
+    """Take a command line apart: its flags, --help and -h, and --table.key=value with ``keys``.
+
+    With ``stores`` a word that is no option may be a URL.
+    """
     known = [*flags, "--help"]
     result = Words([], [], {}, [])
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            result.plain.append(named_path(word))
+            result.plain.append(named_path(word, here=not stores))
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         if name in known and not flags.get(name):
@@ -183,35 +189,37 @@ def read_words(words: Sequence[str], flags: Mapping[str, str], keys: bool = True
                 raise flag_error(name, f"needs a value: {name}=value")
             value = rest.pop(0)
         if name in flags:
-            result.flags[name] = named_path(value, f"{name}: ") if name in PATH_FLAGS else value
+            if name in PATH_FLAGS:
+                value = named_path(value, f"{name}: ", here=name not in STORE_FLAGS)
+            result.flags[name] = value
             result.given.append((name, result.flags[name]))
         else:
             result.overrides.append((name.removeprefix("--"), value))
     return result
 
 
-def named_path(text: str, flag: str = "") -> str:
-    """Return a path of a command line, with ``~`` expanded."""
+def named_path(text: str, flag: str = "", here: bool = True) -> str:
+    """Return a path of a command line, with ``~`` expanded; one that is not ``here`` may be a URL."""
     try:
-        return local_path(text)
+        return local_path(text) if here else any_path(text)
     except ValueError as error:
         raise ConfigError(f"{COMMAND_LINE}: {flag}{text} {error}") from None
 
 
 def model_path(text: str, flag: str = "") -> Path:
     """Return a model's folder; for a name in the hub's cache it says which folder that is."""
-    path = named_path(text, flag)
+    path = named_path(text, flag, here=False)
     folder = model_folder(path)
     if folder != path:
         _warn(f"{flag}{hub_name(folder)} of the hub's local cache: {folder}")
-    return Path(folder)
+    return as_path(folder)
 
 
 def say_source(where: str, folder: str) -> None:
     """Say which folder of the hub's cache a model comes from, and which of its layers are left out."""
     if name := hub_name(folder):
         _warn(f"{where}{name} of the hub's local cache: {folder}")
-    if folder and (line := left_out(Path(folder))):
+    if folder and (line := left_out(as_path(folder))):
         _warn(f"{where}{line}")
 
 
@@ -226,7 +234,7 @@ def read_flags(command: str, words: Sequence[str]) -> Words:
     if {"--help", "-h"} & set(words):
         print(usage.text, end="")
         raise SystemExit(0)
-    return read_words(words, usage.flags, keys=False)
+    return read_words(words, usage.flags, keys=False, stores=command in ("convert", "generate"))
 
 
 def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
@@ -270,8 +278,8 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
         return problems
     keep = config.checkpoint
     # A run of whole weights goes on without the folder that it began with.
-    gone = keep.resume == "auto" and not Path(keep.load_hf).is_dir() and not config.model.lora.rank
-    begun = bool(gone and config.run.dir and newest_first(Path(config.run.dir) / "checkpoints"))
+    gone = keep.resume == "auto" and not as_path(keep.load_hf).is_dir() and not config.model.lora.rank
+    begun = bool(gone and config.run.dir and newest_first(as_path(config.run.dir) / "checkpoints"))
     if keep.load_hf and job and not begun:
         from compose.checkpoint.hf_folder import source_problems
 
@@ -281,13 +289,13 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
 
         problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
     problems += missing_libraries(config)
-    with noted(problems), written("run.dir: cannot write to", Path(config.run.dir or "runs")):
+    with noted(problems), written("run.dir: cannot write to", as_path(config.run.dir or "runs")):
         problems += _run_dir(config)
     return problems
 
 
 def _run_dir(config: Config) -> list[str]:
-    folder, keep = Path(config.run.dir or "runs"), config.checkpoint
+    folder, keep = as_path(config.run.dir or "runs"), config.checkpoint
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
     resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
     for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
@@ -299,7 +307,11 @@ def _run_dir(config: Config) -> list[str]:
     if config.run.dir and (problems := strangers(folder)):
         return problems
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # its name is new
+    if isinstance(folder, Remote):
+        (folder / ".written").write_bytes(b"by a run, to see whether it can\n")
+        (folder / ".written").unlink()
+    else:
+        tempfile.TemporaryFile(dir=folder).close()  # its name is new
     return []
 
 

@@ -31,6 +31,7 @@ from compose.config.hugging_face import left_out
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
 from compose.errors import ConfigError, printable, refused_in
+from compose.objects import as_path
 from compose.parallel.mesh import AXES, init_mesh
 from compose.train.processes import process_group
 from compose.train.workers import this_worker
@@ -122,7 +123,7 @@ def convert(arguments: Sequence[str]) -> int:
     folders, flags = given.plain, given.flags
     if len(folders) != 2:
         raise flag_error("convert", f"needs SOURCE and TARGET, got {len(folders)} folders")
-    source, target = model_path(folders[0]), Path(folders[1])
+    source, target = model_path(folders[0]), as_path(folders[1])
     config = load(flags["--config"]) if "--config" in flags else None
     if is_hugging_face(source):
         for flag in ("--original", "--dtype", "--merged", "--best"):
@@ -137,7 +138,7 @@ def convert(arguments: Sequence[str]) -> int:
         kinds = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if name not in kinds:
             raise flag_error("--dtype", f"{name} is none of {', '.join(kinds)}")
-        original = Path(flags["--original"]) if "--original" in flags else None
+        original = as_path(flags["--original"]) if "--original" in flags else None
         checkpoint, merged = checkpoints(source, "--best" in flags)[0], "--merged" in flags
         adapters = False
         if "--best" in flags:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +38,9 @@ from compose.data.chat_messages import Chat, read_chat
 from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
-from compose.errors import ConfigError, noted
+from compose.errors import ConfigError, noted, there
 from compose.memory.compilation import Compile
+from compose.objects import as_path
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel, init_mesh
 from compose.train.processes import process_group
@@ -71,7 +71,7 @@ def generate(arguments: Sequence[str]) -> int:
         print(*(f"  {name:<13}{words}" for name, words in sampler.flags.items()), sep="\n")
         return 0
     flags = {**sampler.flags, "--best": ""} if sampler else COMMANDS["generate"].flags
-    words = read_words(arguments, flags)
+    words = read_words(arguments, flags, stores=True)
     if len(words.plain) != 1:
         raise flag_error("generate", f"needs one CHECKPOINT, got {len(words.plain)}")
     source = model_path(words.plain[0])
@@ -92,7 +92,7 @@ def _source(arguments: Sequence[str]) -> Path | None:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            return Path(model_folder(named_path(word)))
+            return as_path(model_folder(named_path(word, here=False)))
         if "=" not in word and word not in ("-h", "--help", "--best") and rest:
             rest.pop(0)
     return None
@@ -116,7 +116,7 @@ def _stored_config(source: Path, folders: Sequence[Path], own: Sequence[str]) ->
     if folders:
         files = [folder / "config.toml" for folder in folders]
         paths = [("model.path", path) for path in own]
-        return load_toml(str(next(filter(os.path.lexists, files), files[0])), paths, alone=True)
+        return load_toml(str(next(filter(there, files), files[0])), paths, alone=True)
     return Config(
         model=model_in(source, folder_name(own[-1]) if own else ""),
         checkpoint=Checkpoint(load_hf=str(source)),

@@ -18,7 +18,8 @@ from pydantic import AfterValidator
 
 from compose.config.json_files import read_json
 from compose.config.models import model_names, module_of, training_fields
-from compose.errors import ConfigError, LocalPath, read_own, refuse_link_out
+from compose.errors import ConfigError, read_own, refuse_link_out
+from compose.objects import AnyPath
 
 if TYPE_CHECKING:
     from compose.checkpoint.hf_stored import Stored
@@ -185,5 +186,5 @@ def unfetched(text: str | Path) -> str:
     )
 
 
-ModelFolderPath = Annotated[LocalPath, AfterValidator(model_folder)]
+ModelFolderPath = Annotated[AnyPath, AfterValidator(model_folder)]
 """The type of a key with a model's folder, or a name of the hub."""

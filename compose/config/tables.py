@@ -13,11 +13,12 @@ from pydantic import Field
 from compose.composition import Options
 from compose.config.addons import ADD_ONS, brought
 from compose.config.hugging_face import ModelFolderPath
-from compose.errors import LocalPath, LocalPaths, NonNegative, Positive, ReadWith, Weight
+from compose.errors import LocalPath, NonNegative, Positive, ReadWith, Weight
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
 from compose.memory.lora import Lora
 from compose.memory.precision import Precision
+from compose.objects import AnyPath, AnyPaths
 from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
@@ -31,8 +32,11 @@ _PATIENCE = ReadWith("is read with patience; set {}", patience=())
 class Run:
     """The table [run]."""
 
-    dir: LocalPath = ""
-    """Folder that holds all a run leaves; empty is runs/<timestamp>."""
+    dir: AnyPath = ""
+    """Folder that holds all a run leaves, here or in object storage (s3://, gs://, hf://); empty is
+    runs/<timestamp>."""
+    staging: LocalPath = ""
+    """Folder here for what is on its way to object storage; empty is ~/.cache/dtensor-compose."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto is cuda where there is one."""
 
@@ -105,12 +109,12 @@ class Metrics:
 class Data:
     """The table [data]: what is trained on."""
 
-    path: LocalPaths = "stdlib"
+    path: AnyPaths = "stdlib"
     """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), a
     folder of compose tokenize, or a token file: .bin or .npy; several in a list are mixed."""
     weights: tuple[Weight, ...] = ()
     """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
-    validation: LocalPath = ""
+    validation: AnyPath = ""
     """All of this data is used for the validation loss; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a .bin token file."""

@@ -27,6 +27,7 @@ from compose.errors import (
     toml_value,
     type_name,
 )
+from compose.objects import as_path
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -162,7 +163,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
         place = os.path.realpath(file)  # not Path.resolve, which fails for a loop of links
         if place in above:
             raise ConfigError(f"{file}: extends itself")
-        with open_own(Path(file), "r") if alone else open(file, encoding="utf-8") as opened:
+        with open_own(as_path(file), "r") if alone else open(file, encoding="utf-8") as opened:
             # Some editors begin a file with a byte order mark, which has no meaning.
             text = opened.read().removeprefix("\ufeff")
         content = tomllib.loads(text, parse_float=_float)
@@ -331,9 +332,9 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
         blamed = str(error).partition(":")[0]
         origins = (keys.origins.get(("model", key)) for key in (blamed, *values))
         keys.problems.append(f"{next(filter(None, origins), 'model')}: model.{error}")
-    if own and values and Path(begun.load_hf).is_dir():
+    if own and values and as_path(begun.load_hf).is_dir():
         origin = keys.origins["checkpoint", "load_hf"]
-        problems = config_problems(Path(begun.load_hf), name, config)
+        problems = config_problems(as_path(begun.load_hf), name, config)
         keys.problems += [f"{origin}: checkpoint.load_hf: {problem}" for problem in problems]
     return Model(name, path, preset, config)
 
@@ -360,7 +361,7 @@ def _described(
 
     None stands for fields that are all given, as in the file that a run has written.
     """
-    folder, kept = Path(begun.load_hf), []
+    folder, kept = as_path(begun.load_hf), []
     if "name" in words and not set(docs(find_model(words["name"]).Config)) - set(given):
         return None
     if not begun.load_hf:
@@ -369,7 +370,7 @@ def _described(
             " folder with config.json"
         )
     if run and begun.resume == "auto" and not folder.is_dir():
-        kept = sorted(Path(run).glob("checkpoints/step-*/config.toml"), reverse=True)
+        kept = sorted(as_path(run).glob("checkpoints/step-*/config.toml"), reverse=True)
     for file in kept:
         with suppress(ConfigError):
             return load(str(file), alone=True).model

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from compose.data.samples import Samples
+from compose.data.token_files import READERS
+from compose.objects import Remote, as_path
 from compose.ops.batch import ignore_all
 
 
@@ -87,6 +89,9 @@ class Batches:
         self.sets, self.global_batch, self.seed = sets, global_batch, seed
         self.interleaving = Interleaving(weights or [Fraction(len(each)) for each in sets])
         self.rows = rows_of(share, global_batch)
+        # A store answers slowly, so that all samples of a batch are asked for at once.
+        remote = any(isinstance(as_path(each.name), Remote) for each in sets)
+        self.asked = ThreadPoolExecutor(READERS, "samples") if remote else None
         self.reader: ThreadPoolExecutor | None = None
         self.ahead: dict[int, Future[dict[str, Tensor]]] = {}
         if device and device.type == "cuda":
@@ -103,7 +108,8 @@ class Batches:
         return mine.result()
 
     def _read(self, first: int) -> dict[str, Tensor]:
-        return stacked([self._sample(first + row) for row in self.rows])
+        numbers = [first + row for row in self.rows]
+        return stacked([*(self.asked.map if self.asked else map)(self._sample, numbers)])
 
     def _pinned(self, first: int) -> dict[str, Tensor]:
         return {name: value.pin_memory() for name, value in self._read(first).items()}

@@ -28,6 +28,7 @@ from compose.data.tokenizer import (
     tokenizer_files,
 )
 from compose.errors import ConfigError, write_whole
+from compose.objects import as_path
 from compose.ops.batch import count_targets
 from compose.parallel.output_projection import CrossEntropy
 
@@ -102,7 +103,7 @@ def open_data(config: Config) -> OpenData:
     validation = opened("validation", data.validation) if data.validation else []
     compared += validation
     known = [(each.name, each.tokenizer) for each in compared if each.tokenizer is not None]
-    folder = Path(config.checkpoint.load_hf)
+    folder = as_path(config.checkpoint.load_hf)
     if config.checkpoint.load_hf and (folder / FILE).exists():
         try:
             known.insert(0, (str(folder), open_tokenizer(folder).sha256))
@@ -167,7 +168,7 @@ def tokenizer_of(config: Config, sets: Sequence[Samples]) -> Tokenizer:
     """Return the tokenizer of the data, or else that of ``checkpoint.load_hf``."""
     folders = [each.token_set.path for each in sets if each.token_set]
     original = config.checkpoint.load_hf
-    folders += [Path(original)] if original else []
+    folders += [as_path(original)] if original else []
     for folder in folders:
         if (folder / FILE).exists():
             return open_tokenizer(folder)
@@ -181,7 +182,7 @@ def tokenizer_of(config: Config, sets: Sequence[Samples]) -> Tokenizer:
 
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
     """Copy the token files of ``checkpoint.load_hf`` and the tokenizer of the data into a folder."""
-    original, sets = Path(config.checkpoint.load_hf), [each.token_set for each in batches.sets]
+    original, sets = as_path(config.checkpoint.load_hf), [each.token_set for each in batches.sets]
     sources = [each.path for each in sets if each and (each.path / FILE).exists()]
     # A resumed run may be older than its first folder, which may be gone.
     begun = bool(config.checkpoint.load_hf) and (original / MODEL).exists()

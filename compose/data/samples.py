@@ -9,10 +9,9 @@ A set numbers the samples of an epoch, and batches.py decides their order.
 
 import bisect
 import functools
-import glob
-import os
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +23,7 @@ from compose.config.tables import Data
 from compose.data.documents import JSON_LINES, PACKED
 from compose.data.token_files import (
     MANIFEST,
+    READERS,
     ArrayFile,
     TokenRow,
     TokenSet,
@@ -35,6 +35,7 @@ from compose.data.token_files import (
 )
 from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
+from compose.objects import as_path, files_at
 from compose.ops.batch import IGNORE
 
 _CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read
@@ -281,12 +282,12 @@ def open_samples(
     """Open the samples at ``path``; ``pairs`` is the class of those of a token set of pairs."""
     if path == "stdlib":
         return Windows(path, _stdlib(), SEPARATOR, seq_len, vocab_size, "")
-    if os.path.isdir(path):
-        if not (Path(path) / MANIFEST).exists():
-            raise ConfigError(f"{path} {_what_it_is(Path(path), path)}")
-        return _of_token_set(path, open_token_set(Path(path)), seq_len, vocab_size, pairs)
-    result = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-    paths = sorted(each for each in map(Path, result) if each.is_file())
+    folder = as_path(path)
+    if folder.is_dir():
+        if not (folder / MANIFEST).exists():
+            raise ConfigError(f"{path} {_what_it_is(folder, path)}")
+        return _of_token_set(path, open_token_set(folder), seq_len, vocab_size, pairs)
+    paths = files_at(path)
     if not paths:
         raise ConfigError(f"no file at {path}")
     openers: dict[str, Callable[[Path], ArrayFile]] = {
@@ -370,5 +371,7 @@ def _stdlib() -> TokenRow:
 
 def _bytes_of(paths: Iterable[Path]) -> TokenRow:
     end = np.array([SEPARATOR], dtype=np.uint16)
-    parts = [part for path in paths for part in (np.frombuffer(path.read_bytes(), dtype=np.uint8), end)]
+    with ThreadPoolExecutor(READERS) as readers:
+        texts = readers.map(lambda path: path.read_bytes(), paths)
+    parts = [part for text in texts for part in (np.frombuffer(text, dtype=np.uint8), end)]
     return TokenRow([np.concatenate([*parts, end[:0]]).astype(np.uint16)])

@@ -12,7 +12,8 @@ end token, and lies in one shard.
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,10 +24,12 @@ from pydantic import BaseModel, Field
 from compose.config.json_files import Count, read_json
 from compose.data.tokenizer import tokenizer_files
 from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out, state_of
+from compose.objects import Remote
 
 _BLOCK = 1 << 22  # elements in memory at once while a row is checked
 _WHOLE = 1 << 26  # a digest reads every element of files up to this count
 _SPREAD = 1024  # blocks that a digest reads of a longer row
+READERS = 16  # files or blocks read at once: object storage answers slowly, but many at a time
 _SPREAD_BLOCK = 1 << 13  # elements in each of these blocks
 # The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
 _MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -109,7 +112,8 @@ class TokenRow:
         else:
             last = max(0, len(self) - _SPREAD_BLOCK)
             starts = (last * i // (_SPREAD - 1) for i in range(_SPREAD))
-            blocks = (self.read(start, start + _SPREAD_BLOCK) for start in starts)
+            with ThreadPoolExecutor(READERS) as readers:
+                blocks = readers.map(lambda start: self.read(start, start + _SPREAD_BLOCK), starts)
         for block in blocks:
             result.update(block.astype("<u4").tobytes())
         return result.hexdigest()[:16]
@@ -227,13 +231,16 @@ def open_token_set(folder: Path) -> TokenSet:
     if tokenizer.end >= tokenizer.vocab_size or (tokenizer.end < 0 and not chat):
         raise ConfigError(f"{path}: tokenizer.end: {tokenizer.end} is no id of its vocabulary")
     problems: list[str] = []
+    # A question for each file would take minutes, so a store lists all at once.
+    sizes = folder.sizes() if isinstance(folder, Remote) else None
 
     def files(name: str, dtype: str, what: Literal["tokens", "documents"]) -> list[ArrayFile]:
         results = []
         for shard in manifest.shards:
             file = folder / f"{name}-{shard.name}.bin"
             results.append(ArrayFile(file, np.dtype(dtype), getattr(shard, what)))
-            problems.extend(_file_problems(file, folder, len(results[-1]) * results[-1].dtype.itemsize))
+            wanted = len(results[-1]) * results[-1].dtype.itemsize
+            problems.extend(_file_problems(file, folder, wanted, sizes))
         return results
 
     tokens = files("tokens", manifest.dtype, "tokens")
@@ -248,23 +255,28 @@ def open_token_set(folder: Path) -> TokenSet:
     return TokenSet(folder, manifest, TokenRow(tokens), joined, TokenRow(trained) if chat else None)
 
 
-def _file_problems(path: Path, folder: Path, wanted: int) -> list[str]:
-    """Return what is wrong with a file of a token set that should have ``wanted`` bytes."""
-    if not path.exists():
+def _file_problems(path: Path, folder: Path, wanted: int, sizes: Mapping[str, int] | None) -> list[str]:
+    """Return what is wrong with a file of a token set that should have ``wanted`` bytes.
+
+    ``sizes`` are those of the files of a folder in object storage.
+    """
+    if path.name not in sizes if sizes is not None else not path.exists():
         return [f"{path}: is missing"]
     if leads_out(path, folder):
         return [f"{path}: {LEADS_OUT}"]
-    if not path.is_file():
+    if sizes is None and not path.is_file():
         return [f"{path}: is no file"]
-    size = path.stat().st_size
+    size = path.stat().st_size if sizes is None else sizes[path.name]
     return [f"{path}: has {size:,} bytes, not the {wanted:,} of {MANIFEST}"] if size != wanted else []
 
 
 def _joined_ends(folder: Path, shards: Sequence[_Shard], files: Sequence[ArrayFile]) -> np.ndarray:
     """Return the index of the whole row. Raises ConfigError for ends out of order or of a shard."""
     result, start = [np.zeros(0, np.int64)], 0
-    for shard, file in zip(shards, files, strict=True):
-        ends, size = file[:].astype(np.int64), shard.tokens
+    with ThreadPoolExecutor(READERS) as readers:
+        contents = readers.map(lambda file: file[:].astype(np.int64), files)
+    for shard, file, ends in zip(shards, files, contents, strict=True):
+        size = shard.tokens
         if len(ends) and (ends[0] < 0 or ends[-1] > size or (ends[1:] < ends[:-1]).any()):
             path = folder / file.path.name
             raise ConfigError(f"{path}: is no index of the {size:,} tokens of its shard")

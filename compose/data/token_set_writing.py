@@ -40,6 +40,7 @@ from compose.data.documents import (
 from compose.data.token_files import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, copy_tokenizer
 from compose.errors import ConfigError, noted, refuse_link_out, state_of, write_whole
+from compose.objects import as_path
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit
@@ -262,7 +263,7 @@ def _dtype(tokenizer: JsonTokenizer) -> str:
 
 @cache
 def _tokenizer(job: TokenizeJob) -> JsonTokenizer:
-    result = JsonTokenizer(Path(job.tokenizer))
+    result = JsonTokenizer(as_path(job.tokenizer))
     if result.sha256 != job.sha256:
         raise ConfigError(f"{job.tokenizer}: has changed since this was started")
     return result

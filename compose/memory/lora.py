@@ -15,8 +15,9 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from compose.errors import ConfigError, LocalPath, NonNegative
+from compose.errors import ConfigError, NonNegative
 from compose.memory.quantized import Base, QuantizedLinear, quantize, weight_shape
+from compose.objects import AnyPath
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.name_patterns import inside, matching
 from compose.parallel.tensor_parallel import HeadParallel
@@ -50,7 +51,7 @@ class Lora:
     base: Base = "full"
     """How frozen weights that "all-linear" names are kept: full: in precision.param; int8, nf4: in 8 or
     4 bits (QLoRA), by torchao."""
-    load: LocalPath = ""
+    load: AnyPath = ""
     """Folder of peft with the adapters that a new run begins with; empty: drawn."""
 
     @property

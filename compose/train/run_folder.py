@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from compose.checkpoint.checkpointer import Progress
+from compose.checkpoint.loading import cause_of
 from compose.checkpoint.store import MARK, newest_first
+from compose.checkpoint.uploads import Uploads, staging_of
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.toml import dump
@@ -26,6 +28,7 @@ from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
 from compose.memory.quantized import count_parameters
+from compose.objects import Remote, as_path
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.train.metrics import Sink, StepMetrics, open_sinks
@@ -69,22 +72,34 @@ class RunFolder:
     and, if the run ``saves``, unless all ranks see the folder: each saves its own part there.
     """
 
-    def __init__(self, name: str, saves: bool = True, worker: Worker | None = None) -> None:
+    def __init__(
+        self, name: str, saves: bool = True, worker: Worker | None = None, staging: str = ""
+    ) -> None:
         self._lock: IO[str] | None = None
         results: list[str] = ["", ""]
         if dist.get_rank() == 0:
             worker = worker or Worker()
-            own = str((Path(name) if name else _new()) if worker.index == 0 else "")
-            first = folder = Path(worker.everyone("run.dir", own)[0])
+            own = str((as_path(name) if name else _new()) if worker.index == 0 else "")
+            first = folder = as_path(worker.everyone("run.dir", own)[0])
             if worker.index:  # all but the first worker have a folder within it
                 folder = first / "islands" / str(worker.index)
-            results = [str(folder), "\n".join(strangers(first)) or self._take(folder)]
+            here = staging_of(folder, staging) if isinstance(folder, Remote) else folder
+            results = [str(folder), "\n".join(strangers(first)) or self._take(here)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(results, src=0)
         if results[1]:
             raise ConfigError(*results[1].splitlines())
-        self.path = Path(results[0])
-        if unseen := _unseen(self.path):
+        self.place = as_path(results[0])
+        """The folder that the user named, which may be in object storage."""
+        self.path, self.uploads = self.place, None
+        """The folder here, where the run writes."""
+        if isinstance(self.place, Remote):
+            self.path = staging_of(self.place, staging)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.uploads = Uploads(self.path, self.place)
+            if dist.get_rank() == 0:
+                self.uploads.begin()
+        elif unseen := _unseen(self.path):
             if saves:
                 raise ConfigError(f"{unseen}; give one that all share, or set checkpoint.interval = 0")
             if dist.get_rank() == 0:
@@ -112,10 +127,20 @@ class RunFolder:
         self._lock = file
         return ""
 
-    def release(self) -> None:
-        """Unlock the folder, so that another run may use it."""
+    def release(self) -> str:
+        """Send what is left, and unlock the folder, so that another run may use it.
+
+        Returns the problem if object storage cannot be reached.
+        """
+        problem = ""
+        if self.uploads and dist.get_rank() == 0:
+            try:
+                self.uploads.push()
+            except OSError as error:
+                problem = f"{self.place}: {cause_of(error)}; the rest of the run is in {self.path}"
         if self._lock:
             self._lock.close()
+        return problem
 
 
 def _unseen(folder: Path) -> str:
@@ -200,6 +225,7 @@ class Report:
         """Open the files; ``done`` steps were taken. Raises ConfigError if one cannot be written."""
         config = job.config
         self.config, self.folder, train = config, held.path, config.train
+        self.place = held.place
         self.last_step, self.worker, self.sets = train.last_step, worker, batches.sets
         self.sinks: list[Sink] = []
         if dist.get_rank() != 0:
@@ -221,14 +247,14 @@ class Report:
         if resumed and resumed.step >= self.last_step:
             key = "stop_after" if self.last_step == train.stop_after else "steps"
             self.say(
-                f"{self.folder}: {resumed.step} steps are done, and train.{key} ="
+                f"{self.place}: {resumed.step} steps are done, and train.{key} ="
                 f" {self.last_step}: nothing is left to train"
             )
         for each in self.sets if self.worker.speaks else ():
             if isinstance(each, Conversations):
                 self.say(f"{each.name}:\n{each.table()}")
         count = count_parameters(job.model)
-        self.say(f"{self.folder}: {count:,} parameters")
+        self.say(f"{self.place}: {count:,} parameters")
         if self.worker.speaks:
             rows = overview(job, composition, self.sets, resumed)
             self.say("\n".join(f"  {name:<12}{text}" for name, text in rows.items()))

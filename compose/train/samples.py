@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from compose.data.generation_config import end_ids
 from compose.data.samples import Samples as SampleSet
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
+from compose.objects import as_path
 from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook
 from compose.train.sampling import Sampling, chat_ids, obstacle, sample, text_of
@@ -50,7 +50,7 @@ class Prompts:
                 )
         original = config.checkpoint.load_hf
         ends = [each.token_set.manifest.tokenizer.end for each in sets if each.token_set]
-        self.ends = {*end_ids(tokenizer, Path(original) if original else None), *ends}
+        self.ends = {*end_ids(tokenizer, as_path(original) if original else None), *ends}
 
 
 class Samples(Hook):

@@ -64,7 +64,9 @@ class Trainer:
         peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
         # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
-        self.held = RunFolder(config.run.dir, config.checkpoint.interval > 0, worker)
+        self.held = RunFolder(
+            config.run.dir, config.checkpoint.interval > 0, worker, config.run.staging
+        )
         self.folder = self.held.path
         part = f"island-{worker.index}" if worker.count > 1 else ""
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder, part=part)
@@ -77,6 +79,7 @@ class Trainer:
             described(self.batches, config),
             self.hooks,
             WorkerCheckpoints(worker),
+            self.held.uploads,
         )
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone
@@ -114,7 +117,9 @@ class Trainer:
             for hook in self.hooks:
                 hook.close(failed)
             self.report.close()
-            self.held.release()
+            unsent = self.held.release()
+        if problem := self.checkpointer.stranded or unsent:
+            raise TrainingError(problem)
         if stopped:
             raise stopped
 
@@ -167,7 +172,7 @@ class Trainer:
             self.checkpointer.save(self.progress, wait=True)
             report = self.checkpointer.finished()
             if report and not report.problem:
-                saved = f"; saved: the same command with --run.dir={self.folder} goes on"
+                saved = f"; saved: the same command with --run.dir={self.held.place} goes on"
         names = {signal.SIGINT: "Ctrl-C", LAUNCHER_DIED: "the death of a torchrun"}
         said = f"stopped by {names.get(asked, asked.name)} after step {self.progress.step}{saved}"
         if asked == LAUNCHER_DIED:

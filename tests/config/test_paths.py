@@ -5,21 +5,25 @@ import typing
 from pathlib import Path
 
 import pytest
+from fsspec.registry import _registry, known_implementations
 
 from compose.cli import COMMANDS, PATH_FLAGS
 from compose.cli.command_line import read_words
 from compose.config.hugging_face import ModelFolderPath
 from compose.config.tables import TABLES
 from compose.config.toml import load
-from compose.errors import LocalPath, LocalPaths, attribute, docs, local_path
+from compose.errors import LocalPath, attribute, docs, local_path
+from compose.objects import AnyPath, AnyPaths
 from models.dit import task
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, refusal
 
 REMOTE = "is in a remote store, which cannot be used; give a folder of this machine"
 HOME = "has $HOME, and variables are not expanded here; write its value, or ~"
-KEYS = ["checkpoint.load_hf", "data.path", "data.validation", "model.lora.load", "model.path"]
-KEYS += ["optimizer.offload_dir", "parallel.pp_schedule", "run.dir"]
+KEYS = ["checkpoint.load_hf", "data.path", "data.validation", "model.lora.load", "run.dir"]
+STORES = set(KEYS)  # they also take what is in object storage
+KEYS += ["model.path", "optimizer.offload_dir", "parallel.pp_schedule", "run.staging"]
+DRIVER = "needs a package that is not installed here: pip install no_such_driver"
 # Keys and flags of any text that name no file.
 WORDS = {"model.name", "model.preset"}
 FLAGS = {
@@ -34,6 +38,9 @@ FLAGS = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder, and an empty folder to be in."""
     (tmp_path / "home").mkdir()
+    driver = {"class": "no_such_driver.FileSystem", "err": "Install it"}
+    monkeypatch.setitem(known_implementations, "gs", driver)
+    monkeypatch.delitem(_registry, "gs", raising=False)
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
@@ -81,7 +88,7 @@ def test_a_key_that_names_a_path(home: Path, key: str) -> None:
     for part in key.split("."):
         result = getattr(result, part)
     assert result == f"{home}/x"
-    for text, why in (("s3://bucket/x", REMOTE), ("$HOME/x", HOME)):
+    for text, why in (("gs://b/x", DRIVER if key in STORES else REMOTE), ("$HOME/x", HOME)):
         assert problems([(key, text)]) == [f'command line: {key}: "{text}" {why}']
         Path("odd.toml").write_text(f'[{table}]\n{name} = "{text}"')
         assert problems(file="odd.toml") == [f'odd.toml: {key}: "{text}" {why}']
@@ -93,8 +100,12 @@ def problems(overrides: typing.Any = (), file: str = "train.toml") -> list[str]:
 
 def test_a_list_of_paths(home: Path) -> None:
     assert load("train.toml", [("data.path", '["~/x", "y"]')]).data.path == (f"{home}/x", "y")
-    (line,) = problems([("data.path", '["x", "s3://y"]')])
-    assert line == f'command line: data.path: ["x", "s3://y"] {REMOTE}'
+    assert load("train.toml", [("data.path", '["memory://y", "~"]')]).data.path == (
+        "memory://y",
+        str(home),
+    )
+    (line,) = problems([("data.path", '["x", "gs://y"]')])
+    assert line == f'command line: data.path: ["x", "gs://y"] {DRIVER}'
     assert problems([("data.path", "[1]")]) == [
         "command line: data.path: expected str or list of str, got [1]"
     ]
@@ -113,7 +124,7 @@ def test_every_key_of_any_text_is_a_path_or_a_word() -> None:
     for table, kind in TABLES.items():
         types = typing.get_type_hints(kind, include_extras=True)
         for key in docs(kind):
-            if types[attribute(key)] in (LocalPath, LocalPaths, ModelFolderPath):
+            if types[attribute(key)] in (LocalPath, AnyPath, AnyPaths, ModelFolderPath):
                 paths.add(f"{table}.{key}")
             elif types[attribute(key)] is str:
                 texts.add(f"{table}.{key}")
@@ -136,12 +147,12 @@ def test_every_flag_is_of_a_path_or_of_a_word() -> None:
 COMMAND_LINES = [
     (["train", "s3://b/x.toml"], "s3://b/x.toml"),
     (["init", "s3://b/x"], "s3://b/x"),
-    (["convert", "run", "s3://b/out"], "s3://b/out"),
+    (["convert", "run", "gs://b/out"], "gs://b/out"),
     (["convert", "$HOME/run", "out"], "$HOME/run"),
-    (["convert", "run", "out", "--original=s3://b/x"], "--original: s3://b/x"),
+    (["convert", "run", "out", "--original=gs://b/x"], "--original: gs://b/x"),
     (["convert", "run", "out", "--config", "s3://b/x"], "--config: s3://b/x"),
-    (["generate", "s3://b/run", "--prompt", "~"], "s3://b/run"),
-    (["generate", "run", "--prompt=~", "--tokenizer=s3://b/x"], "--tokenizer: s3://b/x"),
+    (["generate", "gs://b/run", "--prompt", "~"], "gs://b/run"),
+    (["generate", "run", "--prompt=~", "--tokenizer=gs://b/x"], "--tokenizer: gs://b/x"),
     (["tokenize", "--tokenizer=t", "--out=s3://b/x", "a.txt"], "--out: s3://b/x"),
     (["tokenize", "--tokenizer=t", "--out=x", "s3://b/a.txt"], "s3://b/a.txt"),
     (["plan", "s3://b/x.toml", "--cluster=cpu", "--world-size=2"], "s3://b/x.toml"),
@@ -161,7 +172,7 @@ def test_a_command_that_gets_no_path(home: Path, words: list[str], line: str) ->
     """One line, and nothing is written."""
     done = answered("-m", "compose", *words)
     assert done.returncode == 2
-    why = HOME if "$" in line else REMOTE
+    why = HOME if "$" in line else DRIVER if "gs:" in line else REMOTE
     assert done.stderr == f"command line: {line} {why}\n"
     assert [path.name for path in Path().iterdir()] == ["train.toml"]
 
@@ -171,9 +182,9 @@ def test_every_command_is_tried() -> None:
 
 
 def test_a_run_in_no_folder(home: Path) -> None:
-    done = answered("train.py", "--run.dir=s3://bucket/run", "--train.stop_after=1")
+    done = answered("train.py", "--run.dir=gs://bucket/run", "--train.stop_after=1")
     assert done.returncode == 2
-    assert done.stderr == f'command line: run.dir: "s3://bucket/run" {REMOTE}\n'
+    assert done.stderr == f'command line: run.dir: "gs://bucket/run" {DRIVER}\n'
     assert [path.name for path in Path().iterdir()] == ["train.toml"]
 
 

@@ -1,0 +1,112 @@
+"""A run whose folder is in object storage: written in a folder here, and sent while training goes on.
+
+A store has no rename. So a checkpoint's manifest is sent last, when all that it lists is there, and is
+deleted first: what has no manifest is no checkpoint. What was sent leaves the folder here.
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from compose.checkpoint import store
+from compose.objects import Remote, StoreError
+
+_SENDERS = 4  # files sent at once by a rank
+_STAYS = ("checkpoints", "islands", "offload")  # folders of a run that are sent otherwise or not at all
+CLAIM = ".claim"
+
+
+def staging_of(url: Path, given: str) -> Path:
+    """Return the folder here for a run at ``url``, in ``run.staging`` if that is given."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(given or f"{cache}/dtensor-compose") / str(url).replace("://", "/")
+
+
+def put_folder(source: Path, target: Path) -> None:
+    """Send a folder, the manifest of a checkpoint in it last. Raises OSError."""
+    files = (path for path in source.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path.name == store.MANIFEST):
+        (target / path.relative_to(source)).put(path)
+
+
+class Uploads:
+    """What a run sends from its folder here, ``folder``, to its folder in a store, ``remote``."""
+
+    def __init__(self, folder: Path, remote: Path) -> None:
+        self.folder, self.remote, self.token = folder, remote, ""
+        self.sent: dict[Path, tuple[int, int]] = {}
+
+    def begin(self) -> None:
+        """Claim the remote folder for this run, and fetch what a resumed run goes on with."""
+        self.token = f"process {os.getpid()} on {os.uname().nodename}, {uuid.uuid4().hex}"
+        (self.remote / CLAIM).write_bytes(self.token.encode())
+        lines, here = self.remote / "metrics.jsonl", self.folder / "metrics.jsonl"
+        size = here.stat().st_size if here.exists() else 0
+        if lines.exists() and lines.stat().st_size > size:
+            here.write_bytes(lines.read_bytes())
+
+    def push(self) -> None:
+        """Send the files of the run that have changed, besides checkpoints. Raises OSError."""
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder)
+            if name.parts[0] in _STAYS or name.name.startswith(".") or not path.is_file():
+                continue
+            state = (path.stat().st_size, path.stat().st_mtime_ns)
+            if self.sent.get(name) != state:
+                (self.remote / name).put(path)
+                self.sent[name] = state
+
+    def make_room(self, name: str) -> None:
+        """Remove the parts of a checkpoint that was not sent whole; a damaged one gets another name."""
+        target = self.remote / "checkpoints" / name
+        if (target / store.MANIFEST).exists():
+            store.set_aside(target, "damaged")
+        elif target.exists():
+            store.remove(target)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size of each file that was sent of a checkpoint."""
+        return Remote(self.remote / "checkpoints" / name).sizes()
+
+    def send(self, source: Path, name: str, files: Iterable[str]) -> None:
+        """Send files of the checkpoint in ``source``. Raises OSError."""
+        target = self.remote / "checkpoints" / name
+        with ThreadPoolExecutor(_SENDERS) as senders:
+            for _ in senders.map(lambda file: (target / file).put(source / file), sorted(files)):
+                pass  # errors are raised here
+
+    def complete(self, source: Path, name: str) -> None:
+        """Send the manifest, if all that it lists is there, and this run still has the folder."""
+        target = self.remote / "checkpoints" / name
+        sizes = self.sizes(name)
+        for file, size in store.listed(source).items():
+            if sizes.get(file) != size:
+                raise StoreError(errno.EIO, f"{file} was not sent whole", str(target))
+        holder = (self.remote / CLAIM).read_text()
+        if self.token != holder:
+            taken = f"was taken by another run ({holder.partition(',')[0]})"
+            raise StoreError(errno.EBUSY, taken, str(self.remote))
+        (target / store.MANIFEST).put(source / store.MANIFEST)
+        store.mark(self.remote)
+
+    def send_left(self) -> list[str]:
+        """Send the newest checkpoint here that an earlier run could not send; return lines on it."""
+        root, kept = self.folder / "checkpoints", self.remote / "checkpoints"
+        whole = [each for each in store.newest_first(kept) if (each / store.MANIFEST).exists()]
+        newest = max(map(store.step_of, whole), default=-1)
+        lines = []
+        for folder in store.newest_first(root):
+            newer = store.step_of(folder) > newest and (self.remote / "config.toml").exists()
+            if newer and not store.problems(folder):
+                self.make_room(folder.name)
+                self.send(folder, folder.name, store.listed(folder))
+                self.complete(folder, folder.name)
+                newest = store.step_of(folder)
+                lines.append(f"{kept / folder.name}: sent now; an earlier run left it in {folder}")
+            if store.step_of(folder) <= newest:
+                shutil.rmtree(folder, ignore_errors=True)
+        return lines

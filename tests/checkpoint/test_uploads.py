@@ -1,0 +1,247 @@
+"""A run whose folder is in object storage: what it saves there, and from what it goes on."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compose import objects
+from compose.checkpoint import store
+from compose.checkpoint.uploads import CLAIM, Uploads, staging_of
+from compose.cli.commands import convert
+from compose.objects import Remote, StoreError, as_path
+from compose.train.processes import TrainingError
+from compose.train.trainer import Trainer
+from tests.support.checkpoints import MESHES, assert_bitwise, shards, train_on
+from tests.support.helpers import Keys, make_job, refusal
+from tests.support.pool import Pool, make_mesh
+from tests.support.training import keys_for, lines
+
+SMALL: Keys = {
+    "model__n_layers": 1,
+    "model__dim": 16,
+    "model__hidden_dim": 16,
+    "model__n_heads": 2,
+    "model__n_kv_heads": 1,
+    "train__seq_len": 16,
+    "train__global_batch": 2,
+    "checkpoint__interval": 2,
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the one rank of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of a run in a store, of whose failures no try waits for long."""
+    monkeypatch.setattr(objects, "_WAITS", (0.001, 0.001))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return as_path(f"file://{tmp_path}/store/run")
+
+
+def trained(run: Path, steps: int, **keys: object) -> Trainer:
+    job = make_job(1, **keys_for(run, **(SMALL | {"train__stop_after": steps} | keys)))
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer.run()
+    return trainer
+
+
+def steps_in(run: Path) -> list[int]:
+    return sorted(map(store.step_of, store.newest_first(run / "checkpoints")))
+
+
+def test_a_run_in_a_store(run: Path, tmp_path: Path) -> None:
+    """It keeps what a run in a folder keeps, bitwise, and leaves no checkpoint on the disk."""
+    here = tmp_path / "here"
+    trained(here, 7, checkpoint__keep_every=2)
+    first = trained(run, 3, checkpoint__keep_every=2)
+    assert steps_in(run) == [2, 3]
+    shutil.rmtree(first.folder)  # another machine
+    there = trained(run, 7, checkpoint__keep_every=2).folder
+    assert steps_in(run) == steps_in(here) == [2, 4, 6, 7]
+    for step in (4, 7):
+        name = f"checkpoints/{store.name_of(step)}"
+        assert shards(run / name) == shards(here / name)
+    assert there == staging_of(run, "")
+    assert list((there / "checkpoints").iterdir()) == []
+    assert [line["step"] for line in lines(run)] == list(range(1, 8))
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(here)]
+    names = {path.name for path in run.glob("*")}
+    assert {"config.toml", "metrics.jsonl", "checkpoints", store.MARK} <= names
+
+
+class Broken:
+    """A store in which some writes fail."""
+
+    def __init__(self, part: str, error: Exception | None = None) -> None:
+        self.part, self.error, self.real = part, error or OSError(5, "down"), Remote.put
+
+    def __enter__(self) -> None:
+        def put(path: Remote, source: Path) -> None:
+            if self.part in str(path):
+                path._ask(self.fail)
+            self.real(path, source)
+
+        self.patch = mock.patch.object(Remote, "put", put)
+        self.patch.start()
+
+    def fail(self, *_: Any) -> None:
+        raise self.error
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.stop()
+
+
+def test_an_upload_that_fails(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Training goes on. At the end the run fails and says where its state is; the next one sends it."""
+    trained(run, 2)
+    with Broken("__0_0"), pytest.raises(TrainingError) as caught:
+        trained(run, 6)
+    here = staging_of(run, "")
+    last = f"checkpoints/{store.name_of(6)}"
+    assert str(caught.value) == f"{run / last}: down; it is in {here / last}"
+    assert [each.name for each in (here / "checkpoints").iterdir()] == [store.name_of(6)]
+    said = capfd.readouterr().out
+    assert "checkpoint of step 4 failed: down; training goes on" in said
+    assert steps_in(run) == [2]
+    trained(run, 7)
+    said = capfd.readouterr().out
+    assert f"{run / last}: sent now; an earlier run left it in {here / last}" in said
+    assert f"{run / last}: resumed after step 6" in said
+    assert steps_in(run) == [6, 7]
+
+
+def test_a_log_that_cannot_be_sent(run: Path) -> None:
+    with Broken("metrics.jsonl"), pytest.raises(TrainingError) as caught:
+        trained(run, 1, checkpoint__interval=0)
+    assert str(caught.value) == f"{run}: down; the rest of the run is in {staging_of(run, '')}"
+
+
+@pytest.mark.parametrize("left_out", ["manifest.json", "state.json", "__0_0.safetensors"])
+def test_what_is_not_there_as_a_whole_is_no_checkpoint(
+    run: Path, left_out: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained(run, 4)
+    newest = run / "checkpoints" / store.name_of(4)
+    (newest / left_out).unlink()
+    capfd.readouterr()
+    trained(run, 6, checkpoint__keep_last=3)
+    said = capfd.readouterr().out
+    why = f"damaged and passed over: {left_out} is missing"
+    why = "was not sent whole, and is passed over" if left_out == store.MANIFEST else why
+    assert f"{newest}: {why}" in said
+    assert "resumed after step 2" in said
+    for step in (2, 4, 6):  # the step was saved again
+        assert store.problems(run / "checkpoints" / store.name_of(step)) == []
+
+
+def test_an_object_that_is_cut(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trained(run, 4)
+    shard = run / "checkpoints" / store.name_of(4) / "__0_0.safetensors"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:100])
+    capfd.readouterr()
+    trained(run, 4)
+    said = capfd.readouterr().out
+    assert f"damaged and passed over: __0_0.safetensors has 100 of {size:,} bytes" in said
+
+
+def test_a_store_that_is_down_is_no_damage(run: Path) -> None:
+    """A run does not go back to an older checkpoint because the newest cannot be reached."""
+    trained(run, 4)
+    real = Remote._ask
+
+    def ask(path: Remote, question: Any) -> Any:
+        if "__0_0" in str(path):
+            raise StoreError(5, "down", str(path))
+        return real(path, question)
+
+    with mock.patch.object(Remote, "_ask", ask):
+        line = refusal(trained, run, 6)
+    assert line == f"{run}/checkpoints/{store.name_of(4)}/__0_0.safetensors: down"
+
+
+def test_another_run_takes_the_place(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trained(run, 2)
+    real = Uploads.begin
+
+    def begin(self: Uploads) -> None:
+        real(self)
+        (self.remote / CLAIM).write_bytes(b"process 1 on another, 0")
+
+    with mock.patch.object(Uploads, "begin", begin), pytest.raises(TrainingError) as caught:
+        trained(run, 4)
+    assert "was taken by another run (process 1 on another); it is in" in str(caught.value)
+    assert [s for s in steps_in(run) if not store.problems(run / "checkpoints" / store.name_of(s))] == [
+        2
+    ]
+
+
+def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained(run, 4)
+    oldest = run / "checkpoints" / store.name_of(2)
+    removal = "fsspec.implementations.local.LocalFileSystem.rm"
+    with mock.patch(removal, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        store.remove(oldest)
+    assert store.without_manifest([oldest]) == [oldest]
+    capfd.readouterr()
+    trained(run, 6)
+    said = capfd.readouterr().out
+    assert f"{oldest}: was not sent whole, and is passed over" in said
+    assert "resumed after step 4" in said
+    assert steps_in(run) == [4, 6]
+
+
+def test_an_end_in_the_first_upload_is_no_loss(run: Path) -> None:
+    """The next run begins anew, as in a folder."""
+    with Broken("manifest"), pytest.raises(TrainingError):
+        trained(run, 2)
+    shutil.rmtree(staging_of(run, ""))
+    trained(run, 2)
+    assert store.problems(run / "checkpoints" / store.name_of(2)) == []
+
+
+def test_to_hugging_face_and_back_through_a_store(run: Path, tmp_path: Path) -> None:
+    trained(run, 2)
+    for target in (run.parent / "hf", tmp_path / "hf"):
+        assert convert([str(run), str(target)]) == 0
+    there, here = (each / "model.safetensors" for each in (run.parent / "hf", tmp_path / "hf"))
+    assert there.read_bytes() == here.read_bytes()
+    assert convert([str(run.parent / "hf"), str(run.parent / "again")]) == 0
+    assert store.problems(run.parent / "again/checkpoints" / store.name_of(0)) == []
+    again = refusal(convert, [str(run), str(run.parent / "hf")])
+    assert again == f"{run.parent / 'hf'}: exists already; choose another target"
+
+
+def test_a_bucket_that_cannot_be_written(run: Path) -> None:
+    from compose.cli.command_line import parse
+
+    with mock.patch.object(Remote, "write_bytes", side_effect=StoreError(13, "Access Denied", "x")):
+        line = refusal(parse, ["train.toml", f"--run.dir={run}"], "train.py", trains=True)
+    assert line == f"train.toml: run.dir: cannot write to {run}: Access Denied"
+
+
+@pytest.mark.slow
+def test_resumes_from_a_store_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
+    """Four ranks, and two with other degrees; on one mesh bitwise."""
+    place, keys = as_path(f"file://{tmp_path}/run"), {"run__staging": tmp_path / "staging"}
+    expected = train_on(pool, tmp_path / "here", {}, MESHES["data"], 4)
+    train_on(pool, place, keys, MESHES["data"], 2)
+    assert_bitwise(train_on(pool, place, keys, MESHES["data"], 4), expected)
+    result = train_on(pool, place, keys, MESHES["tensor, uneven"], 6)
+    expected = train_on(pool, tmp_path / "here", {}, MESHES["tensor, uneven"], 6)
+    assert_bitwise(result, expected)
+    assert [line["samples"] for line in lines(place)] == [8 * step for step in range(1, 7)]
