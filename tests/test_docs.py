@@ -117,8 +117,8 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
 
 
 def test_the_picture_of_readme_is_what_the_command_draws(tmp_path: Path) -> None:
-    keys = "--parallel.pp_schedule=Interleaved1F1B --parallel.pp_virtual_stages=2 --model.n_layers=8"
-    words = ["schedule", "train.toml", "--parallel.pp=4", *keys.split()]
+    keys = "--parallel.pp=4 --parallel.pp_schedule=Interleaved1F1B --parallel.pp_virtual_stages=2"
+    words = ["schedule", "train.toml", *keys.split(), "--model.n_layers=8", "--train.micro_batch=4"]
     run(["python", "-m", "compose", *words, "--out", str(tmp_path / "timeline.svg")], tmp_path)
     assert (tmp_path / "timeline.svg").read_text() == (ROOT / "docs" / "timeline.svg").read_text()
 
