@@ -239,7 +239,7 @@ def as_torchtitan() -> Iterator[None]:
     """
     attend = AttentionCore.forward
 
-    def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *layout: bool) -> Tensor:
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * torch.complex(cosine, sine)).flatten(3).type_as(x)
 

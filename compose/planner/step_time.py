@@ -123,7 +123,9 @@ def action_seconds(
 def dispatch(cluster: Cluster, compiled: bool) -> tuple[float, float]:
     """Return the seconds that the host takes to issue a kernel, and one of a backward."""
     mean = cluster.device.dispatch
-    return (min(mean, _COMPILED),) * 2 if compiled else (mean * _OF_PYTHON, mean * _OF_ENGINE)
+    if compiled:
+        return min(mean, _COMPILED), min(mean, _COMPILED)
+    return mean * _OF_PYTHON, mean * _OF_ENGINE
 
 
 def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
