@@ -182,6 +182,9 @@ def _threads(config: Config) -> Iterator[Line]:
 
 def _run_dir(config: Config) -> Iterator[Line]:
     """Write, flush, rename and lock in run.dir, or in the nearest folder above it that exists."""
+    if "://" in config.run.dir:
+        yield Line("ok", f"{config.run.dir} is in object storage, which was not looked at")
+        return
     folder = Path(config.run.dir or "runs").absolute()
     while not folder.exists():
         folder = folder.parent

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,6 +346,15 @@ def test_a_gpu_that_is_wanted() -> None:
     assert lines_of("devices", config) == [
         "fail  devices   no GPU, and run.device is cuda; --run.device=auto"
     ]
+
+
+def test_a_run_in_object_storage(here: Path) -> None:
+    """No folder of that name is made or measured."""
+    config = replace(Config(), run=replace(Config().run, dir="s3://bucket/run"))
+    assert lines_of("run.dir", config) == [
+        "ok    run.dir   s3://bucket/run is in object storage, which was not looked at"
+    ]
+    assert [*here.iterdir()] == []
 
 
 def test_a_machine_without_a_gpu(here: Path, monkeypatch: Patch) -> None:
