@@ -4,6 +4,7 @@
 ``train.steps~samples``, which :mod:`compose.cli.foreign_meaning` works out with others.
 """
 
+import contextlib
 import difflib
 import functools
 import re
@@ -191,14 +192,17 @@ def as_key(key: str, value: Any) -> Any:
         kind = get_type_hints(TABLES[table], include_extras=True).get(attribute(name))
     if kind is None:
         return value
+    if isinstance(value, list) and key in _TEXTS:
+        value = " ".join(map(str, value))
     if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d_.]+(e[-+]?\d+)?\s*", value.lower()):
         value = float(value)
-    for given in (value, *([int(value)] if isinstance(value, float) and value.is_integer() else [])):
-        try:
-            return typed(kind, given)
-        except ValueError as error:
-            problem = error
-    words = str(problem).replace("expected int", "expected a whole number")
+    if isinstance(value, float) and value.is_integer():
+        with contextlib.suppress(ValueError):
+            return typed(kind, int(value))
+    try:
+        return typed(kind, value)
+    except ValueError as error:
+        words = str(error).replace("expected int", "expected a whole number")
     raise ValueError(words.replace("expected float", "expected a number"))
 
 

@@ -134,11 +134,12 @@ def _model(facts: Facts, tables: list[Mapping[str, Any]]) -> None:
                 facts.note("changed in meaning", value, "model.name~name")
             elif f"model.{key}" not in facts:
                 facts.put(f"model.{key}", value, "model.name~name", "model.preset~flavor")
-    if "model.n_layers" in facts and "model.name" not in facts:
+    if all(f"model.{key}" in facts for key in ("n_layers", "dim", "n_heads")):
         _shape(facts)
-    if "model.experts~" in facts and not name:
+    lost = any(key.startswith("model.n_") for key in facts.values) and "model.name" not in facts
+    if lost or ("model.experts~" in facts and not name):
         text = "the model's name and shape are not taken over; set model.name and its fields"
-        facts.note("changed in meaning", text, "model.experts~")
+        facts.note("changed in meaning", text)
         for key in [key for key in facts.values if key.startswith("model.")]:
             facts.pop(key)
 

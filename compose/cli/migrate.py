@@ -18,6 +18,13 @@ from compose.errors import ConfigError, did_you_mean, toml_value
 
 KINDS = ("mapped", "changed in meaning", "not needed", "unknown", "to set", "refused")
 _NAMES = {"data.path": "stdlib", "checkpoint.load_hf": "", "data.validation": ""}
+# The formats that a file may have, by how its name ends; others are command lines.
+_OF_SUFFIX = {
+    ".toml": ("torchtitan",),
+    ".yaml": ("accelerate", "training_arguments"),
+    ".yml": ("accelerate", "training_arguments"),
+    ".json": ("deepspeed", "training_arguments"),
+}
 _WANTED = {
     "model.name": "and its preset or its fields",
     "data.path": "what is trained on",
@@ -82,7 +89,10 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
 def format_of(path: Path, leaves: Leaves, tables: dict[str, dict]) -> str:
     """Return the format that knows most of the leaves' keys, of those that have a file of this kind."""
     scores = {}
+    fitting = _OF_SUFFIX.get(path.suffix, ("training_arguments", "megatron"))
     for name, table in tables.items():
+        if name not in fitting and leaves[0][0][:2] != "--":
+            continue
         known = known_keys(table)
         scores[name] = sum(plain(table, key) in known for key, _ in leaves) / len(leaves)
     best = max(scores, key=lambda name: scores[name])
