@@ -2,12 +2,15 @@
 
     python benchmarks/planner_questions.py picks [--number N] [--out picks.json] [--against picks.json]
     python benchmarks/planner_questions.py drawn [--number 200] [--seed 0] [--out answers.jsonl]
-    python benchmarks/planner_questions.py exhaustive [--out records.jsonl]
+    python benchmarks/planner_questions.py exhaustive [--out benchmarks/results/planner_regret.jsonl]
+    python benchmarks/planner_questions.py records [--out benchmarks/results/planner_records.json]
 
 ``picks`` asks thirty questions and writes the keys and the figures of each pick; two files that were
 made on a quiet machine, under load or on one core must be equal, bit by bit. ``drawn`` asks drawn
 questions and prints a line for each absurdity of an answer. ``exhaustive`` records all legal candidates
-of five models on two clusters, and prints the time of the pick over that of the fastest that fits.
+of five models on two clusters, and prints the time of the pick over that of the fastest that fits; what
+the file has already is not made again. ``records`` records a few compositions of each family of models,
+which tests/planner/test_quick_estimate.py holds the quick estimates against.
 Each ends with 1 if something is wrong: a pick, an absurdity, a regret above 3%.
 """
 
@@ -30,7 +33,15 @@ import compose.cli.plan
 from compose.__main__ import main as compose_main
 from compose.config.toml import load
 from compose.errors import ConfigError
-from compose.planner.candidates import Candidate, Space, candidates, describe, fits, shape_for
+from compose.planner.candidates import (
+    Candidate,
+    Space,
+    candidates,
+    describe,
+    fits,
+    shape_for,
+    with_keys,
+)
 from compose.planner.cluster import cluster_names, load_cluster
 from compose.planner.record_cache import default_folder
 from compose.planner.search import record_all, search
@@ -251,8 +262,11 @@ _REGRET = 1.03
 def exhaustive(out: Path | None) -> int:
     """Record all legal candidates; return 1 if a pick takes 3% longer than the fastest that fits."""
     wrong = 0
+    known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
     for model, preset, seq_len, more in _SMALL:
         for name in _SMALL_CLUSTERS:
+            if any((one["model"], one["cluster"]) == (f"{model} {preset}", name) for one in known):
+                continue
             space = _space(model, preset, seq_len, more, name)
             pick = search(space).candidates[0]
             every = [c.config for c in candidates(space, shape_for(space))]
@@ -271,6 +285,52 @@ def exhaustive(out: Path | None) -> int:
                 with out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
     return int(wrong > 0)
+
+
+FAMILIES = (
+    ("llama", "8b", 4096),
+    ("qwen3", "1.7b", 4096),
+    ("qwen3", "30b_a3b", 4096),
+    ("mixtral", "8x7b", 4096),
+    ("gpt_oss", "20b", 4096),
+    ("deepseek_v3", "16b", 4096),
+    ("gpt2", "774m", 1024),
+    ("gemma3", "4b", 4096),
+)
+COMPOSITIONS: tuple[dict[str, Any], ...] = (
+    {"parallel.dp_shard": 8},
+    {"parallel.dp_shard": 8, "train.micro_batch": 2, "activation_checkpoint.mode": "full"},
+    {"parallel.dp_shard": 8, "parallel.zero": 1, "activation_checkpoint.mode": "selective"},
+    {"parallel.dp_shard": 4, "parallel.tp": 2, "train.micro_batch": 4},
+)
+RECORDED_ON = "h100_sxm", 8
+
+
+def recorded_space(model: str, preset: str, seq_len: int) -> Space:
+    """Return the space of a family's recorded compositions."""
+    cluster, gpus = RECORDED_ON
+    keys = {"model.name": model, "model.preset": preset, "train.seq_len": seq_len}
+    keys |= {"train.global_batch": 4 * gpus, "train.micro_batch": 1, "precision.param": "bfloat16"}
+    config = load(str(HERE.parent / "train.toml"), [(key, str(value)) for key, value in keys.items()])
+    return Space(config, load_cluster(cluster), gpus, cache=default_folder())
+
+
+def records(out: Path | None) -> int:
+    """Record the compositions of each family."""
+    rows: list[dict[str, Any]] = []
+    for model, preset, seq_len in FAMILIES:
+        space = recorded_space(model, preset, seq_len)
+        made = record_all(space, [with_keys(space.config, keys) for keys in COMPOSITIONS])
+        for keys, one in zip(COMPOSITIONS, made, strict=True):
+            line: dict[str, Any] = {"model": [model, preset, seq_len], "keys": keys}
+            if isinstance(one, Candidate):
+                line |= {"allocated": max(p.allocated for p in one.recorded.peaks), "step": _step(one)}
+                line |= {"over": one.rough.memory / line["allocated"], "rough": one.rough.step}
+                rows.append({k: line[k] for k in ("model", "keys", "allocated", "step")})
+            print(json.dumps(line), flush=True)
+        if out:
+            out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    return 0
 
 
 def _space(model: str, preset: str, seq_len: int, more: Mapping[str, Any], cluster: str) -> Space:
@@ -295,7 +355,7 @@ def _step(candidate: Candidate) -> float:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("picks", "drawn", "exhaustive"))
+    parser.add_argument("what", choices=("picks", "drawn", "exhaustive", "records"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--number", type=int, default=200)
@@ -305,6 +365,8 @@ def main() -> int:
         return picks(given.number, given.out, given.against)
     if given.what == "exhaustive":
         return exhaustive(given.out)
+    if given.what == "records":
+        return records(given.out)
     return fuzz(given.number, given.seed, given.out)
 
 

@@ -23,7 +23,7 @@ QUESTIONS = (
     ("70b", "64xh100_sxm"),
     ("70b", "512xh100_sxm"),
     ("175b", "1024xa100_80gb"),
-    ("deepseek:671b", "2048xh100_sxm"),
+    ("deepseek_v3:671b", "2048xh100_sxm"),
     ("10b", "2xrtx4090"),
 )
 HEAD = (
@@ -48,10 +48,11 @@ def row_of(model: str, gpus: str, data: Mapping[str, Any]) -> str:
     best, room = data["candidates"][0], data["capacity"]
     held = f"{best['memory']['reserved'] / 2**30:.1f} of {room / 2**30:.1f}"
     step = best["step_seconds"]
+    took = f"{step:.3g} s" if step < 1000 else f"{step:,.0f} s"
     others = [_beside(one, best, data) for one in data["expected"].values()]
     others += ["-"] * (2 - len(others))
     asked = f"{model} on {gpus.replace('x', ' ', 1)}"
-    cells = [asked, data["composition"], f"{step:.3g} s", f"{best['mfu']:.1%}", held, *others]
+    cells = [asked, data["composition"], took, f"{best['mfu']:.1%}", held, *others]
     return f"| {' | '.join(cells)} |"
 
 

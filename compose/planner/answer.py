@@ -9,6 +9,7 @@ from compose.errors import ConfigError
 from compose.planner.candidates import (
     PLAIN,
     TEXTBOOK,
+    TIGHT,
     Candidate,
     Space,
     candidates,
@@ -32,6 +33,7 @@ _GIB = 2**30
 _DAY = 86400.0
 _PER_PARAMETER = 20
 """Tokens for each parameter at which loss is least for the FLOPs (Hoffmann et al. 2022, table 3)."""
+_COMPILED = "compile.mode"
 _TRIES = 3  # records of a composition that a reader would expect, until one fits
 # The next device up, with nodes of the same size.
 _NEXT = {"a100_40gb": "a100_80gb", "a100_80gb": "h100_sxm", "h100_sxm": "h200", "h200": "b200"}
@@ -45,7 +47,7 @@ class Compared:
     candidate: Candidate | None = None
     """Its record; None if it is not legal, or does not fit where one thing changed."""
     note: str = ""
-    """Why there is no record; or the thing that changed and its verb, as "more devices are"."""
+    """Why there is no record; or what was bought and its verb, as "more devices are"."""
 
     @property
     def step(self) -> float | None:
@@ -149,7 +151,7 @@ def _recorded_with(
 
 
 def sensitivities(space: Space, best: Candidate) -> list[Compared]:
-    """Return the steps with twice the devices, twice the memory, and links twice as fast."""
+    """Return the steps with twice the devices, twice the memory, links twice as fast, and compiled."""
     cluster, config = space.cluster, best.config
     device = replace(cluster.device, memory=cluster.device.memory * 2)
     roomy = replace(space, cluster=replace(cluster, device=device))
@@ -170,7 +172,11 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
         results.append(_variant(name, replace(space, cluster=fast), best, [config]))
     notes = ("more devices are", "more memory is", "faster links are")
-    return [replace(one, note=note) for one, note in zip(results, notes, strict=False)]
+    results = [replace(one, note=note) for one, note in zip(results, notes, strict=False)]
+    if cluster.backend == "nccl" and config.compile.mode == "off" and _COMPILED not in space.fixed:
+        compiled = with_keys(config, {_COMPILED: "block"})
+        results.append(_variant(f'{_COMPILED} = "block"', space, best, [compiled]))
+    return results
 
 
 def further(space: Space, best: Candidate) -> list[Compared]:
@@ -248,7 +254,11 @@ def sentences(
         if kwh := kwh_of(space, best, tokens[0]):
             energy = f" and {kwh:,.0f} kWh"
         last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours{energy}"]
-    last += [_to_buy(best, whole, variants)] if variants else []
+    for one in variants:
+        if one.step and not one.note and whole:  # it costs nothing
+            last.append(f"with {one.name} a step takes {seconds(one.step)}")
+    bought = [one for one in variants if one.note]
+    last += [_to_buy(best, whole, bought)] if bought else []
     texts = [first.removesuffix("."), "; ".join(clauses), "; ".join(last)]
     return [f"{text[0].upper()}{text[1:]}." for text in texts if text]
 
@@ -272,7 +282,9 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
         over = (candidate.reserved - capacity(space.cluster)) / _GIB
         return f"{other.name} lacks {over:.1f} GiB a device"
     step = candidate.estimate.step_seconds
-    return f"{other.name} takes {seconds(step)} ({step / now.step_seconds - 1:+.1%})"
+    text = f"{other.name} takes {seconds(step)} ({step / now.step_seconds - 1:+.1%})"
+    full = candidate.reserved / capacity(space.cluster)
+    return text + f", but fills {full:.0%} of a device" * (step < now.step_seconds and full > TIGHT)
 
 
 def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:

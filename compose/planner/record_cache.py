@@ -32,30 +32,9 @@ _LENGTH = 32  # of the hash before the content
 # Tables and keys that do not decide what a step does on meta.
 _TABLES = ("run", "data", "checkpoint", "metrics", "profile", "source", "model", "parallel")
 _KEYS = {
-    "train": (
-        "steps",
-        "epochs",
-        "stop_after",
-        "global_batch",
-        "validate_every",
-        "patience",
-        "min_delta",
-        "seed",
-    ),
-    "optimizer": (
-        "lr",
-        "beta1",
-        "beta2",
-        "eps",
-        "warmup",
-        "warmup_from",
-        "schedule",
-        "decay",
-        "decay_end",
-        "min_lr",
-        "offload_dir",
-    ),
-    "compile": ("mode",),
+    "train": "steps epochs stop_after global_batch validate_every patience min_delta seed",
+    "optimizer": "lr beta1 beta2 eps warmup warmup_from schedule decay decay_end min_lr offload_dir",
+    "compile": "mode",
 }
 _DEPTH = "n_layers"
 # Files of this folder that make a record; the others read one.
@@ -154,7 +133,7 @@ def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
     config, pipeline, resolved = job.config, job.resolved.pipeline, job.resolved
     tables = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TABLES}
     for table, keys in _KEYS.items():
-        tables[table] = {k: v for k, v in asdict(tables[table]).items() if k not in keys}
+        tables[table] = {k: v for k, v in asdict(tables[table]).items() if k not in keys.split()}
     shape = config.model.config
     depth = (_DEPTH,) if pipeline else ()
     shape = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in depth}

@@ -75,10 +75,12 @@ def test_the_second_says_why_not() -> None:
         Compared("One mesh", recorded(SPACE, 3.0, 30.0, parallel__zero=2)),
         Compared("Another", recorded(SPACE, 1.0, 40.0, parallel__tp=4)),
         Compared("A third", note="it is too odd"),
+        Compared("A full one", recorded(SPACE, 1.9, 38.0, parallel__tp=2)),
     ]
     assert told(BEST, others)[1] == (
         "Plain FSDP is this composition; One mesh takes 3.00 s (+50.0%); Another lacks 1.3 GiB a"
-        " device; A third is not possible: it is too odd."
+        " device; A third is not possible: it is too odd; A full one takes 1.90 s (-5.0%), but fills"
+        " 98% of a device."
     )
 
 
@@ -87,12 +89,14 @@ def test_the_third_says_what_it_costs_and_what_helps() -> None:
         Compared("twice the devices", recorded(SPACE, 1.25, 10.0), "more devices are"),
         Compared("twice the memory", recorded(SPACE, 1.0, 40.0), "more memory is"),
         Compared("links twice as fast", None, "faster links are"),
+        Compared('compile.mode = "block"', recorded(SPACE, 0.5, 10.0)),
     ]
     third = told(BEST, changed=changed)[-1]
     assert BEST.estimate
     seconds = 1e12 / (BEST.estimate.tokens_per_second_per_device * 16)
     assert third == (
-        f"1T tokens take {span(seconds)}, {seconds * 16 / 3600:,.0f} device-hours; a step is 1.60"
+        f"1T tokens take {span(seconds)}, {seconds * 16 / 3600:,.0f} device-hours; with compile.mode"
+        ' = "block" a step takes 500 ms; a step is 1.60'
         " times as fast with twice the devices, 2.00 times with twice the memory, so more memory is the"
         " next thing to buy."
     )
@@ -186,6 +190,7 @@ def test_what_could_be_bought(monkeypatch: pytest.MonkeyPatch, pinned: list[str]
         ("twice the devices", 1.0),
         ("twice the memory", 1.0),
         ("links between nodes twice as fast", 1.0),
+        ('compile.mode = "block"', 1.0),
         ("half the batch", 1.0),
         ("as many of a100_80gb", 1.0),
     ]
@@ -193,7 +198,9 @@ def test_what_could_be_bought(monkeypatch: pytest.MonkeyPatch, pinned: list[str]
     assert spaces[0].world_size == 32
     assert spaces[1].cluster.device.memory == 2 * where.cluster.device.memory
     assert spaces[2].cluster.between.bandwidth == 2 * where.cluster.between.bandwidth
-    assert made.asked[3][1].train.global_batch == 32
+    assert made.asked[3][1].compile.mode == "block"
+    assert made.asked[4][1].train.global_batch == 32
+    assert len(answer.sensitivities(space_of(pinned=[*pinned, "compile.mode"]), best)) == 3
     if pinned:
         kept = {(c.train.micro_batch, c.activation_checkpoint.mode) for _, c in made.asked}
         assert kept == {(2, "full")}

@@ -9,7 +9,7 @@ from benchmarks.planner_textbook import BEGIN, END, QUESTIONS, ask, row_of, writ
 from compose.planner.cluster import load_cluster
 from tests.support.helpers import tier
 
-LONG = {("70b", "512xh100_sxm"), ("175b", "1024xa100_80gb"), ("deepseek:671b", "2048xh100_sxm")}
+LONG = {("70b", "512xh100_sxm"), ("175b", "1024xa100_80gb"), ("deepseek_v3:671b", "2048xh100_sxm")}
 Keys = Mapping[str, Any]
 
 
@@ -32,7 +32,7 @@ SIGNED: dict[tuple[str, str], Callable[[Keys], bool]] = {
     ("7b", "8xa100_80gb"): zero_alone,
     ("13b", "16xa100_40gb"): zero_alone,
     ("10b", "2xrtx4090"): some_offload,
-    ("deepseek:671b", "2048xh100_sxm"): experts_shared,
+    ("deepseek_v3:671b", "2048xh100_sxm"): experts_shared,
 }
 
 
