@@ -1,7 +1,10 @@
 """A run whose folder is in object storage: what it saves there, and from what it goes on."""
 
+import random
 import shutil
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,14 +16,16 @@ import torch.distributed as dist
 from compose import objects
 from compose.checkpoint import store
 from compose.checkpoint.uploads import CLAIM, Uploads, staging_of
+from compose.cli.command_line import parse
 from compose.cli.commands import convert
 from compose.objects import Remote, StoreError, as_path
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, assert_bitwise, shards, train_on
+from tests.support.command_lines import TIMEOUT, begin, command, free_port, kill_sessions, of_rank
 from tests.support.helpers import Keys, make_job, refusal
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines
+from tests.support.training import keys_for, lines, train
 
 SMALL: Keys = {
     "model__n_layers": 1,
@@ -30,6 +35,7 @@ SMALL: Keys = {
     "model__n_kv_heads": 1,
     "train__seq_len": 16,
     "train__global_batch": 2,
+    "train__micro_batch": 1,
     "checkpoint__interval": 2,
 }
 
@@ -227,8 +233,6 @@ def test_to_hugging_face_and_back_through_a_store(run: Path, tmp_path: Path) -> 
 
 
 def test_a_bucket_that_cannot_be_written(run: Path) -> None:
-    from compose.cli.command_line import parse
-
     with mock.patch.object(Remote, "write_bytes", side_effect=StoreError(13, "Access Denied", "x")):
         line = refusal(parse, ["train.toml", f"--run.dir={run}"], "train.py", trains=True)
     assert line == f"train.toml: run.dir: cannot write to {run}: Access Denied"
@@ -245,3 +249,106 @@ def test_resumes_from_a_store_on_another_mesh(pool: Pool, tmp_path: Path) -> Non
     expected = train_on(pool, tmp_path / "here", {}, MESHES["tensor, uneven"], 6)
     assert_bitwise(result, expected)
     assert [line["samples"] for line in lines(place)] == [8 * step for step in range(1, 7)]
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A loopback S3 server with a bucket, in a thread of this process."""
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+    from moto.s3.models import s3_backends
+    from s3fs import S3FileSystem
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()
+    backend = s3_backends["123456789012"]["aws"]
+    backend.create_bucket("bucket", "us-east-1")
+    yield lambda: [str(key) for key in list(backend.buckets["bucket"].keys)]
+    server.stop()
+    backend.reset()
+    S3FileSystem.clear_instance_cache()
+
+
+def steps_of(keys: list[str], file: str = store.MANIFEST) -> set[int]:
+    return {store.step_of(Path(key).parent) for key in keys if key.endswith(f"/{file}")}
+
+
+@pytest.mark.slow
+def test_a_run_in_s3_is_killed_thrice_and_goes_on_on_another_mesh(
+    s3: Callable[[], list[str]], pool: Pool, tmp_path: Path
+) -> None:
+    """Bitwise the run in a folder that nobody kills, and the same samples; no start has what the last
+    one left on the disk."""
+    small = [f"--{key.replace('__', '.')}={value}" for key, value in SMALL.items()]
+    run, chance, port = as_path("s3://bucket/runs/mine"), random.Random(), free_port()
+
+    def start(steps: int, *words: str) -> list["subprocess.Popen[str]"]:
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        keys = [
+            *small,
+            f"--run.dir={run}",
+            f"--train.stop_after={steps}",
+            "--metrics.tensorboard=false",
+        ]
+        line = command("train.py", *keys, *words)
+        return [begin(line, **of_rank(rank, 2, port)) for rank in range(2)]
+
+    def newest() -> int:
+        return max(steps_of(s3()), default=0)
+
+    def in_an_upload(before: int) -> bool:
+        keys = s3()
+        whole, begun = steps_of(keys), steps_of(keys, "__0_0.safetensors")
+        return max(whole, default=0) > before and max(begun - whole, default=0) > max(whole)
+
+    for wanted, uploading in ((4, False), (8, True), (12, False)):
+        before, processes, end = newest(), start(40), time.monotonic() + TIMEOUT
+        while not (in_an_upload(before) if uploading else newest() >= wanted):
+            assert all(each.poll() is None for each in processes), processes[0].communicate()
+            assert time.monotonic() < end
+        time.sleep(0 if uploading else chance.random() / 5)
+        assert all(each.poll() is None for each in processes)  # it was still training
+        kill_sessions(processes)
+        for each in processes:
+            each.communicate()
+    mesh: Keys = {"parallel__tp": 2, "parallel__dp_shard": 1}
+    for steps, words in ((40, []), (44, ["--parallel.tp=2", "--parallel.dp_shard=1"])):
+        started = start(steps, *words)
+        said = [each.communicate(timeout=TIMEOUT) for each in started]
+        assert [each.returncode for each in started] == [0, 0], said
+        assert f"{run}/checkpoints/step-" in said[0][0]
+    keys = keys_for(tmp_path / "here", **(SMALL | {"train__stop_after": 40}))
+    pool.run(train, 2, keys)
+    pool.run(train, 2, keys | mesh | {"train__stop_after": 44})
+    for step in (42, 44):
+        name = f"checkpoints/{store.name_of(step)}"
+        assert shards(run / name) == shards(tmp_path / "here" / name)
+    there, here = (
+        [(a["step"], a["loss"], a["samples"]) for a in lines(p)] for p in (run, tmp_path / "here")
+    )
+    assert there == here
+    assert steps_of(s3(), "state.json") == {42, 44}  # what was half sent is gone
+
+
+@pytest.mark.slow
+def test_what_s3_refuses_is_one_line(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from s3fs import S3FileSystem
+
+    def line(url: str) -> str:
+        return refusal(parse, ["train.toml", f"--run.dir={url}"], "train.py", trains=True)
+
+    where = "train.toml: run.dir: cannot write to s3://"
+    assert line("s3://nobodys/run") == f"{where}nobodys/run: The specified bucket does not exist"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    S3FileSystem.clear_instance_cache()
+    assert line("s3://bucket/run") == f"{where}bucket/run: Unable to locate credentials"
