@@ -203,7 +203,10 @@ def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
         return [_KINDS.index(type(one)), *row]
 
     rows = [work(one) for one in record.work]
-    sent = [(list(shape), str(dtype).removeprefix("torch.")) for shape, dtype in traced.broadcast[:1]]
+    sent = [
+        (list(shape), str(dtype).removeprefix("torch."), outputs)
+        for shape, dtype, outputs in traced.broadcast[:1]
+    ]
     return {
         "segments": [(s.action, s.phase, unit(s.unit)) for s in record.segments],
         "work": rows,
@@ -265,5 +268,7 @@ def _traced(data: Any, names: Sequence[str]) -> Traced:
         [Allocation(*row) for row in data["host_allocations"]],
         [(segment, place, change) for segment, place, change in data["host_changes"]],
     )
-    sent = [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in data["sent"]]
+    sent = [
+        (torch.Size(shape), getattr(torch, dtype), outputs) for shape, dtype, outputs in data["sent"]
+    ]
     return Traced(record, sent)
