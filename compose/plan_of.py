@@ -144,7 +144,7 @@ def _code(value: Any, imports: dict[str, set[str]], indent: str) -> str:
         return _lines("[", [_code(each, imports, deeper) for each in value], "]", indent)
     if not isinstance(value, (Plan, Pipeline, ParallelStyle, Placement)):
         return repr(value)
-    kind = type(value)
+    kind: Any = type(value)
     path = "compose" if kind in (Plan, Pipeline) else kind.__module__
     if path.startswith("torch."):
         path = "torch.distributed.tensor" + (".parallel" if isinstance(value, ParallelStyle) else "")

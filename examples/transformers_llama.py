@@ -17,8 +17,9 @@ for axis in ("tp", "pp", "dp_replicate"):
     parser.add_argument(f"--{axis}", type=int, default=1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same model and data on every rank
-sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+config = LlamaConfig(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
+config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+model = LlamaForCausalLM(config)
 tokens = torch.randint(99, (8, 33))
 batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
 
@@ -29,7 +30,7 @@ composition = compose.apply(model, plan, mesh, options)
 optimizer = torch.optim.AdamW([p for _, p in composition.named_parameters()], lr=3e-3)
 index, count = batch_share(mesh)
 mine = {name: value.chunk(count)[index] for name, value in batch.items()}
-losses = []
+losses: list[float] = []
 for _ in range(20):
     losses.append(compose.forward_backward(composition, mine, micro_batch=1).item())
     compose.clip_grad_norm_(composition, 1.0)

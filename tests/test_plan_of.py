@@ -1,12 +1,18 @@
 """The plan of models of transformers as they are: its text, what it refuses, and the proof of it."""
 
 import re
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from compose import Options, Parallel, Plan, Trial, plan_code, plan_of, verify
 from compose.plan import resolve
@@ -23,7 +29,8 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
-_TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+# The batch has the padding token, whose row of the embedding learns nothing from its look-ups.
+_TOKENS: dict[str, Any] = {"pad_token_id": 3, "bos_token_id": None, "eos_token_id": None}
 _GPT2: dict[str, Any] = {"vocab_size": 51, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_inner": 23}
 _GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 # The config's own keys of each class. A later stage of Gemma 2 begins with a layer of another kind.
@@ -166,29 +173,51 @@ def test_refusals() -> None:
     )
 
 
-def _batch(length: int, **more: Tensor) -> dict[str, Tensor]:
+def _batch(length: int) -> dict[str, Tensor]:
     tokens = torch.randint(51, (4, length + 1), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], **more}
+    tokens[:, 2] = _TOKENS["pad_token_id"]
+    return {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def proof(name: str, degrees: dict[str, int], change: str = "", **keys: Any) -> Report:
+def proof(
+    name: str, degrees: dict[str, int], change: str = "", keys: Mapping[str, Any] = MappingProxyType({})
+) -> Report:
     """What verify says of a class on a mesh, with sequences of an odd length and a batch of 1."""
-    parallel = Parallel(**{"dp_shard": 1, **degrees})
+    given: dict[str, Any] = {"dp_shard": 1, **degrees}
+    parallel = Parallel(**given)
     model = built(name, **keys)
     plan = plan_of(model, parallel)
     if change:
-        plan = _changed(plan, model, change)
-    return verify(model, plan, make_mesh(parallel), _batch(11), Options(parallel), Trial(micro_batch=1))
+        plan = _changed(plan, change)
+    untied = mock.patch("compose.parallel.tensor_parallel.tie", return_value=None)
+    with untied if change == "tied weights are two" else nullcontext():
+        mesh, options = make_mesh(parallel), Options(parallel)
+        return verify(model, plan, mesh, _batch(11), options, Trial(micro_batch=1))
 
 
-def _changed(plan: Plan, model: Any, change: str) -> Plan:
+def _changed(plan: Plan, change: str) -> Plan:
     tensor = dict(plan.tensor)
     if change == "norms of heads are not summed":
         names = [name for name in tensor if name.endswith(("q_norm", "k_norm"))]
         for name in names:
             del tensor[name]
         return replace(plan, tensor=tensor, replicate=[*plan.replicate, *names])
-    raise AssertionError(change)
+    if change == "columns of another rank":
+        tensor["model.layers.*.mlp.up_proj"] = OtherColumns()
+        return replace(plan, tensor=tensor)
+    return plan
+
+
+class OtherColumns(ColwiseParallel):
+    """It takes the columns of a neighbour."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+        part = cast(nn.Linear, module).weight.detach().chunk(size)[(rank + 1) % size]
+        module = super()._apply(module, device_mesh)
+        with torch.no_grad():
+            cast(DTensor, module.weight).to_local().copy_(part)
+        return module
 
 
 MESHES = {
@@ -226,4 +255,26 @@ def test_equals_one_process(pool: Pool, name: str, mesh: str) -> None:
     assert report.ok, str(report)
     assert {row.name for row in report.rows if row.quantity == "gradient"} == {
         parameter for parameter, _ in built(name).named_parameters()
+    }
+
+
+# What is wrong on purpose, the class, and the gradients that verify has to accuse, and no others.
+FAULTS = {
+    "norms of heads are not summed": ("Qwen3ForCausalLM", r"self_attn\.[qk]_norm\.weight"),
+    "columns of another rank": ("LlamaForCausalLM", ""),
+    "tied weights are two": ("Gemma2ForCausalLM", r"model\.embed_tokens\.weight"),
+}
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(c, marks=tier(slow=True, full="norms" not in c)) for c in FAULTS]
+)
+def test_what_is_wrong_is_seen(pool: Pool, change: str) -> None:
+    name, accused = FAULTS[change]
+    keys = {"intermediate_size": 24}  # both ranks have as many columns
+    report = agreed(pool.run(proof, 2, name, {"tp": 2}, change, keys))
+    assert not report.ok
+    wrong = {row.name for row in report.rows if row.quantity == "gradient" and not row.ok}
+    assert not accused or wrong == {
+        n for n, _ in built(name).named_parameters() if re.search(accused, n)
     }

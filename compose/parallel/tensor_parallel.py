@@ -8,7 +8,7 @@ Megatron's column/row split (Shoeybi et al. 2019, arXiv:1909.08053) with sequenc
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +127,8 @@ class SharedHeads(Style):
         self.n_kv_heads = n_kv_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.num_key_value_groups //= max(1, device_mesh.size() // self.n_kv_heads)
+        attention: Any = module
+        attention.num_key_value_groups //= max(1, device_mesh.size() // self.n_kv_heads)
         return module
 
 
@@ -143,8 +144,9 @@ class Conv1DRowwise(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.desired_input_layouts = (Shard(-1),)
-        if self.input_layouts == (Shard(-1),) and module.nx % device_mesh.size():
-            module.register_forward_pre_hook(partial(_uneven_input, device_mesh, module.nx))
+        width = cast(int, module.nx)
+        if self.input_layouts == (Shard(-1),) and width % device_mesh.size():
+            module.register_forward_pre_hook(partial(_uneven_input, device_mesh, width))
         placed = {"weight": Shard(0), "bias": Replicate()}
         return _distribute_conv1d(self, module, device_mesh, placed)
 

@@ -38,7 +38,7 @@ class LocalEmbedding(SendsActivations, RowwiseParallel):
             raise ConfigError(f"LocalEmbedding: {module} has options; use RowwiseParallel")
         kind = type(module)
         if kind is not nn.Embedding:  # what a subclass does with rows, it does with their sum
-            kind = type(kind.__name__, (kind, _RowEmbedding), {})
+            kind = type(kind.__name__, (kind, _RowEmbedding), {})  # type: ignore[misc]
         module.__class__ = _RowEmbedding if kind is nn.Embedding else kind
         assert isinstance(module, _RowEmbedding)
         module.over = device_mesh
