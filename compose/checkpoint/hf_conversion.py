@@ -190,13 +190,12 @@ def export(
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes ``target`` if nothing fails."""
-    away = isinstance(target, Remote)
     if there(target):
         raise ConfigError(f"{target}: exists already; choose another target")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The name is new, so a failure removes nobody else's files.
-        place = None if away else target.parent
+        place = None if isinstance(target, Remote) else target.parent
         aside = Path(tempfile.mkdtemp(prefix=f".writing-{target.name}-", dir=place))
         mask = os.umask(0o022)  # it can be read only by setting it
         os.umask(mask)
@@ -205,7 +204,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
     try:
         yield aside
-        if away:
+        if isinstance(target, Remote):
             put_folder(aside, target)
             shutil.rmtree(aside)
         else:

@@ -26,7 +26,7 @@ def staging_of(url: Path, given: str) -> Path:
     return Path(given or f"{cache}/dtensor-compose") / str(url).replace("://", "/")
 
 
-def put_folder(source: Path, target: Path) -> None:
+def put_folder(source: Path, target: Remote) -> None:
     """Send a folder, the manifest of a checkpoint in it last. Raises OSError."""
     files = (path for path in source.rglob("*") if path.is_file())
     for path in sorted(files, key=lambda path: path.name == store.MANIFEST):
@@ -36,7 +36,7 @@ def put_folder(source: Path, target: Path) -> None:
 class Uploads:
     """What a run sends from its folder here, ``folder``, to its folder in a store, ``remote``."""
 
-    def __init__(self, folder: Path, remote: Path) -> None:
+    def __init__(self, folder: Path, remote: Remote) -> None:
         self.folder, self.remote, self.token = folder, remote, ""
         self.sent: dict[Path, tuple[int, int]] = {}
 
