@@ -241,7 +241,8 @@ def test_a_bucket_that_cannot_be_written(run: Path) -> None:
 @pytest.mark.slow
 def test_resumes_from_a_store_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     """Four ranks, and two with other degrees; on one mesh bitwise."""
-    place, keys = as_path(f"file://{tmp_path}/run"), {"run__staging": tmp_path / "staging"}
+    place = as_path(f"file://{tmp_path}/run")
+    keys: Keys = {"run__staging": tmp_path / "staging"}
     expected = train_on(pool, tmp_path / "here", {}, MESHES["data"], 4)
     train_on(pool, place, keys, MESHES["data"], 2)
     assert_bitwise(train_on(pool, place, keys, MESHES["data"], 4), expected)
