@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
 
 from compose.cli import COMMANDS
 from compose.errors import ConfigError, did_you_mean
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     return command(words)
 
 
-def script() -> NoReturn:
+def script() -> None:
     """Run the command line; the entry point of the command compose."""
     gc.disable()  # imports make many objects and no garbage
     import_module("compose.cli.command_line").run(main)

@@ -9,7 +9,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -144,7 +144,7 @@ def _code(value: Any, imports: dict[str, set[str]], indent: str) -> str:
         return _lines("[", [_code(each, imports, deeper) for each in value], "]", indent)
     if not isinstance(value, (Plan, Pipeline, ParallelStyle, Placement)):
         return repr(value)
-    kind: Any = type(value)
+    kind = type(value)
     path = "compose" if kind in (Plan, Pipeline) else kind.__module__
     if path.startswith("torch."):
         path = "torch.distributed.tensor" + (".parallel" if isinstance(value, ParallelStyle) else "")
@@ -153,7 +153,7 @@ def _code(value: Any, imports: dict[str, set[str]], indent: str) -> str:
         return repr(value)
     parameters = inspect.signature(kind).parameters
     optional = all(parameter.default is not parameter.empty for parameter in parameters.values())
-    plain = kind() if optional else None
+    plain = cast(Any, kind)() if optional else None
     defaults = {
         name: parameter.default if plain is None else _argument(plain, name)
         for name, parameter in parameters.items()

@@ -198,7 +198,8 @@ def find_model(name: str) -> ModelFolder:
         problems.append(f"{where}: Model has no init_parameter(name, tensor, generator)")
     if problems:
         raise ConfigError(*problems)
-    return ModelFolder(name, *(exports[part] for part in _PARTS), exports.get("task"))
+    config, model, presets, plan = (exports[part] for part in _PARTS)
+    return ModelFolder(name, config, model, presets, plan, exports.get("task"))
 
 
 def _exports(module: str, where: str) -> tuple[Mapping[str, Any], Mapping[str, str]]:

@@ -105,10 +105,12 @@ def test_later_gradients_are_added_by_the_host() -> None:
 
 
 def test_copies_take_the_link() -> None:
-    count, result = _moved(optimizer__offload="cpu")
-    here = _moved()[1]
+    # The seconds of issuing kernels are left out: copies of small weights take hardly longer.
+    swift = replace(H100, device=replace(H100.device, dispatch=1e-9))
+    count, result = _moved(optimizer__offload="cpu", cluster=swift)
+    here = _moved(cluster=swift)[1]
     passed = host_seconds(H100, 8 * count)  # in and out at the same time
-    assert result.work["optimizer"] - here.work["optimizer"] == pytest.approx(passed, rel=0.3)
+    assert result.work["optimizer"] - here.work["optimizer"] == pytest.approx(passed, rel=0.2)
     slow = replace(H100, host=replace(H100.host, bandwidth=H100.host.bandwidth / 100))
     keys = {"parallel__offload": "cpu", "activation_checkpoint__mode": "full"}
     fast, slowed = (_moved(cluster=each, **keys)[1] for each in (H100, slow))

@@ -39,15 +39,13 @@ def error(rough: QuickEstimate, row: dict[str, Any]) -> float:
     return abs(rough.memory / row["allocated"] - 1)
 
 
-# The fixed buffers of FSDP outweigh what 1,024 tokens keep, and quick estimates are 8% low on average.
-SMALL = "gpt2 774m"
-CASES = tiered([f for f in FAMILIES if f != SMALL], slow=[f for f in FAMILIES if f != "qwen3 1.7b"])
-CASES += [pytest.param(SMALL, marks=[pytest.mark.slow, pytest.mark.xfail(strict=True)])]
+# The aim is 5%. GPT-2 of 774M misses it: the fixed buffers of FSDP outweigh what 1,024 tokens keep.
+ERROR = dict.fromkeys(FAMILIES, 0.05) | {"gpt2 774m": 0.09}
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", tiered(FAMILIES, slow=[f for f in FAMILIES if f != "qwen3 1.7b"]))
 def test_a_family_has_the_recorded_memory(family: str) -> None:
-    assert mean(error(*pair) for pair in beside(family)) <= 0.05
+    assert mean(error(*pair) for pair in beside(family)) <= ERROR[family]
 
 
 @pytest.mark.slow
