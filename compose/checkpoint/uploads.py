@@ -48,6 +48,9 @@ class Uploads:
         size = here.stat().st_size if here.exists() else 0
         if lines.exists() and lines.stat().st_size > size:
             here.write_bytes(lines.read_bytes())
+        for name in self.remote.glob("*.id"):  # of the run at wandb and other services
+            if not (self.folder / name.name).exists():
+                (self.folder / name.name).write_bytes(name.read_bytes())
 
     def push(self) -> None:
         """Send the files of the run that have changed, besides checkpoints. Raises OSError."""

@@ -232,6 +232,19 @@ def test_to_hugging_face_and_back_through_a_store(run: Path, tmp_path: Path) -> 
     assert again == f"{run.parent / 'hf'}: exists already; choose another target"
 
 
+def test_a_run_keeps_its_name_at_a_service(run: Path, tmp_path: Path) -> None:
+    """A machine that has not seen the run goes on with it at wandb, and does not begin another."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    (first / "wandb.id").write_text("x7\n")
+    for folder in (first, second):
+        assert isinstance(run, Remote)
+        Uploads(folder, run).begin()
+        Uploads(first, run).push()
+    assert (second / "wandb.id").read_text() == "x7\n"
+
+
 def test_a_bucket_that_cannot_be_written(run: Path) -> None:
     with mock.patch.object(Remote, "write_bytes", side_effect=StoreError(13, "Access Denied", "x")):
         line = refusal(parse, ["train.toml", f"--run.dir={run}"], "train.py", trains=True)
