@@ -4,11 +4,13 @@ A command line is read out of a shell script: variables, arrays and simple condi
 nothing is run.
 """
 
+import ast
 import contextlib
 import json
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +99,9 @@ def _yaml(text: str) -> Any:
             _once([(str(key), None) for key in own])
             return super().construct_mapping(node, deep)
 
+    loader = Loader(text)
     try:
-        return yaml.load(text, Loader) or {}
+        return loader.get_single_data() or {}
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f"line {mark.line + 1}: " if mark else ""
@@ -137,6 +140,27 @@ def _statements(text: str) -> Iterator[list[str]]:
     yield words
 
 
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _computed(sum: ast.expr) -> int:
+    """Return the value of a shell's arithmetic. Raises KeyError for what is none."""
+    match sum:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_computed(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPERATIONS[type(op)](_computed(left), _computed(right))
+    raise KeyError(ast.unparse(sum))
+
+
 class _Shell(dict[str, str]):
     """The variables of a script, and what they give a word."""
 
@@ -152,8 +176,8 @@ class _Shell(dict[str, str]):
             total = re.sub(r"[A-Za-z_]\w*", lambda name: self._named(name[0]), match["sum"])
             if not re.fullmatch(r"[\d+*/()%-]{1,80}", total) or "**" in total:
                 return f"\0({match['sum']})"
-            with contextlib.suppress(SyntaxError, ArithmeticError):
-                return str(eval(total.replace("/", "//")))
+            with contextlib.suppress(SyntaxError, ArithmeticError, KeyError):
+                return str(_computed(ast.parse(total, mode="eval").body))
         name, rule, other = match["short"] or match["long"] or "", "", ""
         if parts := re.fullmatch(r"(\w+)(\[[@*]\]|:?[-=+?])(.*)", name, re.DOTALL):
             name, rule, other = parts.groups()
