@@ -255,7 +255,7 @@ def sentences(
             energy = f" and {kwh:,.0f} kWh"
         last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours{energy}"]
     for one in variants:
-        if one.step and not one.note and whole:  # it costs nothing
+        if one.step and one.step < estimate.step_seconds and not one.note and whole:  # it costs nothing
             last.append(f"with {one.name} a step takes {seconds(one.step)}")
     bought = [one for one in variants if one.note]
     last += [_to_buy(best, whole, bought)] if bought else []

@@ -83,7 +83,9 @@ def test_the_file_that_is_written_stands_alone(made: Search, tmp_path: Path) -> 
         "twice the devices",
         "twice the memory",
         "links between nodes twice as fast",
+        'compile.mode = "block"',
     }
+    assert "compile.mode" not in data["sentences"][2]  # it is slower here
     assert {"cluster", "world_size", "capacity", "candidates"} <= set(data)
 
 
