@@ -485,4 +485,4 @@ def test_config_errors(name: str, fields: dict[str, Any], why: str) -> None:
 def test_keys_of_another_model_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         make_config(1, model__name="qwen3", model__sinks=True)
-    assert str(caught.value) == "command line: model.sinks: unknown key; did you mean model.scoring?"
+    assert str(caught.value) == "command line: model.sinks: unknown key; did you mean metrics.sinks?"

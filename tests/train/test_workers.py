@@ -59,10 +59,10 @@ def run(keys: Keys, islands: int = 2, broken_from: int = 0) -> list[str]:
     said: list[str] = []
     real = store.publish
 
-    def publish(folder: Path, files: Any) -> Path:
+    def publish(folder: Path, files: Any, elsewhere: bool = False) -> Path:
         if broken_from and this_worker().index == 1 and int(folder.name[-8:]) >= broken_from:
             raise OSError(28, "No space left on device")
-        return real(folder, files)
+        return real(folder, files, elsewhere)
 
     with (
         mock.patch("builtins.print", lambda text, **_: said.append(text)),
@@ -308,7 +308,7 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
 def _at_island(index: int, shared: dist.Store, rank: int = 0, folder: Path = Path()) -> Checkpointer:
     """A checkpointer that has only what it needs to prune and to speak."""
     one = Checkpointer.__new__(Checkpointer)
-    one.root, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=1)), rank
+    one.kept, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=1)), rank
     one.peers = WorkerCheckpoints(Worker(index, 2, shared))
     return one
 

@@ -73,7 +73,8 @@ def _tiny() -> str:
     results = []
     for line in lines:
         key, equals, _ = line.partition(" = ")
-        tiny = equals and key in TINY and line != "steps = []"
+        # profile.steps and model.path stay as they are.
+        tiny = equals and key in TINY and line not in ("steps = []", 'path = ""')
         results.append(f"{key} = {TINY[key]}" if tiny else line)
     return "\n".join(line for line in results if line and not line.startswith("#"))
 
