@@ -36,6 +36,8 @@ _KINDS: dict[str, Any] = {
     "warmup": float,
 }
 _TEXTS = ("run.dir", "data.path", "data.validation", "checkpoint.load_hf", "optimizer.offload_dir")
+_LISTS = {"unused": "not needed", "changed": "changed in meaning"}
+"""Tables of lists of keys by what is said of them, and the kind of their entries."""
 _SPECIAL = ("note", "refuse", "unused")
 
 
@@ -60,6 +62,10 @@ class Facts:
 
     values: dict[str, Fact] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
+    auto: dict[str, str] = field(default_factory=dict)
+    """Where "auto" stands, and the key of ours that a program fills in; "" if there is none."""
+    waiting: set[str] = field(default_factory=set)
+    """Keys of ours that "auto" gives, and whose program's file is not there."""
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -85,6 +91,11 @@ class Facts:
     def read(self, file: str, table: Mapping[str, Any], leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}
+        off = [
+            name[: -len("enabled")].removesuffix("shared_parameters.")
+            for name, value in leaves
+            if name.endswith(".enabled") and value is False
+        ]
         for key, value in leaves:
             name = plain(table, key)
             where = f"{file}: {key}"
@@ -93,8 +104,10 @@ class Facts:
                 self.entries.append(self._unknown(where, name, value, table))
             elif value is None or value in ("", {}, []) or (value == "none" and row[0] == "same"):
                 self.entries.append(Entry("not needed", f"{where}: is not set"))
-            elif value == "auto" and row[0] != "unused":
-                self._auto(where)
+            elif value == "auto" and row[0] not in _LISTS and "auto" not in row[1]:
+                self.auto[where] = _key_of(row)
+            elif row[0] == "only" and any(name.startswith(part) for part in off):
+                self.entries.append(Entry("not needed", f"{where}: its part is off"))
             elif row[0] == "only" and row[1]["off"] == ["any"]:
                 others.setdefault(row[1]["why"], []).append(key)
             else:
@@ -113,18 +126,13 @@ class Facts:
         text = f"{where} = {shown(value)}: {table['title']} has no such key{hint}"
         return Entry("refused", f"{text}, or remove it") if near or strict else Entry("unknown", text)
 
-    def _auto(self, where: str) -> None:
-        self.entries.append(Entry("mapped", f"{where} = auto: by TrainingArguments"))
-        file, _, key = where.rpartition(": ")
-        self.values.setdefault("auto~", Fact({}, "")).value.setdefault(file, []).append(key)
-
     def _apply(
         self, where: str, table: Mapping[str, Any], name: str, value: Any, row: tuple[str, Any]
     ) -> None:
         kind, what = row
         said = f"{where} = {shown(value)}"
-        if kind == "unused":
-            self.entries.append(Entry("not needed", f"{said}: {what}"))
+        if kind in _LISTS:
+            self.entries.append(Entry(_LISTS[kind], f"{said}: {what}"))
         elif kind == "only":
             off = [str(each).lower() for each in what["off"]]
             if str(value).lower() in off:
@@ -222,7 +230,9 @@ def plain(table: Mapping[str, Any], key: str) -> str:
 
 def known_keys(table: Mapping[str, Any]) -> set[str]:
     """Return every key that a table accounts for, without patterns."""
-    lists = [*table.get("unused", {}).values(), *table.get("only", {})]
+    lists = [keys for kind in _LISTS for keys in table.get(kind, {}).values()] + [
+        *table.get("only", {})
+    ]
     names = {key for text in lists for key in text.split()}
     return {key for key in names | set(table["same"]) | set(table["cases"]) if "*" not in key}
 
@@ -235,13 +245,20 @@ def _rows(table: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
         yield "cases", table["cases"][name]
     sections: Iterable[tuple[str, Any]] = (
         *(("only", (keys, rest)) for keys, rest in table.get("only", {}).items()),
-        *(("unused", (keys, reason)) for reason, keys in table.get("unused", {}).items()),
+        *((kind, (keys, why)) for kind in _LISTS for why, keys in table.get(kind, {}).items()),
     )
     for exact in (True, False):
         for kind, (keys, rest) in sections:
             for each in keys.split():
                 if each == name if exact else ("*" in each and fnmatchcase(name, each)):
                     yield kind, rest
+
+
+def _key_of(row: tuple[str, Any]) -> str:
+    """Return the key of ours that a row sets; "" if there is none."""
+    kind, what = row
+    keys = [what] if kind == "same" else [key for case in what.values() for key in case]
+    return next((key.partition("~")[0] for key in keys if kind != "only" and "." in key), "")
 
 
 def _case(cases: Mapping[str, Any], value: Any) -> Mapping[str, Any] | None:

@@ -7,26 +7,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from compose.cli.foreign import Facts
+from compose.cli.foreign import Fact, Facts
 from compose.errors import toml_value
 
 BATCH, MICRO = "train.global_batch", "train.micro_batch"
 CURVES = ("cosine", "linear")
+_AUTO = "from TrainingArguments, which were not given"
+_BETAS = {"optimizer.betas": "optimizer.beta1 optimizer.beta2"}
 
 
 def work_out(facts: Facts, tables: Mapping[str, Mapping[str, Any]], world: int, steps: int) -> int:
     """Put our keys in the place of facts; return the number of ranks, 0 if nobody says it."""
+    filled = "training_arguments" in tables
+    facts.auto = {where: _BETAS.get(key, key) for where, key in facts.auto.items()}
+    if facts.auto and not filled:
+        facts.waiting = {key for keys in facts.auto.values() for key in keys.split()} - set(
+            facts.values
+        )
+        facts.waiting |= {BATCH} - set(facts.values) if MICRO in facts.waiting else set()
+        # Without a scheduler here, theirs is that of TrainingArguments too.
+        facts.waiting |= set() if "optimizer.warmup~given" in facts else {"optimizer.schedule"}
     for table in tables.values():
         more = [rows for key, rows in table.get("defaults_with", {}).items() if key in facts]
         for key, value in [
             pair for rows in (table.get("defaults", {}), *more) for pair in rows.items()
         ]:
             both = ("train.steps", "train.epochs") if key in ("train.steps", "train.epochs") else (key,)
-            if not any(name in facts for name in both):
+            if not any(name in facts for name in both) and key not in facts.waiting:
                 facts.put(key, value, text=f"{table['title']}'s default")
                 if key in table.get("default_notes", {}):
                     facts.note("changed in meaning", table["default_notes"][key], key)
-    _auto(facts)
     _options(facts)
     _model(facts, [table for table in tables.values() if "models" in table])
     world = _ranks(facts, world)
@@ -37,17 +47,17 @@ def work_out(facts: Facts, tables: Mapping[str, Mapping[str, Any]], world: int, 
     _zero(facts)
     for key in [key for key in facts.values if "~" in key]:
         facts.values.pop(key)
+    for where, keys in facts.auto.items():
+        free = [key for key in keys.split() if key not in facts]
+        if filled:
+            facts.note("mapped", f"{where} = auto: by TrainingArguments")
+        elif free:
+            facts.note("to set", f"{where} = auto: {_AUTO}; set {', '.join(free)}")
+        else:
+            facts.note("not needed", f"{where} = auto: {_AUTO}, and nothing here waits for it")
+    for key in sorted(facts.waiting - set(facts.values)):
+        facts.values[key] = Fact(None, f"auto: {_AUTO}")
     return world
-
-
-def _auto(facts: Facts) -> None:
-    """Refuse what is filled in by a program, if no file says what with."""
-    for file, keys in facts.pop("auto~", {}).items():
-        if "train.micro_batch~program" not in facts:
-            text = (
-                '"auto" is filled in by transformers\' TrainingArguments; give their file too, or write'
-            )
-            facts.note("refused", f"{file}: {', '.join(keys)}: {text} a value")
 
 
 def _options(facts: Facts) -> None:
@@ -215,7 +225,7 @@ def _batch(facts: Facts, world: int) -> None:
             facts.pop(BATCH)
             facts.put(f"{BATCH}~accumulation", local // facts.get(MICRO), MICRO)
     micro, times, whole = facts.get(MICRO), facts.get(f"{BATCH}~accumulation"), facts.get(BATCH)
-    if not (micro or whole) or world % inner:
+    if not (micro or whole) or world % inner or facts.waiting & {MICRO, BATCH}:
         return
     if not ranks and (not whole or not micro):
         missing = "the number of ranks is in no file; give --world-size N"
@@ -273,7 +283,7 @@ def _schedule(facts: Facts) -> None:
     if "optimizer.warmup~off" in facts:
         facts.put("optimizer.warmup~warmup", 0, "optimizer.warmup~off")
         facts.pop("optimizer.warmup~ratio")
-    if not kind:
+    if not kind or facts.waiting & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:
         return
     steps = facts.get("train.steps~schedule") or facts.get("train.steps", 0)
     warmup, ratio = facts.get("optimizer.warmup~warmup", 0), facts.get("optimizer.warmup~ratio", 0)
@@ -365,5 +375,5 @@ def _zero(facts: Facts) -> None:
     elif offload:
         text = f"offloads parameters, which needs stage 3 here and there; at stage {toml_value(stage)}"
         facts.note("changed in meaning", f"{text} it is left out")
-    if facts.get("optimizer.weight_decay", 0) == 0:
+    if facts.get("optimizer.weight_decay", 0) == 0 and "optimizer.weight_decay" not in facts.waiting:
         facts.pop("optimizer.weight_decay_scale")

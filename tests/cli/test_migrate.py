@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from compose.cli import migrate as command
-from compose.cli.foreign import FORMATS
+from compose.cli.foreign import FORMATS, Facts, load_tables
 from compose.config.tables import Config
 from compose.config.toml import load
 from compose.errors import toml_value
@@ -152,6 +152,97 @@ def test_a_public_file_by_our_rules(tmp_path: Path, kind: str, name: str) -> Non
             check(tmp_path, kind, name)
     else:
         check(tmp_path, kind, name)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_name_that_the_program_knows(kind: str) -> None:
+    """Names of its own sources, of several versions; a name of nobody stays unknown."""
+    table, names = load_tables()[kind], json.loads((FOLDER / "names.json").read_text())[kind]["names"]
+    facts = Facts()
+    facts.read("file", table, [(name, None) for name in " ".join(names).split()])
+    assert not [entry.line for entry in facts.entries if "has no such key" in entry.line]
+    facts.read("file", table, [("zebra_colour", None)])
+    assert "zebra_colour = null" in facts.entries[-1].line
+
+
+AUTO = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "gradient_clipping": 0.5,
+    "train_micro_batch_size_per_gpu": "auto",
+}
+WAITS = "auto: from TrainingArguments, which were not given"
+AUTO_TOML = f"""\
+# Made by compose migrate from a.json.
+# to set: a.json: bf16.enabled = {WAITS}; set precision.param
+# to set: a.json: optimizer.params.lr = {WAITS}; set optimizer.lr
+# to set: a.json: optimizer.params.betas = {WAITS}; set optimizer.beta1, optimizer.beta2
+# to set: a.json: train_micro_batch_size_per_gpu = {WAITS}; set train.micro_batch
+# to set: model.name, and its preset or its fields: no file says it
+# to set: data.path, what is trained on: no file says it
+# to set: train.seq_len, tokens of a sample: no file says it
+# to set: train.steps, or train.epochs: no file says it
+# run: torchrun --nproc-per-node 8 train.py FILE.toml
+
+[train]
+max_norm = 0.5  # a.json: gradient_clipping
+# global_batch = ?  # {WAITS}
+# micro_batch = ?  # {WAITS}
+
+[optimizer]
+name = "adamw"  # a.json: optimizer.type
+weight_decay_scale = ["*=1"]  # a.json: optimizer.type
+weight_decay = 0.1  # a.json: optimizer.params.weight_decay
+eps = 1e-08  # DeepSpeed's default
+# beta1 = ?  # {WAITS}
+# beta2 = ?  # {WAITS}
+# lr = ?  # {WAITS}
+# schedule = ?  # {WAITS}
+
+[parallel]
+zero = 2  # a.json: zero_optimization.stage
+
+[precision]
+# param = ?  # {WAITS}
+"""
+
+
+def test_auto_alone_is_to_be_set(tmp_path: Path) -> None:
+    """What is stated is mapped; what TrainingArguments would fill in is a comment, never a default."""
+    (tmp_path / "a.json").write_text(json.dumps(AUTO))
+    text, entries = command.migrated([tmp_path / "a.json"], 8)
+    assert text == AUTO_TOML
+    assert not [entry for entry in entries if entry.kind in ("refused", "unknown")]
+    (tmp_path / "b.json").write_text(
+        json.dumps(ARGUMENTS | {"weight_decay": 0.1, "max_grad_norm": 0.5})
+    )
+    text, entries = command.migrated([tmp_path / "a.json", tmp_path / "b.json"], 8)
+    assert "?" not in text
+    assert "auto: by TrainingArguments" in "".join(e.line for e in entries if e.kind == "mapped")
+
+
+def test_epochs_in_place_of_steps(tmp_path: Path) -> None:
+    """Without --steps a ratio of 0 passes, and 0 steps are none; a ratio above 0 needs the steps."""
+    given = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "max_steps": 0}
+    for ratio, kinds in ((0.0, 0), (0.1, 1)):
+        (tmp_path / "a.json").write_text(json.dumps(given | {"warmup_ratio": ratio}))
+        text, entries = command.migrated([tmp_path / "a.json"], 8)
+        assert "epochs = 2.0" in text
+        assert "\nsteps = " not in text
+        assert len([entry for entry in entries if entry.kind == "refused"]) == kinds
+
+
+def test_a_part_that_is_off_is_not_refused(tmp_path: Path) -> None:
+    part = {"enabled": False, "schedule_offset": 50}
+    groups = {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}}
+    both = {"weight_quantization": {"shared_parameters": part, "different_groups": groups}}
+    config = {"train_batch_size": 8, "compression_training": both}
+    for enabled, count in ((False, 0), (True, 2)):
+        part["enabled"] = enabled
+        (tmp_path / "a.json").write_text(json.dumps(config))
+        _, entries = command.migrated([tmp_path / "a.json"], 8)
+        assert len([entry for entry in entries if entry.kind == "refused"]) == count
 
 
 def test_a_dozen_files_of_each_format() -> None:
