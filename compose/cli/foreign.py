@@ -162,9 +162,11 @@ class Facts:
         for key, value in settings.items():
             if key in _SPECIAL:
                 continue
-            if variable := unset(value):
+            own = key in _TEXTS or key.startswith("world~")
+            if variable := unset(value) or (own and value is True and "a name"):
                 line = f"{where}: {variable} has no value in this script"
-                if key in _TEXTS:
+                if own:
+                    key = "the number of ranks" if key not in _TEXTS else key
                     self.entries.append(Entry("to set", f"{line}, and {key} is left out"))
                 else:
                     self.entries.append(Entry("refused", f"{line}; write a value in its place"))

@@ -110,7 +110,7 @@ def _yaml(text: str) -> Any:
 
 _COMMENT = re.compile(r"(?m)(?:^|(?<=[\s;]))#[^\n]*")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
-_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_COMMAND = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<short>\w+|[@*#?!])")
 

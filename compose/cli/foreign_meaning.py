@@ -125,7 +125,8 @@ def _options(facts: Facts) -> None:
         text = (
             'warm-up is along a logarithm, by default; nearest: scheduler.params.warmup_type = "linear"'
         )
-        facts.note("refused", text, "optimizer.warmup~given")
+        kind = "changed in meaning" if "optimizer.warmup" in facts.waiting else "refused"
+        facts.note(kind, text, "optimizer.warmup~given")
 
 
 def _model(facts: Facts, tables: list[Mapping[str, Any]]) -> None:

@@ -175,6 +175,33 @@ def test_warmup_begins_where_each_trainer_begins_it(tmp_path: Path) -> None:
     assert result == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
 
 
+def test_what_a_script_leaves_open(tmp_path: Path) -> None:
+    """A folder's name and the number of ranks are to be set; a list of paths is said once."""
+    script = """\
+        FOLDER=<a folder>
+        RANKS=$(python -c 'import torch; print(torch.cuda.device_count())')
+        torchrun --nproc_per_node $RANKS pretrain_gpt.py --micro-batch-size 1 --train-iters 9 --save $FOLDER \
+        --global-batch-size 8 --lr 1e-4 --data-path 0.5 a 0.5 b --window-size 64"""
+    (tmp_path / "a.sh").write_text(script)
+    text, entries = migrated([tmp_path / "a.sh"], 8)
+    assert [entry.line for entry in entries if entry.kind == "to set"][:2] == [
+        "a.sh: launcher.--nproc_per_node: $command has no value in this script, and the number of ranks is left out",
+        "a.sh: --save: a name has no value in this script, and run.dir is left out",
+    ]
+    assert [entry.kind for entry in entries if "--data-path" in entry.line] == ["changed in meaning"]
+    assert not [entry for entry in entries if entry.kind in ("refused", "unknown")], entries
+    assert "global_batch = 8" in text
+
+
+def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
+    """The model is then to be set, and not taken for one of ours."""
+    shape = " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm"
+    shape += " --position-embedding-type rope --seq-length 64 --global-batch-size 8"
+    for more, known in (("", True), (" --window-size 32", False), (" --softmax-type vanilla", True)):
+        (tmp_path / "a.sh").write_text(MEGATRON + shape + more)
+        assert ('name = "llama"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
+
+
 TRAPS = [
     ("a.json", DEEPSPEED % '"stage": 2, "offload_param": {"device": "cpu"}', "at stage 2 it is left out"),
     ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
