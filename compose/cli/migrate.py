@@ -83,7 +83,7 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     text = _toml(facts, ", ".join(shown.values()), world)
     if not any(entry.kind == "refused" for entry in facts.entries):
         _check(text, facts, world)
-    return text, facts.entries
+    return text, list(dict.fromkeys(facts.entries))  # a list of words is said once
 
 
 def format_of(path: Path, leaves: Leaves, tables: dict[str, dict]) -> str:
