@@ -91,11 +91,8 @@ class Facts:
     def read(self, file: str, table: Mapping[str, Any], leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}
-        off = [
-            name[: -len("enabled")].removesuffix("shared_parameters.")
-            for name, value in leaves
-            if name.endswith(".enabled") and value is False
-        ]
+        off = [name for name, value in leaves if name.endswith(".enabled") and value is False]
+        off = tuple(name[: -len("enabled")].removesuffix("shared_parameters.") for name in off)
         for key, value in leaves:
             name = plain(table, key)
             where = f"{file}: {key}"
@@ -106,7 +103,7 @@ class Facts:
                 self.entries.append(Entry("not needed", f"{where}: is not set"))
             elif value == "auto" and row[0] not in _LISTS and "auto" not in row[1]:
                 self.auto[where] = _key_of(row)
-            elif row[0] == "only" and any(name.startswith(part) for part in off):
+            elif row[0] == "only" and name.startswith(off):
                 self.entries.append(Entry("not needed", f"{where}: its part is off"))
             elif row[0] == "only" and row[1]["off"] == ["any"]:
                 others.setdefault(row[1]["why"], []).append(key)
@@ -162,12 +159,11 @@ class Facts:
         for key, value in settings.items():
             if key in _SPECIAL:
                 continue
-            own = key in _TEXTS or key.startswith("world~")
+            own = key if key in _TEXTS else "the number of ranks" if key[:6] == "world~" else ""
             if variable := unset(value) or (own and value is True and "a name"):
                 line = f"{where}: {variable} has no value in this script"
                 if own:
-                    key = "the number of ranks" if key not in _TEXTS else key
-                    self.entries.append(Entry("to set", f"{line}, and {key} is left out"))
+                    self.entries.append(Entry("to set", f"{line}, and {own} is left out"))
                 else:
                     self.entries.append(Entry("refused", f"{line}; write a value in its place"))
                 return
@@ -232,8 +228,9 @@ def plain(table: Mapping[str, Any], key: str) -> str:
 
 def known_keys(table: Mapping[str, Any]) -> set[str]:
     """Return every key that a table accounts for, without patterns."""
-    lists = [keys for kind in _LISTS for keys in table.get(kind, {}).values()] + [
-        *table.get("only", {})
+    lists = [
+        *table.get("only", {}),
+        *(text for kind in _LISTS for text in table.get(kind, {}).values()),
     ]
     names = {key for text in lists for key in text.split()}
     return {key for key in names | set(table["same"]) | set(table["cases"]) if "*" not in key}

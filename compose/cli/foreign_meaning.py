@@ -21,12 +21,10 @@ def work_out(facts: Facts, tables: Mapping[str, Mapping[str, Any]], world: int, 
     filled = "training_arguments" in tables
     facts.auto = {where: _BETAS.get(key, key) for where, key in facts.auto.items()}
     if facts.auto and not filled:
-        facts.waiting = {key for keys in facts.auto.values() for key in keys.split()} - set(
-            facts.values
-        )
-        facts.waiting |= {BATCH} - set(facts.values) if MICRO in facts.waiting else set()
+        named = " ".join([*facts.auto.values(), BATCH if MICRO in facts.auto.values() else ""])
         # Without a scheduler here, theirs is that of TrainingArguments too.
-        facts.waiting |= set() if "optimizer.warmup~given" in facts else {"optimizer.schedule"}
+        named += "" if "optimizer.warmup~given" in facts else " optimizer.schedule"
+        facts.waiting = set(named.split()) - set(facts.values)
     for table in tables.values():
         more = [rows for key, rows in table.get("defaults_with", {}).items() if key in facts]
         for key, value in [

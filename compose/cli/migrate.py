@@ -129,8 +129,8 @@ def _toml(facts: Facts, sources: str, world: int) -> str:
         rows = [(key, fact) for key, fact in here.items() if key.rpartition(".")[0] == table]
         lines += ["", f"[{table}]"] if rows else []
         for key, fact in rows:
-            value = "# {} = ?" if fact.value is None else f"{{}} = {toml_value(fact.value)}"
-            lines.append(f"{value.format(key.rpartition('.')[2])}  # {fact.origin}")
+            mark, value = ("# ", "?") if fact.value is None else ("", toml_value(fact.value))
+            lines.append(f"{mark}{key.rpartition('.')[2]} = {value}  # {fact.origin}")
     return "\n".join(lines) + "\n"
 
 

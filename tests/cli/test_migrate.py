@@ -224,11 +224,17 @@ def test_auto_alone_is_to_be_set(tmp_path: Path) -> None:
 
 def test_epochs_in_place_of_steps(tmp_path: Path) -> None:
     """Without --steps a ratio of 0 passes, and 0 steps are none; a ratio above 0 needs the steps."""
-    given = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "max_steps": 0}
+    given = {
+        "output_dir": "a/{b}",
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "max_steps": 0,
+    }
     for ratio, kinds in ((0.0, 0), (0.1, 1)):
         (tmp_path / "a.json").write_text(json.dumps(given | {"warmup_ratio": ratio}))
         text, entries = command.migrated([tmp_path / "a.json"], 8)
         assert "epochs = 2.0" in text
+        assert 'dir = "a/{b}"' in text
         assert "\nsteps = " not in text
         assert len([entry for entry in entries if entry.kind == "refused"]) == kinds
 
