@@ -82,6 +82,10 @@ INSTEAD = {
     """,
     "distribute_module with functions of our own": """
         torch.distributed.tensor.parallel.ColwiseParallel._partition_linear_fn
+        torch.distributed.tensor.parallel.ColwiseParallel._prepare_input_fn
+        torch.distributed.tensor.parallel.ColwiseParallel._prepare_output_fn
+        torch.distributed.tensor.parallel.RowwiseParallel._prepare_input_fn
+        torch.distributed.tensor.parallel.RowwiseParallel._prepare_output_fn
         torch.distributed.tensor.parallel.RowwiseParallel._partition_embedding_fn
         torch.distributed.tensor.parallel.SequenceParallel._replicate_module_fn
     """,
@@ -224,9 +228,9 @@ def _own(tree: ast.Module) -> Iterator[str]:
 
 
 # They belong to a NamedTuple; an FSDPState and its groups, once they are made; a torch.library.Library;
-# Inductor's autotuners; torchao's weights and tensors.
+# Inductor's autotuners; a file system of fsspec, whose manual names it; torchao's weights and tensors.
 OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_fsdp_param_group", "_all_gather_result"}
-OF_OTHERS |= {"_module_fqn", "_destroy", "_precompile_config"}
+OF_OTHERS |= {"_module_fqn", "_destroy", "_precompile_config", "_strip_protocol"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}
 
 
