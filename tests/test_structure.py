@@ -49,7 +49,7 @@ ROOMS = (
 )
 # They hang on hooks: nothing above imports them.
 ADD_ONS = ("proof", "planner", "compression", "diloco", "preference", "profiling", "cli", "__main__")
-MAX = {"folders": 17, "files at the top": 10, "modules": 199, "floors": 12}
+MAX = {"folders": 17, "files at the top": 10, "modules": 200, "floors": 12}
 # Values at the top of a module that are filled later, and why none of them is the state of a run.
 FILLED_LATER = {
     "compose.compression.activations._BY_KEY": "weak: an operator takes strings alone",
@@ -436,6 +436,7 @@ def test_a_start_loads_nothing_that_it_may_not_use(module: str) -> None:
 # Modules without a test module of their name, and the test module that tests each.
 NO_TEST_MODULE = {
     "planner/operator_figures": "planner/test_record",
+    "pipeline/pictures": "pipeline/test_timeline",
     "planner/recorder": "planner/test_record",
     "planner/candidates": "planner/test_search",
     "planner/record_pool": "planner/test_estimate",

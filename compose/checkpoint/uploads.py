@@ -34,7 +34,7 @@ def put_folder(source: Path, target: Remote) -> None:
 
 
 class Uploads:
-    """What a run sends from its folder here, ``folder``, to its folder in a store, ``remote``."""
+    """Sends the files of a run from its folder here, ``folder``, to that in a store, ``remote``."""
 
     def __init__(self, folder: Path, remote: Remote) -> None:
         self.folder, self.remote, self.token = folder, remote, ""

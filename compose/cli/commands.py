@@ -63,7 +63,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 def schedule(arguments: Sequence[str]) -> int:
     """Draw the pipeline's timeline."""
-    from compose.pipeline import timeline
+    from compose.pipeline import pictures, timeline
 
     given = read_arguments(arguments, "python -m compose schedule", COMMANDS["schedule"])
     out = given.flags.get("--out", "")
@@ -79,13 +79,13 @@ def schedule(arguments: Sequence[str]) -> int:
     table, title = timeline.of_run(job.degrees, job.micro_batches)
     slots = timeline.simulate(table)
     columns = shutil.get_terminal_size((100, 24)).columns
-    print(title, timeline.as_text(slots, sys.stdout.isatty(), columns), sep="\n")
+    print(title, pictures.as_text(slots, sys.stdout.isatty(), columns), sep="\n")
     print(timeline.report(table, job.degrees.pp_schedule, job.degrees.pp_virtual_stages))
     with written(f"{COMMAND_LINE}: --out: cannot write", Path(out)):
         if out.endswith(".svg"):
-            Path(out).write_text(timeline.as_svg(timeline.drawing(slots, title)), encoding="utf-8")
+            Path(out).write_text(pictures.as_svg(pictures.drawing(slots, title)), encoding="utf-8")
         elif out:
-            timeline.write_png(timeline.drawing(slots, title), out)
+            pictures.write_png(pictures.drawing(slots, title), out)
     return 0
 
 

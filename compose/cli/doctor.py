@@ -61,7 +61,7 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Line:
-    """What a check has to say."""
+    """One line of the result of a check."""
 
     state: State
     """warn: it may slow or harm a run; fail: it would stop one."""

@@ -1,4 +1,4 @@
-"""What several keys of another trainer mean together here: batch, steps, schedule, precision, ZeRO.
+"""Reads what several keys of another trainer mean together: batch, steps, schedule, precision, ZeRO.
 
 Each function takes facts, as ``train.steps~samples``, and puts our keys in their place.
 """

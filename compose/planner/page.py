@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from compose.pipeline.timeline import XMLNS, Bar, Drawing, as_svg
+from compose.pipeline.pictures import XMLNS, Bar, Drawing, as_svg
 from compose.planner.memory import CATEGORIES
 from compose.planner.report import TIMES, digits, memory, mesh_of, seconds, shown_value, words_of
 

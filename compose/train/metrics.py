@@ -135,7 +135,7 @@ class Sink:
     """A place for metrics; the first rank of each DiLoCo worker makes one."""
 
     last: int | None = None
-    """Of a service: the last step that it has, if it can tell. It gets the steps after that one."""
+    """The last step that a service has, if it can tell. It gets the steps after that one."""
 
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
         """Take the config, the run's folder, the steps taken, and what prints a line for the job."""
@@ -209,7 +209,7 @@ class JsonLines(Sink):
         self.file.close()
 
 
-# What a run is, in the files that its folder may have. The first three are the run's own; the page is
+# The files of a run's folder that describe the run. The first three are the run's own; the page is
 # that of ``compose plan --report``.
 DESCRIPTIONS = ("config.toml", "plan.txt", "timeline.png", "plan.html")
 

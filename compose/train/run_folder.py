@@ -212,7 +212,8 @@ def _draw(job: Job, path: Path) -> None:
     """Draw the pipeline's timeline, unless a picture could not show so many actions."""
     degrees = job.degrees
     if 1 < degrees.pp <= _DRAWN / job.micro_batches:
-        from compose.pipeline.timeline import drawing, of_run, simulate, write_png
+        from compose.pipeline.pictures import drawing, write_png
+        from compose.pipeline.timeline import of_run, simulate
 
         table, title = of_run(degrees, job.micro_batches)
         write_png(drawing(simulate(table), title), str(path))

@@ -43,7 +43,7 @@ class GPT2Config:
     n_kv_heads: int = 0
     """Key/value heads; divides n_heads. 0 is n_heads."""
     activation: Literal["gelu_tanh", "gelu", "relu"] = "gelu_tanh"
-    """Of the feed-forward network."""
+    """The activation of the feed-forward network."""
     position_offset: int = 0
     """Row of the table of positions that the first token has; rows before it are not used."""
 

@@ -54,7 +54,7 @@ class LlamaConfig(RopeFields):
     ffn_gated: bool = True
     """Multiply the activation by a third linear layer (w3)."""
     activation: str = "silu"
-    """Of the feed-forward network: silu, gelu, gelu_tanh or relu2."""
+    """The activation of the feed-forward network: silu, gelu, gelu_tanh or relu2."""
     norm: str = "rms"
     """Norms of the stream: rms, layer, layer_without_bias or layer_without_weight."""
     norm_before: bool = True

@@ -8,21 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageColor
 
+from compose.pipeline.pictures import IDLE, SHADES, as_svg, as_text, drawing, write_png
 from compose.pipeline.schedules import SCHEDULES, Action, Table, build_table, stages_per_rank
-from compose.pipeline.timeline import (
-    IDLE,
-    SHADES,
-    Slot,
-    as_svg,
-    as_text,
-    bubble_fraction,
-    drawing,
-    peak_in_flight,
-    report,
-    simulate,
-    textbook,
-    write_png,
-)
+from compose.pipeline.timeline import Slot, bubble_fraction, peak_in_flight, report, simulate, textbook
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = [("1F1B", 4, 12), ("Interleaved1F1B", 2, 4), ("ZBVZeroBubble", 3, 5), ("LoopedBFS", 11, 11)]
