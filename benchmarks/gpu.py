@@ -63,11 +63,23 @@ class Case(NamedTuple):
     preset: str
     seq_len: int
     how: str
+    model: str = "llama"
+    layers: int = 0
+    """How many of the preset's layers the device has memory for; 0: all of them."""
 
     @property
     def name(self) -> str:
         """The row's name."""
         return f"{self.preset} {self.seq_len} {self.how}"
+
+
+# Layers with all their experts, in an H200's memory.
+EXPERTS = [
+    Case("8x7b", 4096, "eager", "mixtral", 3),
+    Case("30b_a3b", 4096, "eager", "qwen3", 8),
+    Case("16b", 4096, "eager", "deepseek_v3", 7),
+    Case("20b", 4096, "eager", "gpt_oss", 5),
+]
 
 
 def cases(small: bool) -> list[Case]:
@@ -77,7 +89,9 @@ def cases(small: bool) -> list[Case]:
         return first
     first += [Case("8b", 8192, how) for how in ("compiled", *FLOAT8, "eager", "bare")]
     first += [Case("1b", 4096, how) for how in ("eager", "trainer")]
-    return first + [Case("3b", 4096, how) for how in ("compiled", "bare", "eager", *FLOAT8)]
+    first += [Case("3b", 4096, how) for how in ("compiled", "bare", "eager", *FLOAT8)]
+    first += EXPERTS + [case._replace(how="compiled") for case in EXPERTS]
+    return [*first, Case("8b", 32_768, "eager"), Case("8b", 131_072, "eager")]
 
 
 def wait(device: torch.device) -> None:
@@ -145,8 +159,9 @@ def _float8(a: Tensor, b: Tensor, flops: float, device: torch.device) -> Figures
 def command_of(case: Case, recompute: str, place: Place) -> Command:
     """Return the checked command of a row."""
     seq_len = case.seq_len if place.gpu else 32
-    micro_batch = TOKENS // seq_len if place.gpu else 2
+    micro_batch = max(1, TOKENS // seq_len) if place.gpu else 2
     keys = [
+        f"--model.name={case.model}",
         f"--model.preset={case.preset}",
         f"--data.path={place.folder}/tokens.npy",
         f"--train.seq_len={seq_len}",
@@ -160,9 +175,11 @@ def command_of(case: Case, recompute: str, place: Place) -> Command:
     if case.how in FLOAT8:
         keys.append(f"--precision.float8={case.how}")
     if not place.gpu:
-        keys += [f"--model.{name}={size}" for name, size in SHAPE.items()]
-    elif case.preset == "8b":
-        keys.append(f"--model.n_layers={12 if memory_of(place) > 120 else 6}")
+        known = find_model(case.model).presets[case.preset]
+        keys += [f"--model.{name}={size}" for name, size in SHAPE.items() if hasattr(known, name)]
+    elif case.preset == "8b" or case.layers:
+        layers = case.layers or 12
+        keys.append(f"--model.n_layers={layers if memory_of(place) > 120 else layers // 2}")
     return parse(place.keys(*keys), program="first_gpu.py")
 
 
