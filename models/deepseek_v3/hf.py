@@ -96,17 +96,8 @@ def hf_name(name: str, config: DeepSeekV3Config | None = None) -> str:
     """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
 
     Their experts are not stacked. In the name of our experts' weight '{}' stands for the index of the
-    expert, whose part is ``weight[index]``. The router's bias is a buffer in both.
-
-    Args:
-        name: Our name.
-        config: The model's config; if it is V2's, the router's bias has no name.
-
-    Returns:
-        Their name.
-
-    Raises:
-        KeyError: They have no such parameter.
+    expert, whose part is ``weight[index]``. The router's bias is a buffer in both; V2 has none. Raises
+    KeyError if they have no such parameter.
     """
     prefix, part = in_layer(name)
     if part == "moe.router.bias" and (config is None or config.scoring == "sigmoid"):

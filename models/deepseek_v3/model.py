@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.checks import check_above_0, check_at_least, check_eps, check_even
 from ..layers.feed_forward import FeedForward
+from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.norms import check_eps
 from ..layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
 from ..layers.router import MoEConfig
 
@@ -88,22 +89,16 @@ class DeepSeekV3Config(MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("vocab_size", "dim", "n_heads", "kv_rank", "nope_dim", "rope_dim", "v_dim")
-        for size in (*sizes, "hidden_dim", "rope_original_len"):
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        for size in ("n_dense_layers", "q_rank", "n_shared_experts"):
-            if not 0 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        check_at_least(self, 1, *sizes, "hidden_dim", "rope_original_len")
+        check_at_least(self, 1, "n_layers", bits=12)
+        check_at_least(self, 0, "n_dense_layers", "q_rank", "n_shared_experts")
         for factor in ("rope_mscale", "rope_mscale_all_dim"):
             if not getattr(self, factor) >= 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
-        check_eps("norm_eps", self.norm_eps)
+        check_eps(self)
         if self.latent_norm_eps:
-            check_eps("latent_norm_eps", self.latent_norm_eps)
-        if not self.rope_beta_slow > 0:
-            raise ValueError(f"rope_beta_slow: {self.rope_beta_slow} should be above 0")
+            check_eps(self, "latent_norm_eps")
+        check_above_0(self, "rope_beta_slow")
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
         if not self.rope_factor >= 1:
@@ -111,8 +106,7 @@ class DeepSeekV3Config(MoEConfig):
         fast, slow = self.rope_beta_fast, self.rope_beta_slow
         if not fast >= slow:
             raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")
-        if self.rope_dim % 2:
-            raise ValueError(f"rope_dim: {self.rope_dim} is not even, and RoPE rotates pairs")
+        check_even(self, "rope_dim")
         if self.n_dense_layers > self.n_layers:
             raise ValueError(
                 f"n_dense_layers: {self.n_dense_layers} is more than n_layers {self.n_layers}"
@@ -227,17 +221,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return attention's output.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, rope_dim / 2).
-            sine: Of the positions' angles, (B, L, 1, rope_dim / 2).
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return attention's output, (B, L, D); cosine and sine are (B, L, 1, rope_dim / 2)."""
         c = self.config
         q_BLK = self.wq_b(self.q_norm(self.wq_a(x_BLD))) if c.q_rank else self.wq(x_BLD)
         q_BLHK = q_BLK.unflatten(-1, (-1, c.nope_dim + c.rope_dim))
@@ -279,18 +263,7 @@ class Block(nn.Module):
         real_BL: Tensor,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the stream after the layer.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, rope_dim / 2).
-            sine: Of the positions' angles, (B, L, 1, rope_dim / 2).
-            real_BL: False for padding, which routers do not count.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream after the layer, (B, L, D); ``real_BL`` is False for padding."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         x = self.ffn_norm(x_BLD)
         return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
@@ -317,16 +290,11 @@ class DeepSeekV3(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the logits of tokens.
+        """Return the logits (B, L, V) of tokens (B, L).
 
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L), -1 for padding; None counts from 0.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, vocab_size).
+        ``positions`` (B, L) are -1 for padding; without them they count from 0. Attention stays within
+        a document. ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say
+        which; without both each row is one.
         """
         c = self.config
         if positions is None:
@@ -352,21 +320,6 @@ class DeepSeekV3(nn.Module):
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
         return self.output(self.norm(x_BLD))
 
-    @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
-
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
-        GPT-2), so that the stream's variance does not grow with depth.
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
-        """
-        if tensor.ndim == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            return
-        ends_branch = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
-        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
-        tensor.normal_(0.0, 0.02 * scale, generator=generator)
+        """Fill a whole parameter."""
+        init_by_depth(name, tensor, generator, self.config.n_layers)

@@ -18,15 +18,7 @@ from .model import DeepSeekV3Config
 
 
 def plan(model: DeepSeekV3Config, parallel: Parallel) -> Plan:
-    """Return the plan of a DeepSeek-V3 for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a DeepSeek-V3 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     # PyTorch takes its default, Shard(-1), for another layout, and would redistribute to it.

@@ -85,14 +85,9 @@ class FlowMatching:
 
 
 def squared_error(velocity: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of squared differences, over targets that are not NaN.
+    """Return the sum of squared differences, over targets that are not NaN, in float32 or wider.
 
-    Args:
-        velocity: The model's output, (B, L, C), of any float type.
-        targets: The velocity of each element, (B, L, C).
-
-    Returns:
-        The sum, a scalar, in float32 or wider.
+    The model's output and the targets, the velocity of each element, are (B, L, C).
     """
     difference = at_least_float32(velocity) - targets
     return difference.masked_fill(ignored(targets), 0.0).square().sum()
@@ -127,16 +122,9 @@ class NoisyImages:
 
 
 def noisy(image: Tensor, label: int, model: DiTConfig, generator: Generator) -> dict[str, Tensor]:
-    """Return a sample: an image at a random time of its way from noise.
+    """Return a sample: an image (channels, height, width) at a random time of its way from noise.
 
-    Args:
-        image: (channels, height, width), from -1 to 1.
-        label: Its class.
-        model: The model's config.
-        generator: The random numbers.
-
-    Returns:
-        ``patches`` (L, C), ``times`` and ``labels`` (), and ``targets`` (L, C).
+    It has ``patches`` (L, C), ``times`` and ``labels`` (), and ``targets`` (L, C).
     """
     time = torch.randint(TICKS, (), generator=generator)
     noise = torch.randn(image.shape, generator=generator)

@@ -38,30 +38,13 @@ class ImageSet(Protocol):
 
 
 def to_patches(images: Tensor, size: int) -> Tensor:
-    """Cut images into square patches, row by row.
-
-    Args:
-        images: (..., channels, height, width).
-        size: Height and width of a patch.
-
-    Returns:
-        (..., L, C).
-    """
+    """Cut images (..., channels, height, width) into square patches (..., L, C), row by row."""
     cut = images.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return cut.movedim((-4, -2), (-5, -4)).flatten(-3).flatten(-3, -2)
 
 
 def from_patches(patches: Tensor, size: int, channels: int) -> Tensor:
-    """Put patches together to square images; the inverse of :func:`to_patches`.
-
-    Args:
-        patches: (..., L, C).
-        size: Height and width of a patch.
-        channels: Channels of a pixel.
-
-    Returns:
-        (..., channels, height, width).
-    """
+    """Put patches (..., L, C) together to square images; the inverse of :func:`to_patches`."""
     rows = round(patches.shape[-2] ** 0.5)
     cut = patches.unflatten(-2, (rows, rows)).unflatten(-1, (channels, size, size))
     return cut.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
@@ -78,14 +61,9 @@ class Images:
         channels: int,
         skip_unreadable: bool,
     ) -> None:
-        """Take the files.
+        """Take files with the numbers of their classes, under the name that the user gave.
 
-        Args:
-            name: The name that the user gave.
-            files: Files with the numbers of their classes.
-            size: Height and width of the images.
-            channels: 3 for colour, 1 for grey.
-            skip_unreadable: Whether the next image takes the place of one that cannot be read.
+        With ``skip_unreadable`` the next image takes the place of one that cannot be read.
         """
         self.name, self.files, self.size, self.channels = name, files, size, channels
         self.skip_unreadable = skip_unreadable
@@ -104,11 +82,7 @@ class Images:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Tensor, int]:
-        """Return an image and its class.
-
-        Raises:
-            ConfigError: It cannot be read, and may not be skipped, or none can be read.
-        """
+        """Return an image and its class; ConfigError if none can be read, or one may not be skipped."""
         for after in range(len(self.files)):
             path, label = self.files[(index + after) % len(self.files)]
             try:
@@ -136,16 +110,7 @@ class Images:
 def folder_of_images(path: str, model: DiTConfig, skip_unreadable: bool) -> Images:
     """Open a folder: its subfolders are the classes, by name; images beside them are class 0.
 
-    Args:
-        path: The name that the user gave.
-        model: The model's config.
-        skip_unreadable: As for :class:`Images`.
-
-    Returns:
-        The images.
-
-    Raises:
-        ConfigError: There are no images, or more classes than the model has.
+    Raises ConfigError if there are no images, or more classes than the model has.
     """
     folder = Path(path)
     if not folder.is_dir():

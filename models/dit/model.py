@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compose.ops.attention import AttentionOptions
 
 from ..layers.attention import AttentionCore, Documents, documents_of
-from ..layers.norms import check_eps
+from ..layers.checks import check_at_least, check_eps
 
 TICKS = 1 << 20
 """A time of 1. Times are whole numbers of ticks, so that no reduced precision rounds them."""
@@ -54,11 +54,8 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         shape = ("image_size", "channels", "patch_size", "n_classes", "dim", "n_heads", "hidden_dim")
-        for size in shape:
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
+        check_at_least(self, 1, *shape)
+        check_at_least(self, 1, "n_layers", bits=12)
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size: {self.patch_size} does not divide image_size {self.image_size}"
@@ -71,7 +68,7 @@ class DiTConfig:
             raise ValueError(f"n_heads: {self.n_heads} does not divide dim {self.dim}")
         if not 0 <= self.label_dropout <= 1:
             raise ValueError(f"label_dropout: {self.label_dropout} should be from 0 to 1")
-        check_eps("norm_eps", self.norm_eps)
+        check_eps(self)
 
     @property
     def training_fields(self) -> tuple[str, ...]:
@@ -123,12 +120,7 @@ PRESETS = {
 def waves(places: Tensor, count: int) -> Tensor:
     """Return cosines and sines of places, of wavelengths from 2 pi to 2 pi 10000 (arXiv:1706.03762).
 
-    Args:
-        places: Places or times, of any shape.
-        count: How many wavelengths.
-
-    Returns:
-        (..., 2 count), float32.
+    For places of any shape and ``count`` wavelengths the result is (..., 2 count), in float32.
     """
     steps = torch.arange(count, device=places.device, dtype=torch.float32)
     angles = places[..., None].float() * torch.exp(steps * (-math.log(10_000) / count))
@@ -148,15 +140,9 @@ class Condition(nn.Module):
         self.shared = nn.Identity()
 
     def forward(self, times: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the modulation.
+        """Return the modulation, (B, 1, parts D), of times in ticks (B,) and labels (B,).
 
-        Args:
-            times: (B,), in ticks.
-            labels: (B,); n_classes is no class.
-            dtype: The type to compute in, but for the waves.
-
-        Returns:
-            (B, 1, parts D).
+        The label n_classes is no class. All but the waves is computed in ``dtype``.
         """
         # The paper's times run to 1000.
         time_BD = waves(times.float() * (1000 / TICKS), FREQUENCIES).to(dtype)
@@ -179,15 +165,7 @@ class PatchEmbedding(nn.Module):
         self.projection = nn.Linear(config.patch_dim, config.dim)
 
     def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
-        """Return the stream.
-
-        Args:
-            patches: (B, L, C).
-            positions: (B, L), row by row.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream (B, L, D) of patches (B, L, C), whose positions (B, L) count row by row."""
         x_BLD = self.projection(patches)
         places = [positions // self.columns, positions % self.columns]
         return x_BLD + torch.cat([waves(p, self.quarter) for p in places], -1).to(x_BLD.dtype)
@@ -282,18 +260,11 @@ class DiT(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the velocity of noisy patches.
+        """Return the velocity of noisy patches, (B, L, C).
 
-        Args:
-            patches: (B, L, C), row by row.
-            times: (B,), int64, in ticks: 0 is noise, TICKS is an image.
-            labels: (B,), int64; n_classes is no class.
-            positions: (B, L); None counts from 0.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, C).
+        ``patches`` (B, L, C) are row by row, and ``positions`` (B, L) count from 0 if they are not
+        given. ``times`` (B,) are in ticks: 0 is noise, TICKS is an image. The label n_classes is no
+        class. For documents see the models of language.
         """
         if positions is None:
             count = torch.arange(patches.shape[1], device=patches.device)
@@ -310,11 +281,6 @@ class DiT(nn.Module):
 
         With zeros each layer begins as the identity. The standard deviation is 0.02 for embeddings, and
         else that of Glorot & Bengio 2010: the root of 2 / (inputs + outputs).
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
         """
         zero = name.endswith(("bias", "modulation.weight")) or name == "final.projection.weight"
         if zero:

@@ -20,13 +20,6 @@ def plan(model: DiTConfig, parallel: Parallel) -> Plan:
 
     Time and class are the same on all ranks of tp, which embed them alike. With ``sequence`` each rank
     uses the result for its own patches, so the gradient is summed there.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
     """
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()

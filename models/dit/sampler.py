@@ -113,15 +113,8 @@ def _grid(model: DiTConfig, flags: Mapping[str, str]) -> Grid:
 def sample(composition: Composition, model: DiTConfig, grid: Grid) -> Tensor:
     """Make images by Euler steps along the velocity, from time 0 to 1; a collective.
 
-    Guidance without a classifier: Ho & Salimans 2022, arXiv:2207.12598.
-
-    Args:
-        composition: The model.
-        model: Its config.
-        grid: What to make.
-
-    Returns:
-        Images (n, channels, height, width), row by row of the grid, the same on every rank.
+    Guidance without a classifier: Ho & Salimans 2022, arXiv:2207.12598. Every rank gets all images,
+    (n, channels, height, width), row by row of the grid.
     """
     labels = torch.tensor([label for label in grid.classes for _ in range(grid.per_class)])
     # The noise of a place in the grid depends on its class and column alone.
@@ -156,14 +149,9 @@ def _flow(
 
 
 def velocity(composition: Composition, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the model's output for a batch, whole on every rank; a collective.
+    """Return the model's output for a batch that all ranks have, whole on every rank; a collective.
 
-    Args:
-        composition: The model.
-        batch: Its inputs, the same on every rank.
-
-    Returns:
-        (B, L, C), float32.
+    It is (B, L, C), float32.
     """
     mesh = composition.mesh
     names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or []

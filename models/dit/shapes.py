@@ -48,13 +48,7 @@ class Shapes:
     """One shape on a dark ground in each image; kind, colour, size and place are of its number."""
 
     def __init__(self, size: int, channels: int, n_classes: int) -> None:
-        """Take the form of the images.
-
-        Args:
-            size: Height and width of an image.
-            channels: 3 for colour, 1 for grey.
-            n_classes: Classes of the model; the first kinds are drawn if it has fewer.
-        """
+        """Take the form of the images; the first kinds are drawn if there are fewer classes."""
         self.size, self.channels = size, channels
         self.kinds = list(KINDS.values())[:n_classes]
 

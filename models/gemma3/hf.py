@@ -97,18 +97,7 @@ MODEL_TYPES = (*KINDS, _IMAGES)  # the last one to be refused with its reason
 
 
 def hf_name(name: str, config: Gemma3Config | None = None) -> str:
-    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
-
-    Args:
-        name: Our name.
-        config: The model's config; None: a Gemma 3.
-
-    Returns:
-        Their name.
-
-    Raises:
-        KeyError: They have no such parameter.
-    """
+    """Return Hugging Face's name of our parameter; KeyError if they have none."""
     modules = KINDS[kind_of(KINDS, config, strict=False) if config else _TEXT].modules
     prefix, part = in_layer(name)
     return prefix + modules[part.removesuffix(".weight")] + ".weight"

@@ -20,8 +20,9 @@ from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.feed_forward import FeedForward
-from ..layers.norms import Scale, check_eps
+from ..layers.norms import Scale
 from ..layers.rope import inverse_frequencies, rotate, rotation
 
 
@@ -70,14 +71,9 @@ class Gemma3Config:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
-        for size in (*sizes, "global_every", "window"):
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        for factor in ("rope_theta", "rope_scaling", "rope_local_theta"):
-            if not getattr(self, factor) > 0:
-                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
+        check_at_least(self, 1, *sizes, "global_every", "window")
+        check_at_least(self, 1, "n_layers", bits=12)
+        check_above_0(self, "rope_theta", "rope_scaling", "rope_local_theta")
         if not 0 <= self.query_pre_attn_scalar < 2**31:
             scalar = self.query_pre_attn_scalar
             raise ValueError(
@@ -86,11 +82,9 @@ class Gemma3Config:
         for cap in ("attention_softcap", "final_softcap"):
             if not getattr(self, cap) >= 0:
                 raise ValueError(f"{cap}: {getattr(self, cap)} should be above 0, or 0 for none")
-        check_eps("norm_eps", self.norm_eps)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+        check_eps(self)
+        check_even(self, "head_dim")
+        check_kv_heads(self)
 
     def is_global(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, attends to all keys."""
@@ -171,17 +165,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return attention's output.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2).
-            sine: Of the positions' angles, (B, L, 1, K / 2).
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return attention's output, (B, L, D); cosine and sine of angles are (B, L, 1, K / 2)."""
         q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -211,17 +195,7 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the stream after the layer; arguments as for :class:`Attention`.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2).
-            sine: Of the positions' angles, (B, L, 1, K / 2).
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream after the layer, (B, L, D)."""
         found_BLD = self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         x_BLD = x_BLD + self.attention_post_norm(found_BLD)
         return x_BLD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
@@ -255,16 +229,11 @@ class Gemma3(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the logits of tokens.
+        """Return the logits (B, L, V) of tokens (B, L).
 
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L); None counts from 0.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, V).
+        ``positions`` (B, L) count from 0 if they are not given. Attention stays within a document.
+        ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say which; without
+        both each row is one.
         """
         c = self.config
         if positions is None:
@@ -286,11 +255,6 @@ class Gemma3(nn.Module):
 
         The projections that end a residual branch need no smaller values where the norm after them
         gives the branch its size. Without it they are scaled by (2 n_layers)^-1/2, as GPT-2's.
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
         """
         if tensor.ndim == 1:
             tensor.zero_()

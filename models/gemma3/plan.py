@@ -18,15 +18,7 @@ from .model import Gemma3Config
 
 
 def plan(model: Gemma3Config, parallel: Parallel) -> Plan:
-    """Return the plan of a Gemma 3 for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a Gemma 3 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     # Those after attention and the feed-forward network run on the stream too: w2 and wo have brought

@@ -139,18 +139,7 @@ MODEL_TYPES = tuple(KINDS)
 
 
 def hf_name(name: str, config: GPT2Config | None = None) -> Stored:
-    """Return the place of our parameter in Hugging Face's files.
-
-    Args:
-        name: Our name.
-        config: The model's config; None: a GPT-2.
-
-    Returns:
-        The place, such as 'transformer.h.3.ln_1.weight'.
-
-    Raises:
-        KeyError: They have no such parameter.
-    """
+    """Return the place of our parameter in Hugging Face's files; KeyError if they have none."""
     kind = kind_of(KINDS, config, strict=False) if config else "gpt2"
     modules = KINDS[kind].modules
     module, _, own = name.rpartition(".")

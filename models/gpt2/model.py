@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.checks import check_at_least, check_eps
 from ..layers.feed_forward import ACTIVATIONS, FeedForward
-from ..layers.norms import check_eps
+from ..layers.initial import init_by_depth
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,10 @@ class GPT2Config:
     """Row of the table of positions that the first token has; rows before it are not used."""
 
     def __post_init__(self) -> None:
-        for size in ("vocab_size", "max_seq_len", "dim", "n_heads", "hidden_dim"):
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        check_eps("norm_eps", self.norm_eps)
-        for size in ("n_kv_heads", "position_offset"):
-            if not 0 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        check_at_least(self, 1, "vocab_size", "max_seq_len", "dim", "n_heads", "hidden_dim")
+        check_at_least(self, 1, "n_layers", bits=12)
+        check_eps(self)
+        check_at_least(self, 0, "n_kv_heads", "position_offset")
         if self.dim % self.n_heads:
             raise ValueError(f"dim: {self.dim} is not a multiple of n_heads = {self.n_heads}")
         if self.n_heads % self.kv_heads:
@@ -107,15 +103,7 @@ class Embeddings(nn.Module):
         self.positions = nn.Embedding(config.max_seq_len + self.offset, config.dim)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the stream before the first layer.
-
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L) or (1, L), -1 for padding.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream before the first layer, (B, L, D); a position of -1 is padding."""
         # No target and no other token reads a padding's row.
         return self.tokens(tokens) + self.positions(positions.clamp(min=0) + self.offset)
 
@@ -133,15 +121,7 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return attention's output.
-
-        Args:
-            x_BLD: The stream.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return attention's output, (B, L, D); without documents, each row is one."""
         q_BLHK, k_BLGK, v_BLGK = (
             project(x_BLD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
         )
@@ -163,15 +143,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
-        """Return the stream after the layer; arguments as for :class:`Attention`.
-
-        Args:
-            x_BLD: The stream.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream after the layer, (B, L, D)."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), documents)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
 
@@ -197,16 +169,11 @@ class GPT2(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the logits of tokens.
+        """Return the logits (B, L, V) of tokens (B, L).
 
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L), -1 for padding; None counts from 0. All are below max_seq_len.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, V).
+        ``positions`` (B, L) are -1 for padding, and below max_seq_len; without them they count from 0.
+        Attention stays within a document. ``document_ids`` (B, L) and ``documents``, which a batch
+        makes of them once, say which; without both each row is one.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -216,21 +183,6 @@ class GPT2(nn.Module):
             x_BLD = layer(x_BLD, documents)
         return self.output(self.norm(x_BLD))
 
-    @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
-
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
-        GPT-2), so that the stream's variance does not grow with depth.
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
-        """
-        if tensor.ndim == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            return
-        ends_branch = name.endswith(("wo.weight", "w2.weight"))
-        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
-        tensor.normal_(0.0, 0.02 * scale, generator=generator)
+        """Fill a whole parameter."""
+        init_by_depth(name, tensor, generator, self.config.n_layers)

@@ -19,15 +19,7 @@ from .model import GPT2Config
 
 
 def plan(model: GPT2Config, parallel: Parallel) -> Plan:
-    """Return the plan of a GPT-2 for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a GPT-2 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     # Their parameters are whole on every rank. With a stream that is cut, each rank has its own tokens.

@@ -68,17 +68,9 @@ _RULE = {
 
 
 def hf_name(name: str, config: GptOssConfig | None = None) -> str | Stored:
-    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
+    """Return Hugging Face's name of our parameter, or the place of experts' weights.
 
-    Args:
-        name: Our name.
-        config: Not used, since no name depends on it.
-
-    Returns:
-        Their name; for the experts' weights, their place.
-
-    Raises:
-        KeyError: They have no such parameter, as for a router's buffers.
+    Raises KeyError if they have no such parameter, as for a router's buffers.
     """
     prefix, part = in_layer(name)
     if part in _PARAMETERS:

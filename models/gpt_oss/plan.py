@@ -19,15 +19,7 @@ from .model import GptOssConfig
 
 
 def plan(model: GptOssConfig, parallel: Parallel) -> Plan:
-    """Return the plan of a gpt-oss for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a gpt-oss for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     moe = MoEPlan("layers.*.moe", stream, parallel.tp)

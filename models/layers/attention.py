@@ -29,17 +29,10 @@ class AttentionCore(nn.Module):
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention within documents.
+        """Return attention within documents, (B, L, H, V); V may be another width than K.
 
-        Args:
-            q_BLHK: Queries.
-            k_BLGK: Keys.
-            v_BLGV: Values; V may be another width than K.
-            documents: The documents; None makes each row one.
-            sinks: A score of each head that has no value, (H,), or None.
-
-        Returns:
-            (B, L, H, V).
+        None for ``documents`` makes each row one. ``sinks`` (H,) are scores of the heads that have no
+        value.
         """
         return attention(q_BLHK, k_BLGK, v_BLGV, documents, sinks, self.options)[0]
 
@@ -59,12 +52,7 @@ class Sinks(nn.Module):
 def documents_of(ids: Tensor | None, documents: Documents | None) -> Documents | None:
     """Return the documents of a batch from the two forms in which a model takes them.
 
-    Args:
-        ids: (B, L); each run of equal ids is one document. On a GPU they are waited for.
-        documents: The documents, if they are known already.
-
-    Returns:
-        The documents; None if both are.
+    Each run of equal ``ids`` (B, L) is one document. On a GPU they are waited for.
     """
     return Documents(ids) if documents is None and ids is not None else documents
 
@@ -72,11 +60,6 @@ def documents_of(ids: Tensor | None, documents: Documents | None) -> Documents |
 def attention_pairs(seq_len: int, window: int = 0) -> float:
     """Return the number of keys that one query attends to, averaged over ``seq_len`` causal queries.
 
-    Args:
-        seq_len: Tokens of a sample.
-        window: Keys that a query sees at most; 0 is all.
-
-    Returns:
-        The average.
+    A query sees at most ``window`` keys; 0 is all.
     """
     return pairs_between(seq_len, seq_len, window=window) / seq_len

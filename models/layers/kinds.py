@@ -29,18 +29,10 @@ class Kind:
     def read(
         self, config: type, values: Mapping[str, Any], besides: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Return our fields from a config.json, each by its type.
+        """Return our fields from a config.json, each by its type, with those that are fixed.
 
-        Args:
-            config: The class of the model's config.
-            values: The parsed config.json.
-            besides: Fields that are read elsewhere.
-
-        Returns:
-            The values by our fields, with those that are fixed.
-
-        Raises:
-            ValueError: A key is missing, or its value is of another type.
+        Fields of ``besides`` are read elsewhere. Raises ValueError if a key is missing or its value is
+        of another type.
         """
         result = dict(self.fixed)
         types = {one.name: one.type for one in fields(config)}
@@ -62,15 +54,7 @@ class Kind:
         return result
 
     def write(self, model_type: str, config: object) -> dict[str, Any]:
-        """Return the config.json of a model of this kind.
-
-        Args:
-            model_type: The value of the key of this name.
-            config: The model's config.
-
-        Returns:
-            The values by their keys.
-        """
+        """Return the config.json of a model of this kind."""
         given = {ours: getattr(config, ours) for ours in self.keys.fields}
         return {
             "architectures": [self.architecture],
@@ -84,18 +68,10 @@ class Kind:
 
 
 def kind_of(kinds: Mapping[str, Kind], config: object, strict: bool = True) -> str:
-    """Return the first architecture that has the options of a config.
+    """Return the model_type of the first architecture that has the options of a config.
 
-    Args:
-        kinds: The family's table, by model_type.
-        config: The model's config.
-        strict: Whether it must have them all; else it is the nearest one, whose names serve.
-
-    Returns:
-        Its model_type.
-
-    Raises:
-        ValueError: None has; the message names the field that the nearest one cannot have.
+    If none has, a ValueError names the field that the nearest one cannot have; without ``strict`` that
+    one is returned, since its names serve.
     """
     others = {
         name: [ours for ours, value in kind.fixed.items() if getattr(config, ours) != value]

@@ -1,4 +1,4 @@
-"""The norms of models, the check of their epsilon, and constant factors."""
+"""The norms of models, and constant factors."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,20 +30,3 @@ class Scale(nn.Module):
         """Return the product."""
         # A number would be multiplied in float32, unrounded.
         return x * torch.full((), self.factor, dtype=x.dtype, device=x.device)
-
-
-def check_eps(field: str, eps: float) -> None:
-    """Raise ValueError unless ``eps`` is above 0 in float32, in which a norm is computed.
-
-    Args:
-        field: The field's name, for the message.
-        eps: Its value.
-
-    Raises:
-        ValueError: ``eps`` is 0 in float32, or below.
-    """
-    if not eps > 0:
-        raise ValueError(f"{field}: {eps} should be above 0")
-    smallest = torch.finfo(torch.float32).smallest_normal
-    if eps < smallest:
-        raise ValueError(f"{field}: {eps} is 0 in float32, which has nothing below {smallest:.1e}")

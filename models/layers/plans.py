@@ -12,13 +12,8 @@ from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinea
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
     """Return the entries of ``tensor`` for a feed-forward network of w1, w2 and, if it is gated, w3.
 
-    Args:
-        name: The pattern of the layer.
-        stream: The layout of its input and output, (B, L, D) over tp.
-        even: Whether tp divides its inner width.
-
-    Returns:
-        Styles by pattern.
+    ``name`` is the pattern of the layer, ``stream`` the layout of its input and output, (B, L, D) over
+    tp. ``even``: tp divides its inner width.
     """
     return {
         name: LocalInput(stream),

@@ -95,18 +95,7 @@ class Keys:
                 )
 
     def build(self, kind: type[C], **values: Any) -> C:
-        """Return ``kind(**values)``; a ValueError names the published keys in place of our fields.
-
-        Args:
-            kind: The class of the config.
-            **values: The values by our fields.
-
-        Returns:
-            The config.
-
-        Raises:
-            ValueError: As ``kind`` raises it.
-        """
+        """Return ``kind(**values)``; a ValueError names the published keys in place of our fields."""
         try:
             return kind(**values)
         except ValueError as error:
@@ -124,15 +113,7 @@ def keys(
 ) -> Keys:
     """Return the known keys of one model, with those that all models have.
 
-    Args:
-        fields: The key for each of our fields.
-        read: Keys that are read besides.
-        only: Keys with the values that they may have.
-        besides: Keys that say nothing about what the weights compute.
-        rope: Whether the model has rotary embeddings.
-
-    Returns:
-        The keys.
+    The arguments are as in :class:`Keys`; ``rope`` is whether the model has rotary embeddings.
     """
     read, besides = {"model_type", *(_ROPE if rope else ()), *read}, {*besides}
     none_here = {key: one for key, one in _NONE_HERE.items() if key not in read | besides}
@@ -157,36 +138,16 @@ def _in_blocks(given: Any) -> bool:
 
 
 def required(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key.
-
-    Args:
-        values: The parsed config.json.
-        key: The key.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: The key is missing.
-    """
+    """Return the value of a key; ValueError if it is missing."""
     if values.get(key) is None:
         raise ValueError(f"{key}: is missing")
     return values[key]
 
 
 def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a whole number.
+    """Return a whole number; ValueError for anything else, or out of range.
 
-    Args:
-        values: The parsed config.json.
-        key: The key.
-        default: The value if the key is absent or null; None: it may not be.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: The value is no whole number, or is out of range.
+    ``default`` is for a key that is absent or null, which is a ValueError too if there is none.
     """
     value = required(values, key) if default is None else _or(values, key, default)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -197,19 +158,7 @@ def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int
 
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a finite number.
-
-    Args:
-        values: The parsed config.json.
-        key: The key.
-        default: The value if the key is absent or null; None: it may not be.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: The value is no finite number.
-    """
+    """Return a finite number; ValueError for anything else."""
     value = required(values, key) if default is None else _or(values, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{key}: expected a number, got {shown(value)}")
@@ -219,19 +168,7 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def truth(values: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
-    """Return true or false.
-
-    Args:
-        values: The parsed config.json.
-        key: The key.
-        default: The value if the key is absent or null; None: it may not be.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: The value is neither true nor false.
-    """
+    """Return true or false; ValueError for anything else."""
     value = required(values, key) if default is None else _or(values, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {shown(value)}")
@@ -244,16 +181,7 @@ def _or(values: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """Raise ValueError if a key has another value than the allowed ones; it may be absent or null.
-
-    Args:
-        values: The parsed config.json.
-        key: The key.
-        *allowed: The allowed values.
-
-    Raises:
-        ValueError: The value is another one.
-    """
+    """Raise ValueError if a key has another value than the allowed ones; it may be absent or null."""
     value = values.get(key)
     if value is not None and value not in allowed:
         choice = f", only {' or '.join(json.dumps(one) for one in allowed)}" if allowed else ""
@@ -273,18 +201,7 @@ def _plain(key: str) -> str:
 
 
 def numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
-    """Return a list of finite numbers.
-
-    Args:
-        values: The parsed config.json.
-        key: The key.
-
-    Returns:
-        The numbers.
-
-    Raises:
-        ValueError: The value is no such list.
-    """
+    """Return a list of finite numbers; ValueError for anything else."""
     value = required(values, key)
     if not isinstance(value, list):
         raise ValueError(f"{key}: expected a list of numbers, got {shown(value)}")
@@ -298,24 +215,7 @@ def rope(
     base: str = "rope_theta",
     default: float = 10_000.0,
 ) -> tuple[float, dict[str, Any]]:
-    """Return the base of the rotary frequencies, and the parameters of their scaling rule.
-
-    transformers has written them in two ways. Parameters that are absent or null are left out.
-
-    Args:
-        values: The parsed config.json.
-        kind: The scaling rule that the model can have.
-        places: The keys under which the rule may be.
-        base: The key of the base.
-        default: The base if nothing says another.
-
-    Returns:
-        (base, parameters of the rule ``kind``); no parameters if frequencies are not scaled.
-
-    Raises:
-        ValueError: The rule is another one, has an unknown parameter, or two keys contradict each
-            other.
-    """
+    """Return base and parameters as :func:`rope_rule`, for a model that can have one rule."""
     theta, _, parameters = rope_rule(values, (kind,), places, base, default)
     return theta, parameters
 
@@ -330,20 +230,14 @@ def rope_rule(
 ) -> tuple[float, str, dict[str, Any]]:
     """Return the base of the rotary frequencies, the name of their rule, and its parameters.
 
-    Args:
-        values: The parsed config.json.
-        kinds: The scaling rules that the model can have.
-        places: The keys under which the rule may be.
-        base: The key of the base.
-        default: The base if nothing says another.
-        part: Whether the rule may hold ``partial_rotary_factor``, which is then a parameter.
+    The rule, one of ``kinds``, may be under each of the keys ``places``: transformers has written it in
+    two ways. Parameters that are absent or null are left out. But the length before the rule is then
+    max_position_embeddings, as in transformers. ``base`` is the key of the base, and ``default`` the
+    base if nothing says another. With ``part`` the rule may hold ``partial_rotary_factor``, which is
+    then a parameter.
 
-    Returns:
-        (base, name, parameters), as for :func:`rope`. The length before the rule is
-        max_position_embeddings if the rule has none, as in transformers.
-
-    Raises:
-        ValueError: As for :func:`rope`.
+    Raises ValueError if the rule is another one or has an unknown parameter, or two keys contradict
+    each other.
     """
     given = {key: rule for key in places if (rule := _object(values, key))}
     if any(rule != other for rule in given.values() for other in given.values()):
@@ -406,13 +300,7 @@ def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 def unpublished(config: object, whose: str, **only_values: object) -> None:
     """Raise ValueError if a field has another value than given, and config.json has no key for it.
 
-    Args:
-        config: The model's config.
-        whose: Whose config.json it is, for the message.
-        **only_values: The value that each field must have.
-
-    Raises:
-        ValueError: A field has another value.
+    ``whose`` config.json it is, for the message.
     """
     for field, value in only_values.items():
         if getattr(config, field) != value:

@@ -36,16 +36,9 @@ _BETAS = ("rope_beta_fast", "rope_beta_slow")
 def read_rule(values: Mapping[str, Any], kind: str, rule: Mapping[str, Any]) -> dict[str, Any]:
     """Return our fields of a rule; none if it changes nothing.
 
-    Args:
-        values: The parsed config.json.
-        kind: The rule's name, as :func:`~compose.models.layers.published.rope_rule` returns it.
-        rule: Its parameters, as that function returns them.
-
-    Returns:
-        Values by the fields of :class:`~compose.models.layers.rope.RopeFields`.
-
-    Raises:
-        ValueError: The factor is not above 0, or the length of the rule "dynamic" is missing.
+    ``kind`` and ``rule`` are its name and parameters as
+    :func:`~compose.models.layers.published.rope_rule` returns them. Raises ValueError if the factor is
+    not above 0, or the length of the rule "dynamic" is missing.
     """
     length = size(values, "max_position_embeddings", 0)
     factor = rule.get("factor", length / rule[LENGTH] if kind == "longrope" else 1.0)

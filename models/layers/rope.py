@@ -18,24 +18,12 @@ def inverse_frequencies(
     original_max_seq_len: int = 8192,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the angular frequency of each rotated pair, in radians per position.
+    """Return the angular frequency of each rotated pair, (head_dim / 2,), in radians per position.
 
     ``scaling_factor`` > 1 applies the rule of Llama 3.1 (Llama team 2024, arXiv:2407.21783, and the
     reference code's ``apply_scaling``). Wavelengths longer than ``original_max_seq_len /
     low_freq_factor`` are stretched by the factor. Wavelengths shorter than ``original_max_seq_len /
     high_freq_factor`` are kept. Those between are interpolated.
-
-    Args:
-        head_dim: Width of a head.
-        theta: Base of the frequencies.
-        scaling_factor: Factor of the rule; 1 is off.
-        low_freq_factor: Bound of the long wavelengths.
-        high_freq_factor: Bound of the short wavelengths.
-        original_max_seq_len: Length the model was trained at before the rule.
-        device: Where the result is.
-
-    Returns:
-        (head_dim / 2,), float32.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequency = theta**-exponent
@@ -58,23 +46,11 @@ def yarn_frequencies(
 ) -> Tensor:
     """Return frequencies as :func:`inverse_frequencies`, scaled by YaRN.
 
-    YaRN is that of Peng et al. 2023, arXiv:2309.00071. Pairs that turn more than ``beta_fast`` times
-    within ``original_max_seq_len`` are kept. Pairs that turn less than ``beta_slow`` times are slowed
-    down by ``factor``. Between them the blend is linear in the pair's index. DeepSeek's models and
-    gpt-oss were trained so; in the paper the blend is linear in the turns.
-
-    Args:
-        head_dim: Width of a head's rotated part.
-        theta: Base of the frequencies.
-        factor: Factor on the context's length; 1 is none.
-        original_max_seq_len: Length the model was trained at before.
-        beta_fast: Turns above which a pair is kept.
-        beta_slow: Turns below which a pair is slowed down in full.
-        truncate: Whether the blend goes from whole index to whole index, as in DeepSeek's models.
-        device: Where the result is.
-
-    Returns:
-        (head_dim / 2,), float32, radians per position.
+    YaRN is that of Peng et al. 2023, arXiv:2309.00071. Pairs that turn more than ``beta_fast``
+    times within ``original_max_seq_len`` are kept. Pairs that turn less than ``beta_slow`` times
+    are slowed down by ``factor``. Between them the blend is linear in the pair's index; with
+    ``truncate`` it goes from whole index to whole index. DeepSeek's models and gpt-oss were trained
+    so; in the paper the blend is linear in the turns.
     """
     frequency = inverse_frequencies(head_dim, theta, device=device)
     if factor == 1.0:
@@ -98,26 +74,13 @@ def yarn_frequencies(
 def yarn_magnitude(factor: float, mscale: float) -> float:
     """Return YaRN's factor on queries and keys alike, which offsets a longer context's entropy.
 
-    Args:
-        factor: The factor on the context's length.
-        mscale: Weight of the part that grows with ``factor``; the paper has 1.
-
-    Returns:
-        1 + 0.1 mscale ln(factor).
+    The paper has an ``mscale`` of 1.
     """
     return 1 + 0.1 * mscale * math.log(factor)
 
 
 def yarn_weight(factor: float, magnitude: float) -> float:
-    """Return the ``mscale`` for which :func:`yarn_magnitude` is ``magnitude``.
-
-    Args:
-        factor: The factor on the context's length, above 1.
-        magnitude: The factor on queries and keys.
-
-    Returns:
-        The weight.
-    """
+    """Return the ``mscale`` for which :func:`yarn_magnitude` is ``magnitude``; factors are above 1."""
     return (magnitude - 1) / (0.1 * math.log(factor))
 
 
@@ -147,18 +110,10 @@ class RopeRule:
     """LongRoPE's divisors of the frequencies up to ``original_len``."""
 
     def frequencies(self, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-        """Return the stretched frequencies.
+        """Return the stretched frequencies of a head's part of width ``dim``.
 
         "dynamic" stretches nothing up to ``original_len``, and LongRoPE (Ding et al. 2024,
         arXiv:2402.13753) has its short factors there.
-
-        Args:
-            dim: Width of a head's rotated part.
-            theta: Base of the frequencies.
-            device: Where the result is.
-
-        Returns:
-            (dim / 2,), float32, radians per position.
         """
         if self.kind == "llama3":
             bounds = (self.low_freq_factor, self.high_freq_factor)
@@ -219,14 +174,7 @@ class RopeFields:
     """longrope: divisors above that length. They are kept for export, and not used here."""
 
     def check_rope(self, pairs: int) -> None:
-        """Check the fields.
-
-        Args:
-            pairs: Pairs of a head that are rotated.
-
-        Raises:
-            ValueError: A field is out of its range; the message names it.
-        """
+        """Raise ValueError if a field is out of its range; so many pairs of a head are rotated."""
         if not self.rope_scaling > 0:
             raise ValueError(f"rope_scaling: {self.rope_scaling} should be above 0")
         if not 0 <= self.rope_magnitude < 2**31:
@@ -282,16 +230,9 @@ class RopeFields:
 def rotation(
     positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every position's angles.
+    """Return cosine and sine of every position's angles, times ``scale``: (B, L, 1, head_dim / 2) each.
 
-    Args:
-        positions_BL: The positions.
-        inverse_frequency: (head_dim / 2,), radians per position.
-        dtype: The type of what is rotated.
-        scale: A factor on both, as that of a rule.
-
-    Returns:
-        Two tensors (B, L, 1, head_dim / 2), float32, or of ``dtype`` if that is wider.
+    They are float32, or of ``dtype``, the type of what is rotated, if that is wider.
     """
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions_BL[..., None, None].to(wide) * inverse_frequency
@@ -303,15 +244,7 @@ def rotate(x_BLHK: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = Fal
     """Rotate the pairs (i, i + head_dim / 2) of each head, the layout of Hugging Face's weights.
 
     If cosine and sine are of fewer pairs, the first part of each head is rotated and the rest is kept.
-
-    Args:
-        x_BLHK: Queries or keys.
-        cosine: Of :func:`rotation`.
-        sine: Of :func:`rotation`.
-        interleaved: Rotate the pairs (2 i, 2 i + 1), the layout of Meta's and DeepSeek's weights.
-
-    Returns:
-        The rotated tensor, in its own type.
+    With ``interleaved`` the pairs are (2 i, 2 i + 1), the layout of Meta's and DeepSeek's weights.
     """
     rotated = 2 * cosine.shape[-1]
     if rotated < x_BLHK.shape[-1]:

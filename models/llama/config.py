@@ -4,8 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..layers.attention import attention_pairs
+from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.feed_forward import ACTIVATIONS
-from ..layers.norms import NORMS, check_eps
+from ..layers.norms import NORMS
 from ..layers.rope import RopeFields
 
 
@@ -77,22 +78,10 @@ class LlamaConfig(RopeFields):
     """The model_type of an exported config.json, a row of the table in architectures.py."""
 
     def __post_init__(self) -> None:
-        for size in ("vocab_size", "dim", "n_heads", "n_kv_heads", "hidden_dim"):
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        for factor in (
-            "rope_theta",
-            "embedding_scale",
-            "residual_scale",
-            "logit_scale",
-        ):
-            if not getattr(self, factor) > 0:
-                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
-        for size in ("head_dim", "rotary_dim", "attention_scale"):
-            if not 0 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        check_at_least(self, 1, "vocab_size", "dim", "n_heads", "n_kv_heads", "hidden_dim")
+        check_at_least(self, 1, "n_layers", bits=12)
+        check_above_0(self, "rope_theta", "embedding_scale", "residual_scale", "logit_scale")
+        check_at_least(self, 0, "head_dim", "rotary_dim", "attention_scale")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}: "{getattr(self, name)}" is none of {", ".join(known)}')
@@ -100,7 +89,7 @@ class LlamaConfig(RopeFields):
             raise ValueError(f"window: {self.window} should be at least 1, or 0 for all keys")
         if not self.layer_pattern or set(self.layer_pattern) - set("wfWF"):
             raise ValueError(f'layer_pattern: "{self.layer_pattern}" should be letters w, f, W and F')
-        check_eps("norm_eps", self.norm_eps)
+        check_eps(self)
         self._check_heads()
         self.check_rope((self.rotary_dim or self.head_width) // 2)
         if not (self.norm_before or self.norm_after):
@@ -111,14 +100,10 @@ class LlamaConfig(RopeFields):
     def _check_heads(self) -> None:
         if not self.head_dim and self.dim % (2 * self.n_heads):
             raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} is not even, and RoPE rotates pairs")
-        if self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim: {self.rotary_dim} is not even, and RoPE rotates pairs")
+        check_even(self, "head_dim", "rotary_dim")
         if self.rotary_dim > self.head_width:
             raise ValueError(f"rotary_dim: {self.rotary_dim} is more than a head's {self.head_width}")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+        check_kv_heads(self)
 
     @property
     def head_width(self) -> int:

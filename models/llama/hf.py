@@ -23,18 +23,10 @@ _ACTIVATIONS |= {"swish": "silu", "gelu_new": "gelu_tanh"}
 
 
 def hf_name(name: str, config: LlamaConfig | None = None) -> str | Stored:
-    """Return the place of our parameter in Hugging Face's files.
+    """Return the place of our parameter in Hugging Face's files; KeyError if they have none.
 
-    Args:
-        name: Our name.
-        config: The model's config; None: a Llama's.
-
-    Returns:
-        Their name, such as 'model.layers.3.post_attention_layernorm.weight', or the part of a fused
-        tensor.
-
-    Raises:
-        KeyError: They have no such parameter.
+    It is a name, such as 'model.layers.3.post_attention_layernorm.weight', or the part of a fused
+    tensor.
     """
     c = config or LlamaConfig()
     row = ARCHITECTURES[c.architecture]

@@ -16,6 +16,7 @@ from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, Sinks, documents_of
 from ..layers.feed_forward import ACTIVATIONS, FeedForward
+from ..layers.initial import init_by_depth
 from ..layers.norms import NORMS, Scale
 from ..layers.rope import RopeRule, rotate, rotation
 from .config import LlamaConfig
@@ -45,16 +46,9 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return attention's output.
+        """Return attention's output, (B, L, D).
 
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2), or of fewer pairs.
-            sine: Of the positions' angles, as ``cosine``.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
+        Cosine and sine of the positions' angles are (B, L, 1, K / 2), or of fewer pairs.
         """
         q, k = self.wq(x_BLD), self.wk(x_BLD)
         if self.norm_of == "width":
@@ -89,17 +83,7 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the stream after the layer; arguments as for :class:`Attention`.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2), or of fewer pairs.
-            sine: Of the positions' angles, as ``cosine``.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream after the layer, (B, L, D)."""
         # Without names, a branch and its input are freed as soon as they are used.
         if self.parallel:
             normed = self._normed("attention_norm", x_BLD)
@@ -152,16 +136,11 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the logits of tokens.
+        """Return the logits (B, L, V) of tokens (B, L).
 
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L); None counts from 0.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, V).
+        ``positions`` (B, L) count from 0 if they are not given. Attention stays within a document.
+        ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say which; without
+        both each row is one.
         """
         c = self.config
         if positions is None:
@@ -184,21 +163,6 @@ class Llama(nn.Module):
         x_BLD = self.norm(x_BLD)
         return self.output(x_BLD if self.logit_scale is None else self.logit_scale(x_BLD))
 
-    @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: zeros (biases, sinks), ones (norms), else normal.
-
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
-        GPT-2), so that the stream's variance does not grow with depth.
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
-        """
-        if tensor.ndim == 1:
-            tensor.fill_(0.0 if name.endswith(("bias", "sinks.weight")) else 1.0)
-            return
-        ends_branch = name.endswith(("wo.weight", "w2.weight"))
-        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
-        tensor.normal_(0.0, 0.02 * scale, generator=generator)
+        """Fill a whole parameter."""
+        init_by_depth(name, tensor, generator, self.config.n_layers)

@@ -22,15 +22,7 @@ from .model import norms_of
 
 
 def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
-    """Return the plan of a Llama for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a Llama for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     norms = [*(f"layers.*.{norm}" for norm in norms_of(model)), "norm"]

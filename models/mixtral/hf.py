@@ -40,20 +40,10 @@ KEYS = {
 
 
 def hf_name(name: str, config: MixtralConfig | None = None) -> str:
-    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
+    """Return Hugging Face's name of our parameter; KeyError for others, as a router's buffers.
 
     Their experts are not stacked. In the name of our experts' weight '{}' stands for the index of the
     expert, whose part is ``weight[index]``.
-
-    Args:
-        name: Our name.
-        config: Not used, since no name depends on it.
-
-    Returns:
-        Their name.
-
-    Raises:
-        KeyError: They have no such parameter, as for a router's buffers.
     """
     prefix, part = in_layer(name)
     return prefix + _MODULES[part.removesuffix(".weight")] + ".weight"

@@ -16,8 +16,9 @@ from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.checks import check_above_0, check_at_least, check_eps, check_kv_heads
+from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.norms import check_eps
 from ..layers.rope import inverse_frequencies, rotate, rotation
 from ..layers.router import MoEConfig
 
@@ -51,20 +52,15 @@ class MixtralConfig(MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for size in ("vocab_size", "dim", "n_heads", "n_kv_heads", "n_experts"):
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta: {self.rope_theta} should be above 0")
+        check_at_least(self, 1, "vocab_size", "dim", "n_heads", "n_kv_heads", "n_experts")
+        check_at_least(self, 1, "n_layers", bits=12)
+        check_above_0(self, "rope_theta")
         if self.window < 0:
             raise ValueError(f"window: {self.window} should be at least 1, or 0 for all keys")
-        check_eps("norm_eps", self.norm_eps)
+        check_eps(self)
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim: {self.dim} is not a multiple of 2 * n_heads = {2 * self.n_heads}")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+        check_kv_heads(self)
 
     @property
     def head_dim(self) -> int:
@@ -121,17 +117,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return attention's output.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2).
-            sine: Of the positions' angles, (B, L, 1, K / 2).
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return attention's output, (B, L, D); cosine and sine of angles are (B, L, 1, K / 2)."""
         q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
@@ -157,18 +143,7 @@ class Block(nn.Module):
         real_BL: Tensor,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the stream after the layer.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2).
-            sine: Of the positions' angles, (B, L, 1, K / 2).
-            real_BL: False for padding, which routers do not count.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream after the layer, (B, L, D); ``real_BL`` is False for padding."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
         return x_BLD + self.moe(self.ffn_norm(x_BLD), real_BL)
 
@@ -194,16 +169,11 @@ class Mixtral(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the logits of tokens.
+        """Return the logits (B, L, V) of tokens (B, L).
 
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L), -1 for padding; None counts from 0.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, V).
+        ``positions`` (B, L) are -1 for padding; without them they count from 0. Attention stays within
+        a document. ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say
+        which; without both each row is one.
         """
         c = self.config
         if positions is None:
@@ -218,21 +188,6 @@ class Mixtral(nn.Module):
             x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
         return self.output(self.norm(x_BLD))
 
-    @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: ones (norms), else normal.
-
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
-        GPT-2), so that the stream's variance does not grow with depth.
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
-        """
-        if tensor.ndim == 1:
-            tensor.fill_(1.0)
-            return
-        ends_branch = name.endswith(("wo.weight", "experts.w2"))
-        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
-        tensor.normal_(0.0, 0.02 * scale, generator=generator)
+        """Fill a whole parameter."""
+        init_by_depth(name, tensor, generator, self.config.n_layers)

@@ -18,15 +18,7 @@ from .model import MixtralConfig
 
 
 def plan(model: MixtralConfig, parallel: Parallel) -> Plan:
-    """Return the plan of a Mixtral for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a Mixtral for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     moe = MoEPlan("layers.*.moe", stream, parallel.tp)

@@ -266,20 +266,11 @@ _OF_DIM = ("olmoe", "flex_olmo")
 
 
 def hf_name(name: str, config: Qwen3Config | None = None) -> str | Stored:
-    """Return Hugging Face's name of our parameter: 'layers.3.ffn_norm.weight' and so on.
+    """Return Hugging Face's name of our parameter, or its place if they have fused it.
 
     Most of their experts are not stacked. In the name of our experts' weight '{}' stands for the index
-    of the expert, whose part is ``weight[index]``.
-
-    Args:
-        name: Our name.
-        config: The model's config; None: a Qwen3.
-
-    Returns:
-        Their name; for weights that they have fused, their place.
-
-    Raises:
-        KeyError: They have no such parameter, as for most of a router's buffers.
+    of the expert, whose part is ``weight[index]``. Raises KeyError if they have no such parameter, as
+    for most of a router's buffers.
     """
     modules = KINDS[kind_of(KINDS, config, strict=False) if config else "qwen3"].modules
     prefix, part = in_layer(name)

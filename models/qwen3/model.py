@@ -17,9 +17,11 @@ from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.feed_forward import FeedForward
+from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.norms import Scale, check_eps
+from ..layers.norms import Scale
 from ..layers.rope import RopeFields, rotate, rotation
 from ..layers.router import MoEConfig
 
@@ -78,17 +80,10 @@ class Qwen3Config(RopeFields, MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
-        for size in sizes:
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not 1 <= self.n_layers < 2**12:
-            raise ValueError(f"n_layers: {self.n_layers} should be at least 1, below 2^12")
-        for factor in ("rope_theta", "embedding_scale", "residual_scale", "logit_scale"):
-            if not getattr(self, factor) > 0:
-                raise ValueError(f"{factor}: {getattr(self, factor)} should be above 0")
-        for size in ("n_dense_layers", "shared_dim", "n_shared_experts", "attention_scale"):
-            if not 0 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 0, below 2^31")
+        check_at_least(self, 1, *sizes)
+        check_at_least(self, 1, "n_layers", bits=12)
+        check_above_0(self, "rope_theta", "embedding_scale", "residual_scale", "logit_scale")
+        check_at_least(self, 0, "n_dense_layers", "shared_dim", "n_shared_experts", "attention_scale")
         if self.n_experts and self.n_dense_layers > self.n_layers:
             raise ValueError(
                 f"n_dense_layers: {self.n_dense_layers} is more than n_layers {self.n_layers}"
@@ -97,15 +92,12 @@ class Qwen3Config(RopeFields, MoEConfig):
             raise ValueError(
                 "shared_gate: True needs an expert that every token goes to; set shared_dim"
             )
-        check_eps("norm_eps", self.norm_eps)
-        for size in ("head_dim", "rotary_dim"):
-            if getattr(self, size) % 2:
-                raise ValueError(f"{size}: {getattr(self, size)} is not even, and RoPE rotates pairs")
+        check_eps(self)
+        check_even(self, "head_dim", "rotary_dim")
         if not 0 <= self.rotary_dim <= self.head_dim:
             raise ValueError(f"rotary_dim: {self.rotary_dim} is no part of head_dim {self.head_dim}")
         self.check_rope((self.rotary_dim or self.head_dim) // 2)
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}")
+        check_kv_heads(self)
 
     @property
     def shared_width(self) -> int:
@@ -197,16 +189,9 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return attention's output.
+        """Return attention's output, (B, L, D).
 
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2), or of fewer pairs.
-            sine: Of the positions' angles, as ``cosine``.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
+        Cosine and sine of the positions' angles are (B, L, 1, K / 2), or of fewer pairs.
         """
         q, k = self.wq(x_BLD), self.wk(x_BLD)
         if self.norm_of == "width":
@@ -246,18 +231,7 @@ class Block(nn.Module):
         real_BL: Tensor,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the stream after the layer.
-
-        Args:
-            x_BLD: The stream.
-            cosine: Of the positions' angles, (B, L, 1, K / 2), or of fewer pairs.
-            sine: Of the positions' angles, as ``cosine``.
-            real_BL: False for padding, which routers do not count.
-            documents: The documents; None makes each row one.
-
-        Returns:
-            (B, L, D).
-        """
+        """Return the stream after the layer, (B, L, D); ``real_BL`` is False for padding."""
         first, second = self.attention_norm, self.ffn_norm
         # Without names, a branch and its input are freed as soon as they are used.
         x_BLD = x_BLD + self._branch(
@@ -302,16 +276,11 @@ class Qwen3(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return the logits of tokens.
+        """Return the logits (B, L, V) of tokens (B, L).
 
-        Args:
-            tokens: (B, L), int64.
-            positions: (B, L), -1 for padding; None counts from 0.
-            document_ids: (B, L); attention stays within a document. None makes each row one.
-            documents: The same, made once for a batch; ``document_ids`` is then not read.
-
-        Returns:
-            (B, L, V).
+        ``positions`` (B, L) are -1 for padding; without them they count from 0. Attention stays within
+        a document. ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say
+        which; without both each row is one.
         """
         c = self.config
         if positions is None:
@@ -330,21 +299,6 @@ class Qwen3(nn.Module):
         x_BLD = self.norm(x_BLD)
         return self.output(x_BLD if c.logit_scale == 1 else self.logit_scale(x_BLD))
 
-    @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: zeros (biases), ones (norms), else normal.
-
-        The projections that end a residual branch are scaled by (2 n_layers)^-1/2 (Radford et al. 2019,
-        GPT-2), so that the stream's variance does not grow with depth.
-
-        Args:
-            name: The parameter's name.
-            tensor: The parameter.
-            generator: The random numbers.
-        """
-        if tensor.ndim == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            return
-        ends_branch = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
-        scale = (2 * self.config.n_layers) ** -0.5 if ends_branch else 1.0
-        tensor.normal_(0.0, 0.02 * scale, generator=generator)
+        """Fill a whole parameter."""
+        init_by_depth(name, tensor, generator, self.config.n_layers)

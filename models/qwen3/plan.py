@@ -20,15 +20,7 @@ from .model import Qwen3Config
 
 
 def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
-    """Return the plan of a Qwen3 for these degrees.
-
-    Args:
-        model: The model's config.
-        parallel: The table [parallel].
-
-    Returns:
-        The plan.
-    """
+    """Return the plan of a Qwen3 for these degrees."""
     # The layout of the residual stream between layers, (B, L, D) over tp.
     stream = Shard(1) if parallel.sequence else Replicate()
     moe = MoEPlan("layers.*.moe", stream, parallel.tp, model.shared_width, model.shared_gate)
