@@ -1,14 +1,15 @@
 """Keys of other trainers by tables: what each becomes here, is not needed, or is refused.
 
 ``foreign_keys/*.toml`` has a table for each format. A row gives our key, or a fact, such as
-``train.steps~samples``, which :mod:`compose.cli.foreign_meaning` works out with others.
+``train.steps~samples``, which :mod:`compose.cli.foreign_meaning` works out with others. Whatever its
+section, a row is read as cases: a pattern of the value, and what is set or said then.
 """
 
 import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -22,23 +23,18 @@ from compose.errors import Fraction, NonNegative, Positive, attribute, toml_valu
 FORMATS = ("deepspeed", "training_arguments", "accelerate", "torchtitan", "megatron")
 """In the order in which their defaults count."""
 # Types of facts that are no keys, by what stands after the ~.
+_COUNTS = ("accumulation", "machines", "microbatch", "per_machine", "per_rank", "processes")
 _KINDS: dict[str, Any] = {
-    "accumulation": Positive,
-    "machines": Positive,
-    "microbatch": Positive,
-    "per_machine": Positive,
-    "per_rank": Positive,
-    "processes": Positive,
+    **dict.fromkeys(_COUNTS, Positive),
+    **dict.fromkeys(("samples", "schedule", "warmup_samples"), NonNegative),
+    **dict.fromkeys(("absolute", "minutes", "warmup"), float),
     "ratio": Fraction,
-    "samples": NonNegative,
-    "schedule": NonNegative,
-    "absolute": float,
-    "warmup": float,
 }
 _TEXTS = ("run.dir", "data.path", "data.validation", "checkpoint.load_hf", "optimizer.offload_dir")
-_LISTS = {"unused": "not needed", "changed": "changed in meaning"}
-"""Tables of lists of keys by what is said of them, and the kind of their entries."""
-_SPECIAL = ("note", "refuse", "unused")
+_LISTS = {"unused": "unused", "changed": "note"}
+"""Sections of lists of keys by what is said of them, and what that is in a case."""
+_SAID = {"refuse": "refused", "note": "changed in meaning", "unused": "not needed"}
+"""Words in a case that set no key, and the kind of their entry."""
 
 
 class Fact(NamedTuple):
@@ -56,6 +52,107 @@ class Entry(NamedTuple):
     line: str
 
 
+class Row(NamedTuple):
+    """What a table says of a key."""
+
+    section: str
+    cases: Mapping[str, Mapping[str, Any]]
+    """What is set and said, by a pattern of the value; the first that fits counts."""
+
+    def case(self, value: Any) -> Mapping[str, Any] | None:
+        """Return the case of a value; None if there is none."""
+        text = str(value).lower()
+        fitting = (case for each, case in self.cases.items() if fnmatchcase(text, each.lower()))
+        return next(fitting, None)
+
+    @property
+    def keys(self) -> str:
+        """The keys of ours that the first case with any sets."""
+        if self.section == "only":
+            return ""
+        cases = ([key for key in case if "." in key] for case in self.cases.values())
+        keys = next(filter(None, cases), [])
+        return " ".join(dict.fromkeys(key.partition("~")[0] for key in keys))
+
+
+@dataclass(frozen=True)
+class Format:
+    """The table of one trainer."""
+
+    title: str
+    rows: Mapping[str, Row]
+    """By a key's name, or a pattern of names; the first that fits counts."""
+    rewrite: Sequence[Sequence[str]]
+    strict: Sequence[str]  # patterns of keys of which an unknown one is refused
+    defaults: Mapping[str, Any]
+    defaults_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    default_notes: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    typo: float = 0.85  # how much an unknown key must be like a known one to be refused
+    words: Sequence[str] = ()  # keys whose value is several words
+
+    @property
+    def names(self) -> list[str]:
+        """Every key that the table accounts for, without patterns."""
+        return sorted(name for name in self.rows if "*" not in name)
+
+    def plain(self, key: str) -> str:
+        """Return a key as the table writes it."""
+        for pattern, other in self.rewrite:
+            key = re.sub(pattern, other, key)
+        return key
+
+    def row(self, name: str) -> Row | None:
+        """Return what the table says of a key; None if it does not know it."""
+        patterns = (row for each, row in self.rows.items() if "*" in each and fnmatchcase(name, each))
+        return self.rows.get(name) or next(patterns, None)
+
+    def unknown(self, where: str, name: str, value: Any) -> Entry:
+        """Return the entry of a key that the table does not know."""
+        names = self.names
+        like = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        last = name.rpartition(".")[2]
+        like = like or [each for each in names if each.rpartition(".")[2] == last]
+        hint = f"; the nearest known key is {like[0]}" if like else ""
+        near = bool(difflib.get_close_matches(name, names, n=1, cutoff=self.typo))
+        strict = any(fnmatchcase(name, pattern) for pattern in self.strict)
+        text = f"{where} = {shown(value)}: {self.title} has no such key{hint}"
+        return Entry("refused", f"{text}, or remove it") if near or strict else Entry("unknown", text)
+
+
+@functools.cache
+def load_formats() -> dict[str, Format]:
+    """Return the table of each format."""
+    folder, results = files("compose.cli") / "foreign_keys", {}
+    for name in FORMATS:
+        table = tomllib.loads((folder / f"{name}.toml").read_text("utf-8"))
+        results[name] = Format(rows=_rows(table), **table)
+    return results
+
+
+def _rows(table: dict[str, Any]) -> dict[str, Row]:
+    """Take the sections of keys out of a table, and return their rows."""
+    rows = list[tuple[str, str, Mapping[str, Any]]]()
+    notes = table.pop("notes", {})
+    for name, ours in table.pop("same").items():
+        note = {"note": notes[name]} if name in notes else {}
+        rows.append(("same", name, {"none": {"unused": "is not set"}, "*": {ours: "$list"} | note}))
+    for names, cases in table.pop("cases").items():
+        switch = {"true": cases["true"], "false": {}} if "true" in cases else {}
+        rows.append(("cases", names, switch | cases))
+    for names, row in table.pop("only", {}).items():
+        off = {str(value): {} for value in row["off"]}
+        rows.append(("only", names, off | {"*": {"refuse": row["why"]}}))
+    for section, said in _LISTS.items():
+        for why, names in table.pop(section, {}).items():
+            rows.append((section, names, {"*": {said: why}}))
+    results = dict[str, Row]()
+    for section, names, cases in rows:
+        for name in names.split():
+            results.setdefault(name, Row(section, cases))
+    return results
+
+
 @dataclass
 class Facts:
     """All that the files say, by our keys and by facts."""
@@ -63,7 +160,7 @@ class Facts:
     values: dict[str, Fact] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     auto: dict[str, str] = field(default_factory=dict)
-    """Where "auto" stands, and the key of ours that a program fills in; "" if there is none."""
+    """Where "auto" stands, and the keys of ours that a program fills in."""
     waiting: set[str] = field(default_factory=set)
     """Keys of ours that "auto" gives, and whose program's file is not there."""
 
@@ -88,113 +185,98 @@ class Facts:
         place = f"{self.values[key].origin}: " if key in self.values else ""
         self.entries.append(Entry(kind, place + text))
 
-    def read(self, file: str, table: Mapping[str, Any], leaves: Leaves) -> None:
+    def read(self, file: str, table: Format, leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}
         off = [name for name, value in leaves if name.endswith(".enabled") and value is False]
         off = tuple(name[: -len("enabled")].removesuffix("shared_parameters.") for name in off)
         for key, value in leaves:
-            name = plain(table, key)
-            where = f"{file}: {key}"
-            row = next(_rows(table, name), None)
+            name = table.plain(key)
+            row, where = table.row(name), f"{file}: {key}"
             if row is None:
-                self.entries.append(self._unknown(where, name, value, table))
-            elif value is None or value in ("", {}, []) or (value == "none" and row[0] == "same"):
-                self.entries.append(Entry("not needed", f"{where}: is not set"))
-            elif value == "auto" and row[0] not in _LISTS and "auto" not in row[1]:
-                self.auto[where] = _key_of(row)
-            elif row[0] == "only" and name.startswith(off):
-                self.entries.append(Entry("not needed", f"{where}: its part is off"))
-            elif row[0] == "only" and row[1]["off"] == ["any"]:
-                others.setdefault(row[1]["why"], []).append(key)
+                self.entries.append(table.unknown(where, name, value))
+            elif value is None or value in ("", {}, []):
+                self.note("not needed", f"{where}: is not set")
+            elif value == "auto" and row.section not in _LISTS and "auto" not in row.cases:
+                self.auto[where] = row.keys
+            elif row.section == "only" and name.startswith(off):
+                self.note("not needed", f"{where}: its part is off")
+            elif row.section == "only" and len(row.cases) == 1:
+                others.setdefault(row.cases["*"]["refuse"], []).append(key)
             else:
-                self._apply(where, table, name, value, row)
+                words = value if row.section == "cases" and isinstance(value, list) else [value]
+                if name in table.words:
+                    words = [part for word in words for part in str(word).split()]
+                for word in words:
+                    self._apply(where, row, value, word)
         for why, keys in others.items():
-            self.entries.append(Entry("refused", f"{file}: {', '.join(keys)}: {why}"))
+            self.note("refused", f"{file}: {', '.join(keys)}: {why}")
 
-    def _unknown(self, where: str, name: str, value: Any, table: Mapping[str, Any]) -> Entry:
-        names = sorted(known_keys(table))
-        like = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        last = name.rpartition(".")[2]
-        like = like or [each for each in names if each.rpartition(".")[2] == last]
-        hint = f"; the nearest known key is {like[0]}" if like else ""
-        near = bool(difflib.get_close_matches(name, names, n=1, cutoff=table.get("typo", 0.85)))
-        strict = any(fnmatchcase(name, pattern) for pattern in table["strict"])
-        text = f"{where} = {shown(value)}: {table['title']} has no such key{hint}"
-        return Entry("refused", f"{text}, or remove it") if near or strict else Entry("unknown", text)
-
-    def _apply(
-        self, where: str, table: Mapping[str, Any], name: str, value: Any, row: tuple[str, Any]
-    ) -> None:
-        kind, what = row
-        said = f"{where} = {shown(value)}"
-        if kind in _LISTS:
-            self.entries.append(Entry(_LISTS[kind], f"{said}: {what}"))
-        elif kind == "only":
-            off = [str(each).lower() for each in what["off"]]
-            if str(value).lower() in off:
-                self.entries.append(Entry("not needed", f"{said}: is off"))
-            else:
-                self.entries.append(Entry("refused", f"{said}: {what['why']}"))
-        elif kind == "same":
-            note = table.get("notes", {}).get(name, "")
-            self._set(said, {what: value, **({"note": note} if note else {})}, where)
-        else:
-            words = value if isinstance(value, list) else [value]
-            if name in table.get("words", ()):
-                words = [part for word in words for part in str(word).split()]
-            for word in words:
-                case = _case(what, word)
-                if case is None:
-                    known = ", ".join(each for each in what if "*" not in each)
-                    line = f"{where}: {shown(word)} is not known here; nearest: one of {known}"
-                    self.entries.append(Entry("refused", line))
-                else:
-                    given = {"$value": word, "$list": value}
-                    self._set(said, {k: given.get(str(v), v) for k, v in case.items()}, where)
-
-    def _set(self, said: str, settings: Mapping[str, Any], where: str) -> None:
-        """Set keys and facts by a row, or report why not."""
+    def _apply(self, where: str, row: Row, value: Any, word: Any) -> None:
+        """Set and say what a row has for one word of a value."""
+        case = row.case(word)
+        if case is None:
+            known = ", ".join(each for each in row.cases if "*" not in each)
+            self.note("refused", f"{where}: {shown(word)} is not known here; nearest: one of {known}")
+            return
         texts = []
-        for key, value in settings.items():
-            if key in _SPECIAL:
+        for key, setting in case.items():
+            if key in _SAID:
                 continue
-            own = key if key in _TEXTS else "the number of ranks" if key[:6] == "world~" else ""
-            if variable := unset(value) or (own and value is True and "a name"):
-                line = f"{where}: {variable} has no value in this script"
-                if own:
-                    self.entries.append(Entry("to set", f"{line}, and {own} is left out"))
-                else:
-                    self.entries.append(Entry("refused", f"{line}; write a value in its place"))
-                return
             try:
-                value = as_key(key, value)
+                self._set(where, key, _converted(setting, value, word))
             except ValueError as error:
-                self.entries.append(Entry("refused", f"{where}: {error}"))
+                self.note("refused", f"{where}: {error}")
                 return
-            if key in self.values and self.values[key].value != value:
-                other = f"{self.values[key].origin} says {toml_value(self.values[key].value)}"
-                line = f"{where}: says {toml_value(value)} for {key.partition('~')[0]}, and {other}"
-                self.entries.append(Entry("refused", f"{line}; remove one of them"))
+            except LookupError as error:
+                self.note("to set", f"{where}: {error.args[0]}")
                 return
-            self.values.setdefault(key, Fact(value, where))
             texts.append(key.partition("~")[0])
         into = f" -> {', '.join(dict.fromkeys(texts))}" if texts else ""
-        if "refuse" in settings:
-            self.entries.append(Entry("refused", f"{said}: {settings['refuse']}"))
-        elif "note" in settings:
-            self.entries.append(Entry("changed in meaning", f"{said}{into}: {settings['note']}"))
-        elif texts:
-            self.entries.append(Entry("mapped", said + into))
-        else:
-            self.entries.append(Entry("not needed", f"{said}: {settings.get('unused', 'is off')}"))
+        said = f"{where} = {shown(value)}"
+        for name, kind in _SAID.items():
+            if name in case:
+                self.note(kind, f"{said}{into if name == 'note' else ''}: {case[name]}")
+                return
+        self.note("mapped" if texts else "not needed", said + (into or ": is off"))
+
+    def _set(self, where: str, key: str, value: Any) -> None:
+        """Set a key or a fact. Raises ValueError if it cannot be, LookupError if it may be left out."""
+        own = key if key in _TEXTS else "the number of ranks" if key[:6] == "world~" else ""
+        if variable := unset(value) or (own and value is True and "a name"):
+            line = f"{variable} has no value in this script"
+            if own:
+                raise LookupError(f"{line}, and {own} is left out")
+            raise ValueError(f"{line}; write a value in its place")
+        value = as_key(key, value)
+        if self.get(key, value) != value:
+            other = f"{self.values[key].origin} says {toml_value(self.get(key))}"
+            line = f"says {toml_value(value)} for {key.partition('~')[0]}, and {other}"
+            raise ValueError(f"{line}; remove one of them")
+        self.values.setdefault(key, Fact(value, where))
+
+
+def _converted(setting: Any, value: Any, word: Any) -> Any:
+    """Return the value that a case sets: its own, or the file's, by the name of a conversion."""
+    if setting == "$value":
+        return word
+    if setting == "$list":
+        return value
+    if setting == "$minutes":
+        return 60 * as_key("~minutes", word)
+    if setting in ("$first", "$second"):
+        if not isinstance(value, list) or len(value) != 2:
+            raise ValueError(f"expected a list of 2 values, got {toml_value(value)}")
+        return value[setting == "$second"]
+    return setting
 
 
 def as_key(key: str, value: Any) -> Any:
     """Return a value with the type of one of our keys, or of a fact; ValueError says what is wrong."""
-    table, _, name = key.rpartition(".")
-    kind = _KINDS.get(key.partition("~")[2])
-    if "~" not in key and table in TABLES:
+    ours, _, fact = key.partition("~")
+    table, _, name = ours.rpartition(".")
+    kind = _KINDS.get(fact)
+    if fact in ("", "value", "instead") and table in TABLES:
         kind = get_type_hints(TABLES[table], include_extras=True).get(attribute(name))
     if kind is None:
         return value
@@ -210,59 +292,3 @@ def as_key(key: str, value: Any) -> Any:
     except ValueError as error:
         words = str(error).replace("expected int", "expected a whole number")
     raise ValueError(words.replace("expected float", "expected a number"))
-
-
-@functools.cache
-def load_tables() -> dict[str, dict[str, Any]]:
-    """Return the table of each format."""
-    folder = files("compose.cli") / "foreign_keys"
-    return {name: tomllib.loads((folder / f"{name}.toml").read_text("utf-8")) for name in FORMATS}
-
-
-def plain(table: Mapping[str, Any], key: str) -> str:
-    """Return a key as the table writes it."""
-    for pattern, other in table["rewrite"]:
-        key = re.sub(pattern, other, key)
-    return key
-
-
-def known_keys(table: Mapping[str, Any]) -> set[str]:
-    """Return every key that a table accounts for, without patterns."""
-    lists = [
-        *table.get("only", {}),
-        *(text for kind in _LISTS for text in table.get(kind, {}).values()),
-    ]
-    names = {key for text in lists for key in text.split()}
-    return {key for key in names | set(table["same"]) | set(table["cases"]) if "*" not in key}
-
-
-def _rows(table: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a table says about a key: first by its name, then by patterns."""
-    if name in table["same"]:
-        yield "same", table["same"][name]
-    if name in table["cases"]:
-        yield "cases", table["cases"][name]
-    sections: Iterable[tuple[str, Any]] = (
-        *(("only", (keys, rest)) for keys, rest in table.get("only", {}).items()),
-        *((kind, (keys, why)) for kind in _LISTS for why, keys in table.get(kind, {}).items()),
-    )
-    for exact in (True, False):
-        for kind, (keys, rest) in sections:
-            for each in keys.split():
-                if each == name if exact else ("*" in each and fnmatchcase(name, each)):
-                    yield kind, rest
-
-
-def _key_of(row: tuple[str, Any]) -> str:
-    """Return the key of ours that a row sets; "" if there is none."""
-    kind, what = row
-    keys = [what] if kind == "same" else [key for case in what.values() for key in case]
-    return next((key.partition("~")[0] for key in keys if kind != "only" and "." in key), "")
-
-
-def _case(cases: Mapping[str, Any], value: Any) -> Mapping[str, Any] | None:
-    text = str(value).lower()
-    for each, result in cases.items():
-        if fnmatchcase(text, each.lower()):
-            return result
-    return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compose.cli.command_line import flag_error, number_of, read_flags, world_size_of
-from compose.cli.foreign import FORMATS, Entry, Facts, known_keys, load_tables, plain
+from compose.cli.foreign import FORMATS, Entry, Facts, Format, load_formats
 from compose.cli.foreign_files import Leaves, read_leaves
 from compose.cli.foreign_meaning import work_out
 from compose.config import rules
@@ -60,7 +60,7 @@ def report(entries: Sequence[Entry]) -> str:
 
 def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str, list[Entry]]:
     """Return the text of a TOML file for some files of other trainers, and what became of each leaf."""
-    tables, facts = load_tables(), Facts()
+    tables, facts = load_formats(), Facts()
     read = {path: read_leaves(path) for path in paths}
     kinds = {path: format_of(path, leaves, tables) for path, leaves in read.items()}
     for path, kind in kinds.items():
@@ -86,20 +86,19 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     return text, list(dict.fromkeys(facts.entries))  # a list of words is said once
 
 
-def format_of(path: Path, leaves: Leaves, tables: dict[str, dict]) -> str:
+def format_of(path: Path, leaves: Leaves, tables: dict[str, Format]) -> str:
     """Return the format that knows most of the leaves' keys, of those that have a file of this kind."""
     scores = {}
     fitting = _OF_SUFFIX.get(path.suffix, ("training_arguments", "megatron"))
     for name, table in tables.items():
         if name not in fitting and leaves[0][0][:2] != "--":
             continue
-        known = known_keys(table)
-        scores[name] = sum(plain(table, key) in known for key, _ in leaves) / len(leaves)
+        scores[name] = sum(table.plain(key) in table.names for key, _ in leaves) / len(leaves)
     best = max(scores, key=lambda name: scores[name])
     if not scores[best]:
-        names = {key for table in tables.values() for key in known_keys(table)}
+        names = {key for table in tables.values() for key in table.names}
         key = leaves[0][0]
-        titles = ", ".join(table["title"] for table in tables.values())
+        titles = ", ".join(table.title for table in tables.values())
         raise ConfigError(f"{path}: {key}: is no key of {titles}{did_you_mean(key, names)}")
     return best
 

@@ -202,6 +202,14 @@ def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
         assert ('name = "llama"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
 
 
+def test_fsdp_that_shards_nothing(tmp_path: Path) -> None:
+    """A strategy that a file names goes before that of distributed_type."""
+    for strategy, stage in (("NO_SHARD", 0), ("SHARD_GRAD_OP", 2)):
+        text = f"distributed_type: FSDP\nfsdp_config: {{fsdp_sharding_strategy: {strategy}}}\n"
+        (tmp_path / "a.yaml").write_text(text)
+        assert f"zero = {stage}" in migrated([tmp_path / "a.yaml"], 8)[0]
+
+
 TRAPS = [
     ("a.json", DEEPSPEED % '"stage": 2, "offload_param": {"device": "cpu"}', "at stage 2 it is left out"),
     ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
