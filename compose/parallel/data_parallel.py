@@ -239,6 +239,11 @@ def apply_data_parallel(
         )
         more |= {"mp_policy": policy, "offload_policy": where, "ignored_params": scalars}
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
+        # A list is one unit, with one state.
+        unit = cast(FSDPModule, modules[0] if isinstance(modules, list) else modules)
+        if mesh.size() > 1:  # else nothing is divided, and a factor would be a pass over all gradients
+            unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
     def gather_by_hpz(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if group is not None and isinstance(module, FSDPModule):
@@ -273,11 +278,6 @@ def apply_data_parallel(
     shard(model, False)
     if messages:
         messages.attach(model, shards, copies)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # gloo has no pre-multiplied sum.
-            module.set_force_sum_reduction_for_comms(True)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in
     # forward the host waits for the sizes of the experts' messages, so it is late for the next unit.
     ahead = how.prefetch or int(expert_mesh is not None)

@@ -170,9 +170,8 @@ class MoE(nn.Module):
         places.scatter_(0, order, torch.arange(len(order), device=order.device))
         x_TD = x_BLD.flatten(0, 1)
         out_ND = self.experts(_Dispatch.apply(x_TD, order, places, k), counts_E)
-        back_TKD = cast(Tensor, _Combine.apply(out_ND, order, places)).unflatten(0, (-1, k))
-        weights_T1K = routing.weights.flatten(0, 1)[:, None].to(back_TKD.dtype)
-        out_BLD = (weights_T1K @ back_TKD).view_as(x_BLD)
+        weights_TK = routing.weights.flatten(0, 1).to(out_ND.dtype)
+        out_BLD = cast(Tensor, _Combine.apply(out_ND, weights_TK, order, places)).view_as(x_BLD)
         if self.shared is None:
             return out_BLD
         shared_BLD = self.shared(x_BLD)
@@ -201,17 +200,26 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The experts' rows (N, D) in the order of the tokens, (T k, D): those dropped are zero."""
+    """Each token's sum (T, D) of its rows (N, D) by their weights (T, k): those dropped are zero.
+
+    A row's gradient is its token's by its weight. Autograd would take a product of matrices (k, 1) and
+    (1, D) for each token. A GPU has no fast kernel for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return _restored(rows_ND, places)
+    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        back_TKD = _restored(rows_ND, places).unflatten(0, weights_TK.shape)
+        ctx.save_for_backward(back_TKD, weights_TK, order)
+        return (weights_TK[:, None] @ back_TKD).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grads[0].index_select(0, order), None, None
+        back_TKD, weights_TK, order = ctx.saved_tensors
+        (grad_TD,) = grads
+        of_rows = grad_TD.index_select(0, order // weights_TK.shape[1])
+        of_rows *= weights_TK.flatten().index_select(0, order)[:, None]
+        of_weights = grad_TD[:, None] @ back_TKD.transpose(1, 2)
+        return of_rows, of_weights.squeeze(1), None, None
 
 
 def _restored(rows: Tensor, places: Tensor) -> Tensor:
