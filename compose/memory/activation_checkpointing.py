@@ -12,7 +12,7 @@
 Values are the same in each: what runs again runs the same kernels on the same inputs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from compose.errors import ConfigError, Fraction, Positive, ReadWith, did_you_mean
+from compose.memory.segments import Forward, Prepare
 from compose.ops.attention import attention_forward
 from compose.ops.batch import Sample, on_meta
 from compose.ops.torch_versions import bypass_saved_tensors_hooks
@@ -39,8 +40,6 @@ _MATMULS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "ba
 _ATTENTION = {attention_forward._opoverload.overloadpacket}
 
 Operators = frozenset[torch._ops.OpOverload]
-Forward = Callable[..., Any]
-Prepare = Callable[[Forward], Forward]
 
 # Operators of aten, or of another namespace, by the name of their group in ``keep``.
 GROUPS: dict[str, tuple[str, ...]] = {

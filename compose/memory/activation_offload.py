@@ -69,10 +69,7 @@ class ActivationOffload:
         """Return a copy of ``tensor`` in host memory, and the event after which it is complete."""
         self.bytes += tensor.nbytes
         if tensor.device.type != "cuda":
-            begun = time.perf_counter()
-            copy = tensor.clone()
-            self.seconds += time.perf_counter() - begun
-            return copy, None
+            return self._copied(tensor), None
         if not self.streams:
             self.streams = [torch.cuda.Stream(tensor.device) for _ in range(2)]
         out = self.streams[0]
@@ -95,10 +92,7 @@ class ActivationOffload:
         """Begin to copy ``host``, complete after ``stored``, to the device; return it and its event."""
         self.bytes += host.nbytes
         if device.type != "cuda":
-            begun = time.perf_counter()
-            copy = host.clone()
-            self.seconds += time.perf_counter() - begun
-            return copy, None
+            return self._copied(host), None
         into = self.streams[1]
         copy = torch.empty_like(host, device=device)
         into.wait_stream(torch.cuda.current_stream(device))  # the memory's former user may still run
@@ -107,6 +101,12 @@ class ActivationOffload:
             copy.copy_(host, non_blocking=True)
         copy.record_stream(into)  # backward may never use it
         return copy, into.record_event()
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        begun = time.perf_counter()
+        copy = tensor.clone()
+        self.seconds += time.perf_counter() - begun
+        return copy
 
     def wait(self, copy: Tensor, there: Any) -> None:
         """Let the device's computing stream wait for a copy, complete after the event ``there``."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compose.ops.attention_layout import AttentionTask, Block, blocks, row_starts
+from compose.ops.attention_layout import AttentionTask, Block, blocks, disjoint, row_starts
 
 _ops = torch.ops.aten
 _PLAIN_SCORES = 1 << 24  # scores that the plain kernel holds at a time, in elements
@@ -39,6 +39,12 @@ class Parts:
     """Whether each query, and each key, is in one call at most."""
     whole = False
     """Whether one call is all."""
+
+    def _note_places(self, places: list[tuple[slice, slice]], q: Tensor, k: Tensor) -> None:
+        """Note of which tokens (queries, keys) the calls are."""
+        self.queries_once = disjoint([at_q for at_q, _ in places])
+        self.keys_once = disjoint([at_k for _, at_k in places])
+        self.whole = places == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """Yield the queries of each call, their output and their log-sum-exp."""

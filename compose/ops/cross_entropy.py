@@ -12,9 +12,9 @@ at once. So forward computes them too, and backward only scales them: no product
 (docs/memory.md has the bytes).
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +27,7 @@ from compose.errors import ConfigError
 from compose.ops import operators
 from compose.ops.batch import IGNORE, count_targets
 from compose.ops.compiled import compiles, run_compiled
+from compose.ops.tensors import at_least_float32, gathered
 
 # Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.
 AT_ONCE = {"cpu": 2**17}
@@ -72,11 +73,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return token_losses(logits.flatten(0, 1), targets.flatten()).sum()
 
 
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in float32, or as it is if its type is wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 @dataclass(frozen=True)
 class VocabularyRows:
     """The rows of the vocabulary that this rank holds; ``group`` holds the others, if there are any."""
@@ -114,11 +110,7 @@ class VocabularyRows:
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor, (ranks, ...)."""
-        if self.group is None:
-            return tensor[None]
-        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
-        dist.all_gather(parts, tensor, group=self.group)
-        return torch.stack(parts)
+        return tensor[None] if self.group is None else torch.stack(gathered(tensor, self.group))
 
     def places(self, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return each target's place in this rank's ``count`` rows, and whether it is there, (T, 1)."""
@@ -247,17 +239,22 @@ def chunked_cross_entropy(
         hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[grad])
         weight = weight.to_local()
     with_gradients = torch.is_grad_enabled()
+    wide = torch.promote_types(weight.dtype, torch.float32)
     with torch.no_grad():
-        loss, squares, d_hidden, d_weight = _in_chunks(
-            hidden.flatten(0, -2),
-            weight,
-            targets.flatten(),
-            chunk,
-            z_loss,
-            rows,
-            with_gradients and hidden.requires_grad,
-            with_gradients and weight.requires_grad,
-        )
+        flat, targets = hidden.flatten(0, -2), targets.flatten()
+        d_hidden = d_weight = None
+        if with_gradients and hidden.requires_grad:
+            d_hidden = torch.empty_like(flat)
+        if with_gradients and weight.requires_grad:
+            d_weight = torch.zeros_like(weight, dtype=wide)
+        loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
+        for start in range(0, len(flat), chunk):
+            part = slice(start, start + chunk)
+            d_part = None if d_hidden is None else d_hidden[part]
+            losses, log_zs = _one_chunk(
+                flat[part], weight, targets[part], z_loss, rows, d_part, d_weight
+            )
+            loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
     # If a pipeline splits backward in two, PyTorch's own operation has to join the two paths: torch
     # 2.11 cannot begin at another one (torch/autograd/graph.py, _input_metadata).
     for tensor, gradient in ((hidden, d_hidden), (weight, d_weight)):
@@ -284,29 +281,6 @@ class _Known(torch.autograd.Function):
         return torch.mul(gradient, grads[0], out=scaled), None
 
 
-def _in_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk: int,
-    z_loss: float,
-    rows: VocabularyRows,
-    of_hidden: bool,
-    of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return loss, sum of squares and the gradients asked for, of hidden (T, D) and targets (T,)."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    d_hidden = torch.empty_like(hidden) if of_hidden else None
-    d_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
-    loss, squares = torch.zeros(2, dtype=wide, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
-        d_part = None if d_hidden is None else d_hidden[part]
-        losses, log_zs = _one_chunk(hidden[part], weight, targets[part], z_loss, rows, d_part, d_weight)
-        loss, squares = loss + losses.sum(), squares + log_zs.square().sum()
-    return loss, squares, d_hidden, d_weight
-
-
 def _one_chunk(
     hidden: Tensor,
     weight: Tensor,
@@ -319,22 +293,9 @@ def _one_chunk(
     """Return each token's loss and log Z, (C,); fill ``d_hidden`` and add to ``d_weight``, if given."""
     # No tensor of a chunk's size may outlive this function, or it would stay beside the next chunk's.
     logits = hidden @ weight.T
-    if passes_for(logits) is IN_PLACE:
-        logits = at_least_float32(logits)
-    losses, log_zs = _differentiate(logits, targets, z_loss, rows)
-    d_logits = logits.to(hidden.dtype)
-    if d_hidden is not None:
-        torch.mm(d_logits, weight, out=d_hidden)
-    if d_weight is not None:
-        _add_product(d_weight, d_logits.T, hidden)
-    return losses, log_zs
-
-
-def _differentiate(
-    logits: Tensor, targets: Tensor, z_loss: float, rows: VocabularyRows
-) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and log Z, (C,), 0 at IGNORE; turn logits (C, V) into their gradient."""
     passes = passes_for(logits)
+    if passes is IN_PLACE:
+        logits = at_least_float32(logits)
     at, here = rows.places(targets, logits.shape[1])
     top, log_zs, target = passes.sums(logits, at, here)
     parts = rows.gathered(torch.stack([log_zs, target]))
@@ -344,6 +305,11 @@ def _differentiate(
     ignored = targets == IGNORE
     factor = (top - log_zs).exp() * (1 + 2 * z_loss * log_zs)
     passes.gradient(logits, top, factor.masked_fill(ignored, 0.0), at, here)
+    d_logits = logits.to(hidden.dtype)
+    if d_hidden is not None:
+        torch.mm(d_logits, weight, out=d_hidden)
+    if d_weight is not None:
+        _add_product(d_weight, d_logits.T, hidden)
     return (log_zs - target).masked_fill(ignored, 0.0), log_zs.masked_fill(ignored, 0.0)
 
 
@@ -357,7 +323,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-@functools.cache
+@cache
 def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether a product of narrow matrices can be added to a float32 one at once.
 
@@ -424,11 +390,7 @@ def _chosen(logits: Tensor, at: Tensor, here: Tensor) -> Tensor:
 
 IN_PLACE = Passes(_sums, _gradient)
 """By PyTorch's operators, on logits of float32 or wider."""
-
-
-COMPILED = Passes(
-    functools.partial(run_compiled, fused_sums), functools.partial(run_compiled, fused_gradient)
-)
+COMPILED = Passes(partial(run_compiled, fused_sums), partial(run_compiled, fused_gradient))
 """By one kernel each, on logits of any type."""
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compose.ops.attention_kernels import ALL, Index, Parts, PlainParts, Result, Three, padded
-from compose.ops.attention_layout import TILE, AttentionTask, PiecePair, disjoint, pairs_of_pieces
+from compose.ops.attention_layout import TILE, AttentionTask, PiecePair, pairs_of_pieces
 from compose.ops.kernel_table import Kernel, Problem
 
 _ops = torch.ops.aten
@@ -36,9 +36,7 @@ class EfficientParts(PlainParts):
             (slice(q0 + q_shift, q1 + q_shift), slice(k0 + k_shift, k1 + k_shift))
             for q0, q1, k0, k1, q_shift, k_shift in self.tiles
         ]
-        self.queries_once = disjoint([at_q for at_q, _ in places])
-        self.keys_once = disjoint([at_k for _, at_k in places])
-        self.whole = places == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
+        self._note_places(places, q, k)
 
     def _tile(self, q: Tensor) -> int:
         if not self.masked:
@@ -146,17 +144,12 @@ class VarlenParts(Parts):
     ) -> None:
         """Take the kernel, "cudnn" or "flash", and the widths that it is to get."""
         self.task, self.widths = task, widths
-        self.run, self.run_backward = (
-            (_cudnn_forward, _cudnn_backward)
-            if kernel == "cudnn"
-            else (_flash_forward, _flash_backward)
-        )
+        self.run, self.run_backward = _flash_forward, _flash_backward
+        if kernel == "cudnn":
+            self.run, self.run_backward = _cudnn_forward, _cudnn_backward
         self.rows = len(q)
         self.pairs = list(pairs_of_pieces(task.pieces, (q.shape[2], k.shape[2])))
-        places = [(pair.at_q, pair.at_k) for pair in self.pairs]
-        self.whole = places == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
-        self.queries_once = disjoint([at_q for at_q, _ in places])
-        self.keys_once = disjoint([at_k for _, at_k in places])
+        self._note_places([(pair.at_q, pair.at_k) for pair in self.pairs], q, k)
 
     def _fitted(self, of_keys: Sequence[Tensor], of_values: Sequence[Tensor]) -> list[Tensor]:
         wide, narrow = self.widths

@@ -21,6 +21,18 @@ def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everyone
 
 
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return every rank's tensor, of this one's shape and type, in the order of ranks; a collective."""
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return everyone
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in float32, or as it is if its type is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself; it is the memory, not a copy.
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.ops.cross_entropy import at_least_float32
-from compose.ops.tensors import local_region
+from compose.ops.tensors import at_least_float32, local_region
 from compose.optim.rounding import Region, chunks, lengths, local, random_bits, size, store, within
 from compose.parallel.mesh import begin_messages, wait_for
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from compose.errors import ConfigError
 from compose.ops.operators import operator
-from compose.ops.tensors import place_parameters
+from compose.ops.tensors import gathered, gathered_objects, place_parameters
 from compose.parallel.mesh import axis_size, sum_over
 from compose.parallel.stream_messages import SendsActivations, Style
 
@@ -207,9 +207,7 @@ def _gather_sequence(
     group: dist.ProcessGroup, inner: Callable[[Tensor], Tensor], tensor: Tensor
 ) -> Tensor:
     tensor = inner(tensor).contiguous()
-    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(everyone, tensor, group=group)
-    return torch.cat(everyone, 1)
+    return torch.cat(gathered(tensor, group), 1)
 
 
 class Router(Protocol):
@@ -300,15 +298,12 @@ class RoutingMetrics:
             return _named(reported, numbers.tolist())
         group = self.mesh.get_group("pp")
         if not self.stages:  # objects take several messages, and on a GPU each of them is waited for
-            self.stages = [{} for _ in range(group.size())]
-            dist.all_gather_object(self.stages, reported, group=group)
+            self.stages = gathered_objects(reported, group)
         longest = max(sum(map(len, each.values())) for each in self.stages)
         if not longest:
             return {}
         padded = F.pad(numbers.to(self.mesh.device_type), (0, longest - len(numbers)))
-        everyone = [torch.empty_like(padded) for _ in self.stages]
-        dist.all_gather(everyone, padded, group=group)
-        result = zip(self.stages, torch.stack(everyone).tolist(), strict=True)
+        result = zip(self.stages, torch.stack(gathered(padded, group)).tolist(), strict=True)
         return {name: report for each, row in result for name, report in _named(each, row).items()}
 
 

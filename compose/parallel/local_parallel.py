@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from copy import copy
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ from compose.ops.tensors import place_parameters
 from compose.parallel.lora_parallel import AdapterParallel
 from compose.parallel.stream_messages import SendsActivations, Style, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class PlainActivations:
@@ -149,12 +151,10 @@ class LocalHeads(PlainActivations, HeadParallel):
             colwise.src_data_rank = self.src_data_rank
             return colwise._apply(module, device_mesh)
         self._check(size)
-        _become(module, (nn.Linear,), _HeadLinear, self)
-        assert isinstance(module, _HeadLinear)
-        module.n_heads, module.head = self.n_heads, device_mesh.get_local_rank() * self.n_heads // size
-        return distribute_module(
-            module, device_mesh, partial(place_parameters, Replicate(), self.src_data_rank)
-        )
+        linear = _become(module, (nn.Linear,), _HeadLinear, self)
+        linear.n_heads, linear.head = self.n_heads, device_mesh.get_local_rank() * self.n_heads // size
+        place = partial(place_parameters, Replicate(), self.src_data_rank)
+        return distribute_module(linear, device_mesh, place)
 
     def _by_dtensors(self) -> ParallelStyle:
         return HeadParallel(self.n_heads)
@@ -193,11 +193,10 @@ class LocalWideNorm(_WholeWeights):
         self.n_heads = n_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, (RMSNorm,), _LocalWideNorm, self)
-        assert isinstance(module, _LocalWideNorm)
-        module.copies = max(1, device_mesh.size() // self.n_heads)
-        module.part = device_mesh.get_local_rank() // module.copies
-        module.group = device_mesh.get_group().group_name
+        norm = _become(module, (RMSNorm,), _LocalWideNorm, self)
+        norm.copies = max(1, device_mesh.size() // self.n_heads)
+        norm.part = device_mesh.get_local_rank() // norm.copies
+        norm.group = device_mesh.get_group().group_name
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
@@ -210,9 +209,8 @@ class LocalPositions(_WholeWeights):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _become(module, (nn.Embedding,), _LocalPositions, self)
-        assert isinstance(module, _LocalPositions)
-        module.ranks, module.rank = device_mesh.size(), device_mesh.get_local_rank()
+        table = _become(module, (nn.Embedding,), _LocalPositions, self)
+        table.ranks, table.rank = device_mesh.size(), device_mesh.get_local_rank()
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
 
@@ -359,10 +357,11 @@ class _Local(torch.autograd.Function):
 
 
 def _become(
-    module: nn.Module, kinds: tuple[type[nn.Module], ...], local: type[nn.Module], style: ParallelStyle
-) -> None:
+    module: nn.Module, kinds: tuple[type[nn.Module], ...], local: type[M], style: ParallelStyle
+) -> M:
     """Give ``module``, which must be exactly of one of the classes, the forward of ``local``."""
     if type(module) not in kinds:
         names = " or ".join(dict.fromkeys(f"nn.{kind.__name__}" for kind in kinds))
         raise ConfigError(f"{type(style).__name__}: {module} is no {names}")
     module.__class__ = local
+    return cast(M, module)

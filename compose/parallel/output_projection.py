@@ -12,12 +12,12 @@ from compose.errors import ConfigError
 from compose.ops.batch import IGNORE, count_targets
 from compose.ops.cross_entropy import (
     LossFunction,
-    at_least_float32,
     chunked_cross_entropy,
     cross_entropy,
     log_z,
     logits_of,
 )
+from compose.ops.tensors import at_least_float32
 from compose.parallel.mesh import BATCH_AXES, sum_over
 from compose.parallel.vocabulary_parallel import placed_input
 
@@ -40,12 +40,8 @@ class CrossEntropy:
         loss = cross_entropy(logits, targets)
         if not self.z_loss:
             return loss
-        squares = (
-            log_z(at_least_float32(logits_of(logits)))
-            .square()
-            .masked_fill(targets == IGNORE, 0.0)
-            .sum()
-        )
+        log_zs = log_z(at_least_float32(logits_of(logits)))
+        squares = log_zs.square().masked_fill(targets == IGNORE, 0.0).sum()
         self._count(squares, targets)
         z = self.z_loss * squares
         return loss + (z - z.detach())

@@ -29,6 +29,7 @@ from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
 from compose.memory.quantized import count_parameters
 from compose.objects import Remote, as_path
+from compose.ops.tensors import gathered_objects
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.train.metrics import Sink, StepMetrics, open_sinks
@@ -145,15 +146,16 @@ class RunFolder:
 
 def _unseen(folder: Path) -> str:
     """Return the problem if a rank does not see a file that the first rank writes into the folder."""
-    rank, name, result = dist.get_rank(), [f".seen-{uuid.uuid4().hex}"], [""] * dist.get_world_size()
-    if len(result) > 1:
-        if rank == 0:
-            (folder / name[0]).touch()
-        dist.broadcast_object_list(name, src=0)
-        seen = os.path.exists(folder / name[0])
-        dist.all_gather_object(result, "" if seen else f"rank {rank} on {os.uname().nodename}")
-        if rank == 0:
-            (folder / name[0]).unlink(missing_ok=True)
+    if dist.get_world_size() == 1:
+        return ""
+    rank, name = dist.get_rank(), [f".seen-{uuid.uuid4().hex}"]
+    if rank == 0:
+        (folder / name[0]).touch()
+    dist.broadcast_object_list(name, src=0)
+    seen = os.path.exists(folder / name[0])
+    result = gathered_objects("" if seen else f"rank {rank} on {os.uname().nodename}")
+    if rank == 0:
+        (folder / name[0]).unlink(missing_ok=True)
     who = next(filter(None, result), "")
     return who and f"run.dir: {folder} is not the same folder on all nodes: {who} has another"
 

@@ -14,7 +14,8 @@ from compose.data.samples import Samples
 from compose.data.token_files import TokenSet
 from compose.errors import ConfigError
 from compose.ops.batch import ignored
-from compose.ops.cross_entropy import LossFunction, at_least_float32
+from compose.ops.cross_entropy import LossFunction
+from compose.ops.tensors import at_least_float32
 from compose.weights import named_generator
 
 from .images import ImageSet, folder_of_images, to_patches

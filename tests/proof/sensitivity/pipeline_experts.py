@@ -55,7 +55,7 @@ each rank draws the first experts | EP | initial weight | layers.*.moe.experts.*
     f"{name}.{number}" => f"{name}.{place}"
 capacity is that of a rank's part of a sequence | QWEN FEW parallel__cp=2 model__capacity_factor=1.0 | gradient | layers.*.moe.experts.*
     in compose.parallel.expert_parallel:_gather_sequence
-    torch.cat(everyone, 1) => torch.cat([tensor] * len(everyone), 1)
+    gathered(tensor, group) => [tensor] * group.size()
 routers count padding | QWEN train__seq_len=13 model__n_layers=2 train__global_batch=8 parallel__cp=2 | buffer after | *.router.load
     in compose.parallel.context_parallel:pad_sequence
     filler.fill_(-1) => filler.fill_(0)

@@ -15,13 +15,13 @@ FAULTS = table(
     """
 [loss]
 the loss is that of the last chunk | train__global_batch=8 train__loss_chunk=16 | loss
-    in compose.ops.cross_entropy:_in_chunks with ranks=1 untouched='gradient/*'
+    in compose.ops.cross_entropy:chunked_cross_entropy with ranks=1 untouched='gradient/*'
     loss + losses.sum() => losses.sum()
 the output's gradient is that of the last chunk | train__global_batch=8 train__loss_chunk=16 | gradient | output.weight
     in compose.ops.cross_entropy:_add_product with ranks=1 untouched='gradient/layers.*'
     total.addmm_(a, b) => total.addmm_(a, b, beta=0)
 half the z-loss, in chunks | train__global_batch=8 train__loss_chunk=16 train__z_loss=0.1 | gradient
-    in compose.ops.cross_entropy:_differentiate with ranks=1 untouched='loss/step 1'
+    in compose.ops.cross_entropy:_one_chunk with ranks=1 untouched='loss/step 1'
     (1 + 2 * z_loss * log_zs) => (1 + z_loss * log_zs)
 
 [activation_checkpoint.mode]
