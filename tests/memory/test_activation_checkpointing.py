@@ -25,10 +25,18 @@ from compose.memory.activation_checkpointing import (
     unit_costs,
     within,
 )
-from compose.parallel.mesh import batch_share
 from compose.planner.record import Message
 from compose.planner.trace import RankStep, trace
-from tests.support.helpers import Keys, make_job, parallel, ranks_in, refusals, refused, tiered
+from tests.support.helpers import (
+    Keys,
+    make_job,
+    parallel,
+    ranks_in,
+    refusals,
+    refused,
+    share_of,
+    tiered,
+)
 from tests.support.pool import Pool, make_mesh
 
 LLAMA = models.llama.Config(n_layers=4, dim=64, n_heads=4, n_kv_heads=2, hidden_dim=160)
@@ -236,10 +244,8 @@ def _differing(keys: dict[str, Any], modes: list[dict[str, Any]]) -> list[str]:
     for mode in [{}, *modes]:
         job = make_job(world, **keys, **chosen(**mode))
         config, composition = job.config, build(job, mesh, torch.device("cpu"))
-        index, count = batch_share(mesh)
         batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, seed=1)
-        share = {name: value.chunk(count)[index] for name, value in batch.items()}
-        forward_backward(composition, share, micro_batch=2)
+        forward_backward(composition, share_of(batch, mesh), micro_batch=2)
         model = composition.model
         gradients: list[Any] = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
         expected = expected or gradients

@@ -13,7 +13,6 @@ from compose import forward_backward
 from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
 from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
-from compose.parallel.mesh import batch_share
 from compose.proof.one_process import EXACT
 from tests.support.helpers import (
     Keys,
@@ -23,6 +22,7 @@ from tests.support.helpers import (
     prove_step,
     ranks_in,
     refusals,
+    share_of,
     tiered,
 )
 from tests.support.pool import Pool, make_mesh
@@ -36,9 +36,7 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
     # No rounding may stand between the two: PyTorch splits one operator into several.
     job = replace(job, config=replace(job.config, precision=EXACT))
     config, mesh, cpu = job.config, make_mesh(job.degrees), torch.device("cpu")
-    index, count = batch_share(mesh)
     batch = random_batch(8, 24, config.model.config.vocab_size, seed=2)
-    share = {name: value.chunk(count)[index] for name, value in batch.items()}
     results: list[list[torch.Tensor]] = []
     for options in (Compile(), Compile(mode, backend="aot_eager")):  # type: ignore[arg-type]
         composition = parallelize(job, mesh, cpu, replace(config.options, compile=options))
@@ -47,7 +45,7 @@ def _compiled(keys: dict[str, Any], mode: str) -> tuple[int, int, float]:
         assert "_orig_mod" not in "".join(name for name, _ in model.named_parameters())
         for _ in range(2):
             model.zero_grad()
-            forward_backward(composition, share, micro_batch=2)
+            forward_backward(composition, share_of(batch, mesh), micro_batch=2)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         results.append([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
     errors = [

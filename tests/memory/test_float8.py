@@ -144,8 +144,7 @@ def test_the_planner_runs_any_number_of_tokens() -> None:
 def chosen(preset: str, recipe: Any, tp: int = 1, emulate: bool = False) -> Choice:
     folder = find_model("llama")
     config = folder.presets[preset]
-    with torch.device("meta"):
-        model = folder.Model(config)
+    model = folder.on_meta(config)
     resolved = resolve(folder.plan(config, Parallel(tp=tp)), model)
     with mock.patch.object(float8, "emulated", return_value=emulate):
         return select_layers(model, resolved, tp, recipe, "cuda")
@@ -192,8 +191,7 @@ def test_the_run_says_how_many_and_why() -> None:
 def test_the_first_layer_and_the_last_are_left_out(name: str) -> None:
     folder = find_model(name)
     config = folder.presets["debug"]
-    with torch.device("meta"):
-        model = folder.Model(config)
+    model = folder.on_meta(config)
     resolved = resolve(folder.plan(config, Parallel()), model)
     last = str(sum(1 for _ in model.get_submodule("layers").children()) - 1)
     choice = select_layers(model, resolved, 1, "tensorwise", "cpu")

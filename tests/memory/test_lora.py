@@ -1,5 +1,6 @@
 """LoRA: a composition with adapters equals one process, saves adapters alone, and refuses the rest."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from compose.config.models import find_model
 from compose.config.rules import meshes
 from compose.memory.lora import linear_layers
 from compose.optim.optimizers import make_state
-from compose.proof.report import Report
 from tests.support.checkpoints import goes_on_bitwise, refusal, shards, train_on
+from tests.support.faults import with_fault
 from tests.support.helpers import (
     Keys,
     agreed,
@@ -349,11 +350,6 @@ FAULTS: dict[str, tuple[str, str, set[str]]] = {
 }
 
 
-def _prove_broken(keys: Keys, old: str, new: str) -> Report:
-    with mutated("compose.parallel.lora_parallel:_CutAdapter.forward", old, new):
-        return prove_case(keys)
-
-
 # Elsewhere: the place, what stands there and what in its place, and the mesh.
 OTHER_FAULTS = {
     "the norm of a row's part": (
@@ -384,11 +380,6 @@ OTHER_FAULTS = {
 }
 
 
-def _prove_fault(keys: Keys, place: str, old: str, new: str) -> Report:
-    with mutated(place, old, new):
-        return prove_case(keys, steps=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OTHER_FAULTS)
 def test_faults_of_dora_and_dropout_are_seen(pool: Pool, fault: str) -> None:
@@ -397,7 +388,8 @@ def test_faults_of_dora_and_dropout_are_seen(pool: Pool, fault: str) -> None:
     if "bias" in fault:
         model = GPT2 | DORA | more
     ranks, keys = keys_of(model if "masks" in fault else model | more, mesh)
-    assert not agreed(pool.run(_prove_fault, ranks, keys, place, old, new)).ok
+    fault_there = partial(mutated, place, old, new)
+    assert not agreed(pool.run(with_fault, ranks, fault_there, keys)).ok
 
 
 @pytest.mark.parametrize("fault", tiered(FAULTS, FAULTS.keys() - {"A not summed"}))
@@ -405,7 +397,8 @@ def test_faults_are_named(pool: Pool, fault: str) -> None:
     """A sum that is missing shows in the gradients of those parameters alone; the loss is right."""
     old, new, named = FAULTS[fault]
     ranks, keys = keys_of(LLAMA, "tp 4")  # ranks share key/value heads: wk and wv are cut otherwise
-    report = agreed(pool.run(_prove_broken, ranks, keys, old, new))
+    fault_there = partial(mutated, "compose.parallel.lora_parallel:_CutAdapter.forward", old, new)
+    report = agreed(pool.run(with_fault, ranks, fault_there, keys))
     assert not report.ok
     failed = {(row.quantity, row.name) for row in report.rows if not row.ok}
     gradients = {name for quantity, name in failed if quantity == "gradient"}

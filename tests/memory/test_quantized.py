@@ -1,5 +1,6 @@
 """Frozen weights in 8 or 4 bits: torchao's codes, gradients as with dequantized weights, every mesh."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from compose.build import fill_weights
 from compose.memory.quantized import Base, count_parameters, packed, quantized_layers, rounded
-from compose.proof.report import Report
+from tests.support.faults import with_fault
 from tests.support.helpers import Keys, agreed, make_job, prove_case, proved, refusals, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool
@@ -91,17 +92,13 @@ def test_equals_one_process(pool: Pool, case: str) -> None:
     assert "not proved" not in str(report)
 
 
-def _prove_broken(keys: Keys) -> Report:
-    """Every rank begins with the first rows."""
-    place, old = "compose.build:_fill_from_rows", "local_region(parameter)[0]"
-    with mutated(place, old, "slice(0, len(local_tensor(parameter)))"):
-        return prove_case(keys, steps=1)
-
-
 @pytest.mark.slow
 def test_rows_of_another_rank_are_seen(pool: Pool) -> None:
+    """Every rank begins with the first rows."""
+    place, old = "compose.build:_fill_from_rows", "local_region(parameter)[0]"
+    fault = partial(mutated, place, old, "slice(0, len(local_tensor(parameter)))")
     ranks, keys = keys_of(SIZES | INT8, "ds 2")
-    report = agreed(pool.run(_prove_broken, ranks, keys))
+    report = agreed(pool.run(with_fault, ranks, fault, keys))
     failed = {row.name for row in report.rows if not row.ok and row.quantity == "initial weight"}
     assert "layers.0.attention.wq.weight" in failed
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build
 from compose.composition import Composition
@@ -21,6 +22,7 @@ from compose.config.tables import Config
 from compose.config.toml import load
 from compose.errors import ConfigError
 from compose.memory import activation_offload
+from compose.parallel.mesh import batch_share
 from compose.proof.comparison import whole
 from compose.proof.prove import prove
 from compose.proof.report import Report
@@ -120,6 +122,12 @@ def built(keys: Keys) -> tuple[Job, Composition]:
     """On every rank of a pool: the job of train.toml with ``keys``, and its composition on the CPU."""
     job = make_job(dist.get_world_size(), **keys)
     return job, build(job, make_mesh(job.degrees), torch.device("cpu"))
+
+
+def share_of(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """This rank's share of a global batch."""
+    index, count = batch_share(mesh)
+    return {name: value.chunk(count)[index] for name, value in batch.items()}
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -29,14 +29,13 @@ from compose.data.samples import random_batch
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import cross_entropy
 from compose.parallel.expert_parallel import routers
-from compose.parallel.mesh import batch_share
 from compose.parallel.output_projection import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES, Action, forwards, needs, placement
 from compose.pipeline.timeline import simulate
 from compose.train.evaluate import Validation, evaluate
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.collectives import counted_collectives
-from tests.support.helpers import ROOT, Keys, keys_in, make_job, refusal, refusals, tier
+from tests.support.helpers import ROOT, Keys, keys_in, make_job, refusal, refusals, share_of, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
 
@@ -67,10 +66,6 @@ CASES = {
         " model.balance_loss=sequence model.z_weight=0.01",
     },
 }
-
-
-def share(batch: dict[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
-    return {name: value.chunk(count)[index] for name, value in batch.items()}
 
 
 def batch_of(config: Config, rows: int, filled: int, seed: int) -> dict[str, Tensor]:
@@ -106,7 +101,7 @@ def _losses(cases: dict[str, str]) -> dict[str, tuple[float, float, int, int]]:
         composition = build(job, mesh, CPU)
         # All rows of the last rank's share are filled up where there are two.
         batch = batch_of(job.config, ROWS, filled=6, seed=1)
-        mine = share(batch, *batch_share(mesh))
+        mine = share_of(batch, mesh)
         loss, count = evaluate(composition, mine, micro_batch=2, loss_function=_without_gradient)
         assert (loss.dtype, count.dtype) == (torch.float64, torch.int64)
         expected = on_one_process(job, batch)
@@ -274,7 +269,7 @@ def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[st
 
     def gradients(seed: int) -> None:
         batch = batch_of(config, config.train.global_batch, 0, seed)
-        mine = share(batch, *batch_share(mesh))
+        mine = share_of(batch, mesh)
         forward_backward(composition, mine, micro_batch=config.train.micro_batch)
         clip_grad_norm_(composition, 1.0)
 
@@ -283,7 +278,7 @@ def _second_step(job: Job, evaluating: bool) -> tuple[dict[str, Tensor], dict[st
     optimizer.zero_grad()
     if evaluating:
         before = _state(model)
-        other = share(batch_of(config, ROWS, 6, seed=7), *batch_share(mesh))
+        other = share_of(batch_of(config, ROWS, 6, seed=7), mesh)
         evaluate(composition, other, micro_batch=2)
         assert not _differences(before, _state(model)), _differences(before, _state(model))
     with counted_collectives() as counts:

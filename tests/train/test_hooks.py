@@ -11,12 +11,11 @@ from compose import Composition, Parallel
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data.samples import random_batch
-from compose.parallel.mesh import batch_share
 from compose.train import hooks as replica_check
 from compose.train.hooks import checksum, replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.checkpoints import shards
-from tests.support.helpers import Keys, keys_in, make_job
+from tests.support.helpers import Keys, keys_in, make_job, share_of
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK
 from tests.support.training import keys_for, lines, train_until_error
@@ -77,11 +76,9 @@ def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]
     config, mesh = job.config, make_mesh(job.degrees)
     composition = build(job, mesh, torch.device("cpu"))
     optimizer = build_optimizer(composition, job)
-    index, count = batch_share(mesh)
     for step in range(steps):
         batch = random_batch(8, config.train.seq_len, config.model.config.vocab_size, step)
-        share = {key: value.chunk(count)[index] for key, value in batch.items()}
-        forward_backward(composition, share, micro_batch=1)
+        forward_backward(composition, share_of(batch, mesh), micro_batch=1)
         clip_grad_norm_(composition, 1.0)
         result = replica_mismatches(composition, optimizer)
         assert result == [], f"step {step}: {result}"

@@ -182,29 +182,30 @@ def test_the_offload_of_an_island_stays_in_the_run(tmp_path: Path, link: str) ->
     )
 
 
-def test_a_link_in_place_of_a_trace_is_replaced(alone: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("links", "keys"),
+    [
+        # A file of this name becomes config.toml or metrics.jsonl once it is whole.
+        ([".config.toml.new"], {}),
+        ([".metrics.jsonl.new"], {}),
+        (
+            [f"traces/step1-1_rank0{end}" for end in (".json", ".json.gz", "_memory.pickle")],
+            {"profile__steps": "[1, 1]", "profile__memory": True},
+        ),
+    ],
+    ids=["config", "metrics", "traces"],
+)
+def test_a_link_in_place_of_a_file_is_replaced(
+    alone: None, tmp_path: Path, links: list[str], keys: dict[str, object]
+) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     outside.write_text("mine")
-    ends = (".json", ".json.gz", "_memory.pickle")
-    links = [run / "traces" / f"step1-1_rank0{end}" for end in ends]
-    (run / "traces").mkdir(parents=True)
     for link in links:
-        link.symlink_to(outside)
-    keys = {"train__stop_after": 1, "checkpoint__interval": 0, "profile__steps": "[1, 1]"}
-    _trainer(run, **keys, profile__memory=True).run()
+        (run / link).parent.mkdir(parents=True, exist_ok=True)
+        (run / link).symlink_to(outside)
+    _trainer(run, train__stop_after=1, checkpoint__interval=0, **keys).run()
     assert outside.read_text() == "mine"
-    assert not any(link.is_symlink() for link in links)
-
-
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
-def test_a_link_where_a_file_is_made_first(alone: None, tmp_path: Path, name: str) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    run.mkdir()
-    outside.write_text("mine")
-    (run / f".{name}.new").symlink_to(outside)
-    _trainer(run, train__stop_after=1, checkpoint__interval=0).run()
-    assert outside.read_text() == "mine"
-    assert not (run / name).is_symlink()
+    assert not any(path.is_symlink() for path in run.rglob("*"))
 
 
 def test_what_is_not_ours_stays(alone: None, tmp_path: Path) -> None:

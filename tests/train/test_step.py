@@ -20,14 +20,12 @@ from compose import (
     Precision,
     apply,
     clip_grad_norm_,
-    cross_entropy,
     evaluate,
     forward_backward,
 )
 from compose.data.samples import random_batch
-from compose.ops.batch import IGNORE, count_targets
+from compose.ops.batch import IGNORE
 from compose.parallel.data_parallel import DataParallel
-from compose.train.step import samples_at_once
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
@@ -180,13 +178,6 @@ def test_clipping_is_a_few_operators_for_any_number_of_parameters(pool: Pool) ->
     assert pool.run(_operators, 1, 3) == pool.run(_operators, 1, 30)
 
 
-def test_a_micro_batch_has_samples() -> None:
-    batch = {"input": torch.ones(3, 2)}
-    assert (samples_at_once(batch, None), samples_at_once(batch, 1)) == (3, 1)
-    with pytest.raises(ValueError, match="micro_batch: 0 should be at least 1"):
-        samples_at_once(batch, 0)
-
-
 def _clip_a_part() -> str:
     mesh = make_mesh(Parallel(dp_shard=2))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh["dp_shard"], [Replicate()]))
@@ -221,20 +212,6 @@ def test_a_batch_has_targets() -> None:
     assert refusal(forward_backward, composition, batch) == (
         'batch: has no targets, only input, mask; give what the loss takes as "targets"'
     )
-
-
-def test_cross_entropy_sums_over_targets() -> None:
-    torch.manual_seed(0)
-    logits, targets = torch.randn(2, 3, 5), torch.tensor([[1, IGNORE, 4], [0, 0, IGNORE]])
-    by_hand = sum(
-        -torch.log_softmax(logits[b, i], 0)[targets[b, i]]
-        for b in range(2)
-        for i in range(3)
-        if targets[b, i] != IGNORE
-    )
-    torch.testing.assert_close(cross_entropy(logits, targets), torch.as_tensor(by_hand))
-    assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
-    assert count_targets(targets) == 4
 
 
 class Scaled(nn.Module):

@@ -149,20 +149,20 @@ def test_all_islands_stop_after_the_same_step(pool: Pool, tmp_path: Path, at: in
 
 
 @pytest.mark.slow
-def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path) -> None:
-    train(pool, tmp_path / "whole", OUTER["streaming"])
-    train(pool, tmp_path, OUTER["streaming"] | {"train__stop_after": 5})
-    folder = f"{tmp_path}/checkpoints/step-00000005"
-    said = train(pool, tmp_path, OUTER["streaming"], mesh="tp")
-    assert said[:2] == [
-        f"{folder}: resumed after step 5",
-        DROPPED.format(folder),
-    ]
+@pytest.mark.parametrize("name", ["streaming", "diloco"])
+def test_goes_on_on_another_mesh_inside_islands(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Outer weights and momentum are cut anew; only messages on their way are lost."""
+    train(pool, tmp_path / "whole", OUTER[name])
+    train(pool, tmp_path, OUTER[name] | {"train__stop_after": 5})
+    folder, lost = f"{tmp_path}/checkpoints/step-00000005", name == "streaming"
+    said = train(pool, tmp_path, OUTER[name], mesh="tp")
+    assert said[0] == f"{folder}: resumed after step 5"
+    assert [line for line in said if "dropped" in line] == [DROPPED.format(folder)] * lost
     for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
         right, result = ([line["loss"] for line in lines(run)] for run in (one, other))
         assert result[:5] == right[:5]
-        assert result[5] == pytest.approx(right[5], rel=1e-5)  # the exchange on its way is lost
-        assert result[5:] == pytest.approx(right[5:], rel=0.05)
+        assert result[5] == pytest.approx(right[5], rel=1e-5 if lost else 1e-4)
+        assert result[5:] == pytest.approx(right[5:], rel=0.05 if lost else 1e-4)
 
 
 def _as_before_rows(folder: Path) -> None:
@@ -184,19 +184,6 @@ def test_messages_of_earlier_fragments_are_dropped(pool: Pool, tmp_path: Path) -
     said = train(pool, tmp_path, OUTER["streaming"])
     assert said[1] == DROPPED.format(f"{tmp_path}/checkpoints/step-00000005")
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
-
-
-@pytest.mark.slow
-def test_goes_on_on_another_mesh_as_one_process(pool: Pool, tmp_path: Path) -> None:
-    """Outer weights and momentum are cut anew: without messages on their way nothing is lost."""
-    train(pool, tmp_path / "whole", OUTER["diloco"])
-    train(pool, tmp_path, OUTER["diloco"] | {"train__stop_after": 5})
-    said = train(pool, tmp_path, OUTER["diloco"], mesh="tp")
-    assert said[0] == f"{tmp_path}/checkpoints/step-00000005: resumed after step 5"
-    assert not any("dropped" in line for line in said)
-    for one, other in zip(folders(tmp_path / "whole"), folders(tmp_path), strict=True):
-        right, result = ([line["loss"] for line in lines(run)] for run in (one, other))
-        assert result == pytest.approx(right, rel=1e-4)
 
 
 @pytest.mark.parametrize(
