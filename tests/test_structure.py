@@ -452,7 +452,7 @@ NO_TEST_MODULE = {
     "cli/train": "train/test_trainer",
     "composition": "test_structure",
     "compression/gather": "compression/test_reduce",
-    "compression/proof_accounts": "compression/test_proof",
+    "compression/losses": "compression/test_proof",
     "config/addons": "diloco/test_options",
     "config/composition_rules": "config/test_rules",
     "config/job": "test_structure",

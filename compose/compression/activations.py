@@ -24,12 +24,12 @@ from compose.compression.codec import (
     empty_codes,
     encode_blocks,
     integers,
-    kernel,
     pieces,
     read_steps,
     write_steps,
 )
 from compose.compression.gather import Traffic
+from compose.ops.compiled import kernel
 from compose.ops.operators import operator
 from compose.parallel.stream_messages import Kind, SendsActivations, exchange, send_plain
 

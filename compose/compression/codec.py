@@ -9,20 +9,18 @@ makes kernels of the steps; in 4 bits it sums in another order, so a few codes d
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compose.ops.compiled import kernel
 from compose.ops.operators import operator
 
 SCALE_BYTES = 2
-AT_ONCE = 2**18
-"""Elements that a CPU works on at once."""
-ADDED = 0.2
-"""The part of what was not sent yet that the next message tries to send."""
+AT_ONCE = 2**18  # elements that a CPU works on at once
+ADDED = 0.2  # the part of what was not sent yet that the next message tries to send
 _TERMS = 2  # the most whose sum and rotation are one kernel; its code grows with each term
 _SMALLEST = 16  # the smallest block that this kernel takes
 _OF_NORMAL = 0.35  # the best step of 15 levels for normal values, over their root mean square
@@ -40,19 +38,19 @@ class Blocks:
 
     def width(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block of elements that had this type."""
-        if self.bits == 0:
-            return self.size * dtype.itemsize
-        if self.bits == 16:
-            return self.size * 2
-        return self.size * self.bits // 8 + SCALE_BYTES
+        if self.bits in (4, 8):
+            return self.size * self.bits // 8 + SCALE_BYTES
+        return self.size * self._without_scale(dtype).itemsize
+
+    def _without_scale(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which elements of a type travel if they have no scale."""
+        return torch.bfloat16 if self.bits == 16 else dtype
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the codes (..., N, width), uint8, of blocks (..., N, size) of any float type."""
-        if self.bits == 0:
-            return x.contiguous().view(torch.uint8)
-        if self.bits == 16:
-            return x.to(torch.bfloat16).contiguous().view(torch.uint8)
-        return encode_blocks(x, self.bits, self.rotate, self.compiled)
+        if self.bits in (4, 8):
+            return encode_blocks(x, self.bits, self.rotate, self.compiled)
+        return x.to(self._without_scale(x.dtype)).contiguous().view(torch.uint8)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the elements (..., N, size) of codes (..., N, width)."""
@@ -68,13 +66,10 @@ class Blocks:
         if self.bits in (4, 8):
             decode_into(out, codes, self.bits, self.rotate, add, self.compiled)
             return
-        kind = torch.bfloat16 if self.bits == 16 else dtype
-        total = sum(numbers(term, kind).to(torch.promote_types(kind, torch.float32)) for term in codes)
-        assert isinstance(total, Tensor)
-        if add:
-            out += total
-        else:
-            out.copy_(total)
+        kind = self._without_scale(dtype)
+        wide = torch.promote_types(kind, torch.float32)
+        total = sum(numbers(term, kind).to(wide) for term in codes)
+        out.copy_(out + total if add else total)  # type: ignore[arg-type]
 
     def rotated(self, x: Tensor) -> Tensor:
         """Return blocks (..., size) as they are rounded: rotated or not."""
@@ -137,9 +132,6 @@ def keep_blocks(x: Tensor, kept: Tensor, scale: float, compiled: bool = False) -
     write_steps(kept, left_steps)
 
 
-keep_blocks.register_fake(lambda *_: None)
-
-
 @operator("compose::decode_into", mutates=("out",))
 def decode_into(
     out: Tensor, codes: Tensor, bits: int, rotate: bool, add: bool, compiled: bool = False
@@ -157,9 +149,6 @@ def decode_into(
             wide = torch.empty_like(place, dtype=torch.float32)
             total = _sum_into(wide, terms, bits, False, compiled)
             place.copy_(place + total if add else total)
-
-
-decode_into.register_fake(lambda *_: None)
 
 
 def empty_codes(x: Tensor, bits: int) -> Tensor:
@@ -406,26 +395,3 @@ def pieces(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
         for row in range(rows[0]):
             for start in range(0, count, many):
                 yield row, slice(start, start + many)
-
-
-def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """Return a step as it is, or the kernel that torch.compile makes of it."""
-    return _compiled(function) if compiled else function
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    made = torch.compile(function)
-
-    def run(*given: Any) -> Any:
-        return made(*(_of_any_length(x) if isinstance(x, Tensor) else x for x in given))
-
-    return run
-
-
-def _of_any_length(x: Tensor) -> Tensor:
-    """Return ``x`` so that a kernel for it is one for any number of blocks of this size."""
-    # Dynamo would also guard the base of a view, and compile again for each place in it.
-    x = x.data
-    torch._dynamo.maybe_mark_dynamic(x, list(range(x.ndim - 1)))
-    return x

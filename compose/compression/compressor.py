@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.compression.activations import Activations, RowCode
-from compose.compression.error_feedback import Scratch
 from compose.compression.gather import GATHERS, QuantizedGather, Sender, Traffic, check, levels_of
-from compose.compression.packing import UnitLayout
-from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Losses, Plain, Settings
+from compose.compression.losses import Losses
+from compose.compression.packing import Scratch, UnitLayout
+from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Progress, Settings
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.hpz import OwnMemory
@@ -48,10 +48,10 @@ class Compression:
 
     def stage(self) -> "StageMessages | None":
         """Return the messages of a new stage's units, if they are compressed."""
-        if self.comm.compresses:
-            self.stages.append(StageMessages(self))
-            return self.stages[-1]
-        return None
+        if not self.comm.compresses:
+            return None
+        self.stages.append(StageMessages(self))
+        return self.stages[-1]
 
     @property
     def units(self) -> "list[Unit]":
@@ -63,7 +63,7 @@ class Compression:
         self.observe = observe
         for unit in self.units:
             for sender in unit.senders.values():
-                sender.observer = observe(sender) if observe else None
+                sender.observer = observe and observe(sender)
 
     @contextmanager
     def optimizer_step(self, scale: float) -> Iterator[None]:
@@ -92,11 +92,10 @@ class Compression:
         sums = torch.zeros(3, dtype=torch.float64)
         for unit in self.units:
             missing = unit.missing()
-            for name, piece in unit.pieces(missing, True) if missing is not None else ():
-                gradient = unit.model.get_parameter(name).grad
-                assert gradient is not None
-                sent = local_tensor(gradient).double()
-                true = sent + piece[tuple(slice(size) for size in sent.shape)].to(sent.device)
+            for parameter, piece in unit.pieces(missing, True) if missing is not None else ():
+                assert parameter.grad is not None
+                sent = local_tensor(parameter.grad).double()
+                true = sent + piece.to(sent.device)
                 pairs = ((sent, true), (sent, sent), (true, true))
                 sums += torch.stack([(a * b).sum() for a, b in pairs]).cpu()
         sums = sums.to(self.device)
@@ -124,10 +123,6 @@ class Compression:
             metrics["feedback_norm"] = float(torch.stack(norms).norm())
         return metrics | ({} if self.cosine is None else {"cosine": self.cosine})
 
-    def begin_at(self, step: int) -> None:
-        """Note how many optimizer steps a run has taken."""
-        self.progress.step = step
-
     def state(self) -> dict[str, Tensor]:
         """Return what the next step depends on, by name: residuals, factors and what was sent last."""
         return {
@@ -143,19 +138,6 @@ class Compression:
         check({name: v for name, v in state.items() if not name.startswith(stages)}, {})
         for begin, stage in zip(stages, self.stages, strict=True):
             stage.restore({k.removeprefix(begin): v for k, v in state.items() if k.startswith(begin)})
-
-
-@dataclass
-class Progress:
-    """The optimizer steps since the run began, those that begin it uncompressed, and the loss scale."""
-
-    start_step: int = 0
-    step: int = 0
-    scale: float = 1.0
-
-    def chosen(self, code: GradientCode) -> GradientCode:
-        """Return what sums gradients now."""
-        return code if self.step >= self.start_step else Plain(code.traffic)
 
 
 @dataclass
@@ -188,11 +170,14 @@ class Unit:
         shapes = [self.shapes[name] for name in self.named(trained)]
         return UnitLayout.of(shapes, self.ranks, [self.dim_of(shape) for shape in shapes])
 
-    def pieces(self, flat: Tensor, trained: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and parts of a rank's row (S,), of all parameters or those with gradients."""
-        layout = self.layout(trained)
-        views = (p.view(part.shape) for p, part in zip(layout.pieces(flat), layout.parts, strict=True))
-        yield from zip(self.named(trained), views, strict=True)
+    def pieces(self, flat: Tensor, trained: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield this rank's parameters, all or those with gradients, and their parts of a row (S,)."""
+        layout, names = self.layout(trained), self.named(trained)
+        for name, part, piece in zip(names, layout.parts, layout.pieces(flat), strict=True):
+            parameter = self.model.get_parameter(name)
+            shape = local_tensor(parameter).shape
+            # Without the padding.
+            yield parameter, piece.view(part.shape)[tuple(slice(size) for size in shape)].view(shape)
 
     def prefix(self, kind: str) -> str:
         """Return the beginning of the names of what a sender keeps."""
@@ -219,7 +204,7 @@ class StageMessages:
     """The messages of a stage's units, as :class:`compose.parallel.data_parallel.UnitMessages` says."""
 
     def __init__(self, owner: Compression) -> None:
-        self.owner, self.comm, self.progress = owner, owner.comm, owner.progress
+        self.owner, self.comm = owner, owner.comm
         self.settings = Settings(owner.comm, owner.traffic, owner.compiled)
         self.reduces = owner.comm.gradients != "off"
         self.last = True  # whether this is the last micro-batch of the step
@@ -291,10 +276,9 @@ class StageMessages:
 
     def _add(self, unit: Unit) -> None:
         self.units.append(unit)
-        self._restore(unit)
-        if self.owner.observe:
-            for sender in unit.senders.values():
-                sender.observer = self.owner.observe(sender)
+        for kind, sender in unit.senders.items():
+            sender.restore(self.restored, unit.prefix(kind))
+            sender.observer = self.owner.observe and self.owner.observe(sender)
 
     def senders(self) -> Iterator[tuple[str, Sender]]:
         """Yield all senders, each with the beginning of the names of what it keeps."""
@@ -305,19 +289,12 @@ class StageMessages:
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what senders kept. Units that do not exist yet take it when they are made."""
         self.restored = state
-        forms = {f"{begin}{n}": form for begin, s in self.senders() for n, form in s.forms.items()}
         if self.units:
-            check(state, forms)
-        for unit in self.units:
-            self._restore(unit)
-
-    def _restore(self, unit: Unit) -> None:
-        for kind, sender in unit.senders.items():
-            begin = unit.prefix(kind)
-            own = {n: self.restored[begin + n] for n in sender.forms if begin + n in self.restored}
-            check(own, sender.forms)
-            sender.kept.clear()
-            sender.kept.update(own)
+            check(
+                state, {begin + n: form for begin, s in self.senders() for n, form in s.forms.items()}
+            )
+        for prefix, sender in self.senders():
+            sender.restore(state, prefix)
 
 
 def _in_order(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -358,7 +335,7 @@ class ShardSum(OwnMemory):
                 f" {numel}: one of them has no gradient, which comm.gradients needs"
             )
         self.code.traffic.add("gradients", "plain", rows[0].nbytes * (group.size() - 1))
-        progress = self.stage.progress
+        progress = self.stage.owner.progress
         progress.chosen(self.code).reduce_scatter(rows, group, progress.scale, output_tensor)
 
 
@@ -386,7 +363,7 @@ class ReplicaSum:
 
     def sum(self, flat: Tensor) -> None:
         """Make ``flat`` (S,) its sum over the replicas."""
-        ranks, progress = self.group.size(), self.stage.progress
+        ranks, progress = self.group.size(), self.stage.owner.progress
         plain = 2 * -(-flat.nbytes // ranks) * (ranks - 1)
         self.code.traffic.add("gradients", "plain", plain)
         progress.chosen(self.code).all_reduce(flat, self.group, progress.scale)
@@ -413,7 +390,7 @@ class CompressionHook(Hook):
 
     def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
         """Go on with what was kept; the names of all begin with the number of a stage."""
-        self.compression.begin_at(step)
+        self.compression.progress.step = step
         own = [name for name in state if name.partition(".")[0].isdecimal()]
         device = self.compression.device
         self.compression.restore({name: state.pop(name).to(device) for name in own})

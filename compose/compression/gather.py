@@ -68,13 +68,20 @@ class Sender:
     """A way to send a unit's weights or gradients."""
 
     observer: Any = None
-    """The object that is told of every message, a :class:`reduce.Losses`; None in training."""
+    """The object that is told of every message, a :class:`losses.Losses`; None in training."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.kept: dict[str, Tensor] = {}  # the tensors on which the next message depends, by name
         self.forms: Forms = {}
         """The forms of what it may keep, since anyone may have made a checkpoint."""
+
+    def restore(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        """Keep the tensors of a state whose names begin with a prefix; raises as :func:`check` does."""
+        own = {name: state[prefix + name] for name in self.forms if prefix + name in state}
+        check(own, self.forms)
+        self.kept.clear()
+        self.kept.update(own)
 
 
 class QuantizedGather(Sender, OwnMemory):

@@ -7,7 +7,7 @@ optimizer takes the gradients as they are. The losses are compared with those th
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.compression.compressor import Compression, Unit
-from compose.compression.proof_accounts import Account, ActivationAccount, ActivationLoss
+from compose.compression.losses import Account, ActivationAccount, ActivationLoss
 from compose.compression.reduce import LOSSY
 from compose.config.tables import Config
 from compose.ops.tensors import gathered_objects, local_tensor
@@ -129,31 +129,34 @@ class CompressedMessages(Observer):
 
         Parameters that have no formula are left out.
         """
-        own: dict[str, float] = defaultdict(float)
-        whole_names = self._whole_names()
+        parts: list[tuple[Unit, Tensor]] = []
         for unit in self.compression.units:
             accounts = [a for kind, a in accounts_of(unit).items() if weights == (kind == "gather")]
-            if not weights and any(a.missing is not None and not len(a.squares) for a in accounts):
-                continue
-            names = [whole_names[unit.model.get_parameter(n)] for n in unit.named(not weights)]
-            for account in accounts:
-                for squares in [account.squares] if weights else account.expected:
-                    for name, square in zip(names, squares.tolist(), strict=False):
-                        own[name] += square
+            if weights or all(a.missing is None or len(a.squares) for a in accounts):
+                expected = [[a.squares] if weights else a.expected for a in accounts]
+                parts += [(unit, squares) for some in expected for squares in some]
         # All replicas gather the same weights.
-        return _norms(own, self.replicas if weights else 1)
+        return self._norms(parts, not weights, self.replicas if weights else 1)
 
-    def strayed(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return by what norm all residuals are not what was lost, as found and expected, by name."""
-        both: tuple[dict[str, float], dict[str, float]] = defaultdict(float), defaultdict(float)
+    def strayed(self) -> list[dict[str, float]]:
+        """Return by what norm all residuals are not what was lost: measured, and expected, by name."""
+        accounts = [(unit, a) for unit in self.compression.units for a in accounts_of(unit).values()]
+        return [self._norms([(unit, a.strayed[i]) for unit, a in accounts]) for i in (0, 1)]
+
+    def _norms(
+        self, parts: Iterable[tuple[Unit, Tensor]], trained: bool = True, times: int = 1
+    ) -> dict[str, float]:
+        """Return the root of all ranks' squares (parts,) over ``times``, by name; a collective."""
+        own: dict[str, float] = defaultdict(float)
         whole_names = self._whole_names()
-        for unit in self.compression.units:
-            names = [whole_names[unit.model.get_parameter(n)] for n in unit.named(trained=True)]
-            for account in accounts_of(unit).values():
-                for own, squares in zip(both, account.strayed, strict=True):
-                    for name, square in zip(names, squares.tolist(), strict=False):
-                        own[name] += square
-        return _norms(both[0]), _norms(both[1])
+        for unit, squares in parts:
+            for name, square in zip(unit.named(trained), squares.tolist(), strict=False):
+                own[whole_names[unit.model.get_parameter(name)]] += square
+        total: dict[str, float] = defaultdict(float)
+        for one in gathered_objects(own):
+            for name, square in one.items():
+                total[name] += square / times
+        return {name: square**0.5 for name, square in total.items()}
 
     def of_activations(self) -> dict[tuple[str, bool], ActivationLoss]:
         """Return what all ranks' activations lost in a step, by module and whether it is a gradient."""
@@ -171,18 +174,14 @@ class CompressedMessages(Observer):
     def _whole(self, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
         """Return the parts of a rank's row (S,) as whole tensors; a collective."""
         result, whole_names = {}, self._whole_names()
-        for name, piece in unit.pieces(flat, trained):
-            parameter = unit.model.get_parameter(name)
-            shape = local_tensor(parameter).shape
-            local = piece[tuple(slice(size) for size in shape)].view(shape)
-            result[whole_names[parameter]] = _full(parameter, local)
+        for parameter, piece in unit.pieces(flat, trained):
+            result[whole_names[parameter]] = _full(parameter, piece)
         return result
 
 
 def accounts_of(unit: Unit) -> dict[str, Account]:
     """Return the accounts of a unit's sums and its gather, by name."""
-    results = {kind: sender.observer for kind, sender in unit.senders.items()}
-    return {kind: account for kind, account in results.items() if isinstance(account, Account)}
+    return {kind: sender.observer for kind, sender in unit.senders.items()}
 
 
 def _full(parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -243,15 +242,6 @@ def compare_losses(
             what = f"lost of remainders{messages.label}"
             comparison.value(what, name, strayed[name] / size, max(limit / size, CODES))
     return shared(received, comparison.device)
-
-
-def _norms(own: Mapping[str, float], times: int = 1) -> dict[str, float]:
-    """Return the root of the sum of all ranks' squares over ``times``, by name; a collective."""
-    total: dict[str, float] = defaultdict(float)
-    for one in gathered_objects(own):
-        for name, square in one.items():
-            total[name] += square / times
-    return {name: square**0.5 for name, square in total.items()}
 
 
 def _greatest(own: Mapping[str, float]) -> dict[str, float]:

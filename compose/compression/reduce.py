@@ -16,54 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.compression.codec import Blocks, numbers
-from compose.compression.error_feedback import BlockFeedback, Feedback, Scratch
 from compose.compression.gather import Levels, Sender, Traffic, gathered
-from compose.compression.packing import Packing, Part, UnitLayout
+from compose.compression.packing import BlockFeedback, Feedback, Packing, Part, Scratch, UnitLayout
 from compose.ops.torch_versions import REDUCE_SCATTER
 from compose.parallel.comm import Comm
 
 ROTATED = True
 """Whether blocks of 4 bits are rotated. Only a benchmark turns it off, to show what it is worth."""
-
-
-class Losses:
-    """Observes one sum of gradients: what its results lack."""
-
-    def __init__(self) -> None:
-        self.missing: Tensor | None = None
-        """The difference (S,), float64, of this rank's sums to those of plain messages."""
-
-    def begins(self, code: "GradientCode", rows: Tensor) -> None:
-        """Note that rows (R, S) are to be sent."""
-
-    def rounds(self, packing: Packing, rows: Tensor) -> None:
-        """Note that rows (R, S) are rounded."""
-
-    def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
-        """Note what messages lost; a collective.
-
-        Rows (n, ..., S) are the losses of each rank, with a dim for each of the groups over which they
-        are summed. If it is ``whole``, all ranks get the sum of one row.
-        """
-        if whole:
-            rows = rows[0].to(torch.float64, copy=True)
-            dist.all_reduce(rows, group=groups[0])
-        else:
-            rows = rows.double()
-            for group in groups:
-                own = torch.empty_like(rows[0])
-                getattr(dist, REDUCE_SCATTER)(own.view(-1), rows.contiguous().view(-1), group=group)
-                rows = own
-        self.missing = rows.clone() if self.missing is None else self.missing + rows
-
-    def ends(self, code: "GradientCode", scale: float) -> None:
-        """Note that residuals have been kept."""
-
-    def gathers(self, gather: Sender, own: Tensor, rank: int) -> None:
-        """Note that weights (S,) are to be sent."""
-
-    def gathered(self, own: Tensor) -> None:
-        """Note how all ranks have received them."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +78,19 @@ class Plain(GradientCode):
         self.traffic.count("gradients", 2 * -(-flat.nbytes // group.size()), group.size())
 
 
+@dataclass
+class Progress:
+    """The optimizer steps since the run began, those that begin it uncompressed, and the loss scale."""
+
+    start_step: int = 0
+    step: int = 0
+    scale: float = 1.0
+
+    def chosen(self, code: GradientCode) -> GradientCode:
+        """Return what sums gradients now."""
+        return code if self.step >= self.start_step else Plain(code.traffic)
+
+
 class BlockSum(GradientCode):
     """The sum of rows that travel in blocks of few bits: an all-to-all, and a sum in float32.
 
@@ -147,9 +119,7 @@ class BlockSum(GradientCode):
         placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
         messages = self.near_packing.pack(placed.flatten(0, 1))
         if self.observer:
-            sent = _sent(self.near_packing, messages, rows.dtype)
-            self.observer.loses(placed - sent.view(placed.shape), [near, far])
-            self.observer.rounds(self.near_packing, placed.flatten(0, 1))
+            self.observer.packed(self.near_packing, placed, messages, [near, far])
         messages = messages.view(near.size(), -1)
         self.traffic.count("gradients", messages.shape[1], near.size(), near.size())
         got = exchanged(messages, near).view(near.size(), far.size(), -1)
@@ -164,8 +134,7 @@ class BlockSum(GradientCode):
         encode = partial(self.feedback.encode, scale) if self.feedback else None
         messages = self.packing.pack(rows, encode)
         if self.observer:
-            self.observer.loses(rows - _sent(self.packing, messages, rows.dtype), [group])
-            self.observer.rounds(self.packing, rows)
+            self.observer.packed(self.packing, rows, messages, [group])
             self.observer.ends(self, scale)
         self.traffic.count("gradients", messages.shape[1], group.size(), near)
         self.packing.sum(exchanged(messages, group), rows.dtype, out[None])
@@ -180,17 +149,8 @@ class BlockSum(GradientCode):
         self.traffic.count("gradients", message.numel(), group.size())
         packing.unpack(gathered(message[0], group), rows)
         if self.observer:
-            # The loss is noted for this rank's part, and shall be for the whole tensor.
-            self.observer.rounds(packing, own[None])
-            missing = self.observer.missing + own.double() - rows[group.rank()].double()
-            self.observer.missing = missing.new_empty(self.whole.numel)
-            self.whole.collect(gathered(missing, group), self.observer.missing)
+            self.observer.gathered_sums(self, own, rows, group)
         self.whole.collect(rows, flat)
-
-
-def _sent(packing: Packing, messages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows (R, S) that messages hold, as sums take them: not rounded to 16 bits."""
-    return torch.cat([packing.sum(each[None], dtype) for each in messages])
 
 
 class LowRank(GradientCode):

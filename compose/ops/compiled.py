@@ -54,3 +54,29 @@ def run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
+
+
+def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """Return a function as it is, or the kernel that torch.compile makes of it on any device.
+
+    The kernel serves tensors of any length, but for the last dim's.
+    """
+    return _kernel(function) if compiled else function
+
+
+@functools.cache
+def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    made = torch.compile(function)
+
+    def run(*given: Any) -> Any:
+        return made(*(_of_any_length(x) if isinstance(x, Tensor) else x for x in given))
+
+    return run
+
+
+def _of_any_length(x: Tensor) -> Tensor:
+    """Return ``x`` so that a kernel for it is one for any length of all dims but the last."""
+    # Dynamo would also guard the base of a view, and compile again for each place in it.
+    x = x.data
+    torch._dynamo.maybe_mark_dynamic(x, list(range(x.ndim - 1)))
+    return x

@@ -306,7 +306,7 @@ def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], i
         batch = step_batch(job, micro_batches)
         compression = cast("Compression", composition.compression)
         for _ in range(2):
-            compression.begin_at(job.config.comm.start_step)
+            compression.progress.step = job.config.comm.start_step
             compression.traffic.take()
             with OnMeta(kernels=kernels):
                 forward_and_backward(composition, batch, job, DropoutKey(0))

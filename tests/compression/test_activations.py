@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compose.compression.activations import Activations, RowCode, Sends, send_stream
 from compose.compression.gather import Traffic
-from compose.compression.proof_accounts import ActivationAccount, expected_of_rows
+from compose.compression.losses import ActivationAccount, expected_of_rows
 from compose.parallel.stream_messages import send_plain
 from tests.support.pool import Pool
 

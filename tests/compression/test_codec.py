@@ -15,7 +15,7 @@ from compose.compression.codec import (
     keep_blocks,
     rotated_blocks,
 )
-from compose.compression.proof_accounts import expected_of_blocks
+from compose.compression.losses import expected_of_blocks
 from tests.compression.cases import drawn
 
 # Relative error of blocks of 64, 256 and 1024 elements, measured with scales of 16 bits: normal values,

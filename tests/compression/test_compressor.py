@@ -1,5 +1,6 @@
-"""A composition's compressed messages: their bytes, their numbers, and what is refused."""
+"""A composition's compressed messages: their bytes, numbers and state, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,10 @@ from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
 from compose.planner.trace import sent_bytes
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take_steps
+from tests.support.checkpoints import SAVING, goes_on_bitwise, resume, train_on
 from tests.support.helpers import built, make_job, parallel, ranks_in, refusals, tiered
 from tests.support.pool import Pool
+from tests.support.training import keys_for, lines
 
 LARGE: Keys = {
     "train__global_batch": 4,
@@ -205,6 +208,45 @@ def test_a_code_of_gradients_is_a_class_and_an_entry(pool: Pool) -> None:
     levels, cosine = pool.run(_signs, 2)[0]
     assert levels <= 9
     assert 0.5 < cosine < 0.95
+
+
+WIDE: Keys = {"model__dim": 64, "model__hidden_dim": 192}
+KEPT: dict[str, tuple[Keys, Keys]] = {
+    "zero 3": (INT4, parallel(dp_shard=2)),
+    "hsdp": (INT4, parallel(dp_replicate=2, dp_shard=2)),
+    "ddp": (comm("powersgd"), parallel(dp_replicate=2, zero=0)),
+    "two levels": (INT4 | comm("int4", "int4_diff", near=2), parallel(dp_shard=4)),
+    "low rank": (comm("powersgd", rank=2), parallel(dp_shard=2)),
+    "warm-up": (
+        comm("top_k", start_step=3),
+        parallel(dp_shard=2, zero=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", tiered(KEPT, KEPT.keys() - {"zero 3"}))
+def test_goes_on_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
+    keys, mesh = KEPT[name]
+    goes_on_bitwise(pool, tmp_path, WIDE | keys, mesh)
+    one, other = (lines(tmp_path / run)[-1]["comm"] for run in ("whole", "parts"))
+    assert one == other
+
+
+@pytest.mark.slow
+def test_another_mesh_drops_it_and_says_so(pool: Pool, tmp_path: Path) -> None:
+    train_on(pool, tmp_path, WIDE | INT4, parallel(dp_shard=2), 2)
+    mesh = parallel(dp_shard=2, tp=2)
+    keys: dict[str, Any] = keys_for(tmp_path, **(SAVING | WIDE | INT4 | mesh))
+    progress, said = pool.run(resume, 4, keys)[0]
+    assert progress is not None
+    assert progress.step == 2
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    assert said[1] == (
+        f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier version,"
+        " and is dropped"
+    )
+    train_on(pool, tmp_path, WIDE | INT4, mesh, 4)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
 
 
 # On four ranks.

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.compression.codec import Blocks
-from compose.compression.error_feedback import BlockFeedback, Feedback, Scratch
 from compose.compression.gather import Sender, Traffic
-from compose.compression.packing import Packing, UnitLayout
+from compose.compression.packing import BlockFeedback, Feedback, Packing, Scratch, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings
 from compose.parallel.comm import Comm
 from tests.compression.cases import drawn

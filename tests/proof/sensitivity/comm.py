@@ -65,7 +65,7 @@ the halves of a block of 4 bits change places | INT4 | lost of gradients
     (low & 15) | (high << 4) => (high & 15) | (low << 4)
 bfloat16 cuts off what it should round | SHARDED comm__gradients=bfloat16 | lost of gradients
     in compose.compression.codec:Blocks.encode
-    - x.to(torch.bfloat16).contiguous()
+    - x.to(self._without_scale(x.dtype)).contiguous()
     + (x.float().view(torch.int32) & -0x200000).view(torch.float32).to(torch.bfloat16).contiguous()
 the largest elements go to the next one's place | TOP_K | gradient
     in compose.compression.reduce:TopK.unpack
@@ -116,10 +116,10 @@ the residual of blocks is doubled | INT4 | lost of remainders 2
     in compose.compression.codec:_round_with_residual
     .mul_(kept_steps * scale) => .mul_(2 * kept_steps * scale)
 PowerSGD forgets the residual | LOW_RANK | lost of remainders 2
-    in compose.compression.error_feedback:Feedback.added_to with untouched='gradient/*'
+    in compose.compression.packing:Feedback.added_to with untouched='gradient/*'
     self.code.sum_into(blocks, self.codes(x)[None], wide) => blocks.zero_()
 top_k adds the residual twice | TOP_K | lost of remainders 2
-    in compose.compression.error_feedback:Feedback.added_to
+    in compose.compression.packing:Feedback.added_to
     - self.code.sum_into(blocks, self.codes(x)[None], wide)
     + self.code.sum_into(blocks, self.codes(x)[None], wide); blocks.mul_(2)
 error feedback is off all the same | INT4 | form of messages | comm.error_feedback
@@ -142,10 +142,10 @@ another density | TOP_K | form of messages | comm.density
 
 [comm.start_step]
 start_step is passed over | LATE | form of messages | comm.start_step
-    in compose.compression.compressor:Progress.chosen with untouched='gradient/*'
+    in compose.compression.reduce:Progress.chosen with untouched='gradient/*'
     self.step >= self.start_step => True
 codes begin a step late | LATE | form of messages | comm.start_step
-    in compose.compression.compressor:Progress.chosen with untouched='gradient/*'
+    in compose.compression.reduce:Progress.chosen with untouched='gradient/*'
     self.step >= self.start_step => self.step > self.start_step
 """,  # noqa: E501
     globals(),

@@ -1,8 +1,10 @@
-"""Accounts of what compressed messages lose, and the loss that is expected of their codes."""
+"""Observers of what compressed messages lose, and the loss that is expected of their codes.
+
+A run attaches them to the steps that ``comm.measure_every`` measures, and a proof to all of its steps.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +12,10 @@ from torch import Tensor
 
 from compose.compression.activations import LARGEST_FLOAT8, RowCode, Sends
 from compose.compression.codec import Blocks, block_scales, block_steps, top_code
-from compose.compression.gather import Sender
+from compose.compression.gather import QuantizedGather, Sender, gathered
 from compose.compression.packing import Packing
-from compose.compression.reduce import GradientCode, Losses
+from compose.compression.reduce import BlockSum, GradientCode
+from compose.ops.torch_versions import REDUCE_SCATTER
 
 _FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
 """The bits of a number in e4m3 behind the leading one, and the exponent of its least normal number."""
@@ -44,6 +47,63 @@ def expected_of_rows(code: RowCode, rows: Tensor) -> Tensor:
         exponents = (exponents - 1).clamp(min=_FLOAT8_EXPONENT)
         steps = torch.exp2(exponents - float(_FLOAT8_MANTISSA)) * scales
     return steps.double().square().sum() / 12
+
+
+class Losses:
+    """Observes one sum of gradients: what its results lack."""
+
+    def __init__(self) -> None:
+        self.missing: Tensor | None = None
+        """The difference (S,), float64, of this rank's sums to those of plain messages."""
+
+    def begins(self, code: GradientCode, rows: Tensor) -> None:
+        """Note that rows (R, S) are to be sent."""
+
+    def packed(
+        self, packing: Packing, rows: Tensor, messages: Tensor, groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """Note that rows (n, ..., S) are sent as messages, whose sums go over groups; a collective."""
+        # Sums take what messages hold in float32 or wider: not rounded to 16 bits.
+        sent = torch.cat([packing.sum(each[None], rows.dtype) for each in messages])
+        self.loses(rows - sent.view(rows.shape), groups)
+
+    def loses(self, rows: Tensor, groups: Sequence[dist.ProcessGroup], whole: bool = False) -> None:
+        """Note what messages lost; a collective.
+
+        Rows (n, ..., S) are the losses of each rank, with a dim for each of the groups over which they
+        are summed. If it is ``whole``, all ranks get the sum of one row.
+        """
+        if whole:
+            rows = rows[0].to(torch.float64, copy=True)
+            dist.all_reduce(rows, group=groups[0])
+        else:
+            rows = rows.double()
+            for group in groups:
+                own = torch.empty_like(rows[0])
+                getattr(dist, REDUCE_SCATTER)(own.view(-1), rows.contiguous().view(-1), group=group)
+                rows = own
+        self.missing = rows.clone() if self.missing is None else self.missing + rows
+
+    def ends(self, code: GradientCode, scale: float) -> None:
+        """Note that residuals have been kept."""
+
+    def gathered_sums(
+        self, code: BlockSum, own: Tensor, rows: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Note that all ranks' sums, ``own`` (S',), were gathered as rows (n, S'); a collective.
+
+        The loss was noted for this rank's part, and is then that of the whole tensor.
+        """
+        assert self.missing is not None
+        missing = self.missing + own.double() - rows[group.rank()].double()
+        self.missing = missing.new_empty(code.whole.numel)
+        code.whole.collect(gathered(missing, group), self.missing)
+
+    def gathers(self, gather: QuantizedGather, own: Tensor, rank: int) -> None:
+        """Note that weights (S,) are to be sent."""
+
+    def gathered(self, own: Tensor) -> None:
+        """Note how all ranks have received them."""
 
 
 class Account(Losses):
@@ -79,13 +139,13 @@ class Account(Losses):
         """The expected squares of the norm of what this step's gradients lack, (parts,) each."""
         return [self.squares, self.added**2 * self.unsent]
 
-    def gathers(self, gather: Any, own: Tensor, rank: int) -> None:
+    def gathers(self, gather: QuantizedGather, own: Tensor, rank: int) -> None:
         """Note what a step's first gather is expected to lose."""
         if not gather.sent:
             self.squares = torch.zeros(0)
         sent = gather.to_send(own, rank)
         if sent is not None:
-            self.rounds(gather.packing, sent[None])
+            self._rounds(gather.packing, sent[None])
 
     def gathered(self, own: Tensor) -> None:
         """Note this rank's shard as it was received."""
@@ -95,8 +155,22 @@ class Account(Losses):
         """Note the residual before rows (R, S) are sent."""
         self.before = _residual(code, rows) if code.feedback else None
 
-    def rounds(self, packing: Packing, rows: Tensor) -> None:
-        """Note what rounding is expected to lose of rows (R, S)."""
+    def packed(
+        self, packing: Packing, rows: Tensor, messages: Tensor, groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """Note what messages lost, and what they are expected to lose."""
+        super().packed(packing, rows, messages, groups)
+        self._rounds(packing, rows.flatten(0, -2))
+
+    def gathered_sums(
+        self, code: BlockSum, own: Tensor, rows: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Note what the gather of sums lost, and what it is expected to lose."""
+        super().gathered_sums(code, own, rows, group)
+        self._rounds(code.near_packing, own[None])
+
+    def _rounds(self, packing: Packing, rows: Tensor) -> None:
+        """Add what rounding is expected to lose of rows (R, S)."""
         blocks = packing.blocks_of(rows)
         loss = expected_of_blocks(packing.code, blocks.flatten(0, 1)).view(blocks.shape[:2])
         begin, result = 0, []
