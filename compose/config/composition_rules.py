@@ -3,6 +3,8 @@
 A step's rules say what it may keep, recompute, compile and move, and in which dtypes.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from compose.config.addons import brought
@@ -23,9 +25,9 @@ STEP = Rules[Setup]()
     "activation_checkpoint.offload goes without torch.compile",
     "hooks on saved tensors cannot be traced",
 )
-def _offload_compiled(setup: Setup) -> None:
+def _offload_compiled(setup: Setup) -> Iterator[str]:
     if setup.options.activation_checkpoint.offload and setup.options.compile.mode != "off":
-        raise ConfigError(
+        yield (
             "activation_checkpoint.offload: true and a compiled layer, which keeps what it saves to"
             ' itself, do not go together; use compile.mode = "off"'
         )
@@ -42,25 +44,24 @@ STEP.add(
     "activation_checkpoint.keep names operators, and every is at most the plan's units",
     "anything else would quietly keep or recompute nothing",
 )
-def _recompute_units(setup: Setup) -> None:
+def _recompute_units(setup: Setup) -> Iterator[str]:
     chosen = setup.options.activation_checkpoint
     operators(chosen.keep)
     units = len(setup.resolved.checkpoint)
     if chosen.mode == "every_k" and chosen.every > units > 0:
-        raise ConfigError(
+        yield (
             f"activation_checkpoint.every: {chosen.every} is more than the {units} units, so none would"
             f" be recomputed; nearest: {units}"
         )
 
 
-def _backward_in_two_parts(setup: Setup) -> bool:
+def backward_in_two_parts(setup: Setup) -> bool:
     """Return whether the schedule runs the backward of inputs and of weights separately."""
     degrees = setup.degrees
     if degrees.pp == 1:
         return False
-    return splits_backward(
-        degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, setup.micro_batches
-    )
+    stages = degrees.pp_virtual_stages
+    return splits_backward(degrees.pp_schedule, degrees.pp, stages, setup.micro_batches)
 
 
 @STEP.add(
@@ -70,10 +71,10 @@ def _backward_in_two_parts(setup: Setup) -> bool:
     upstream="torch/utils/checkpoint.py, _CachedTorchDispatchMode, which hands each kept result out"
     " once",
 )
-def _recompute_split(setup: Setup) -> None:
+def _recompute_split(setup: Setup) -> Iterator[str]:
     degrees, mode = setup.degrees, setup.options.activation_checkpoint.mode
-    if mode in ("selective", "budget") and _backward_in_two_parts(setup):
-        raise ConfigError(
+    if mode in ("selective", "budget") and backward_in_two_parts(setup):
+        yield (
             f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
             f" {degrees.pp_schedule} runs backward in two parts; use"
             ' activation_checkpoint.mode = "full" or "every_k"'
@@ -84,13 +85,13 @@ def _recompute_split(setup: Setup) -> None:
     "activation_checkpoint.segment is at most the units of the longest stage",
     "a segment does not cross stages, so a longer one would be cut without a word",
 )
-def check_segment(setup: Setup) -> None:
-    """Raise ConfigError if a segment is longer than every stage, whose layers are known."""
+def segment_is_short(setup: Setup) -> Iterator[str]:
+    """Yield a problem if a segment is longer than every stage, whose layers are known."""
     length, units = setup.options.activation_checkpoint.segment, len(setup.resolved.checkpoint)
     layers = setup.degrees.pp_layers if setup.degrees.pp > 1 else ()
     most, where = (max(layers), "longest stage") if layers else (units, "model")
     if length > most > 0:
-        raise ConfigError(
+        yield (
             f"activation_checkpoint.segment: {length} is more than the {most} units of the {where};"
             f" nearest: {most}"
         )
@@ -102,10 +103,10 @@ def check_segment(setup: Setup) -> None:
     "each part, and each weight of the second, would compute the layers of a segment again",
     upstream="torch/utils/checkpoint.py, _checkpoint_hook, which recomputes once for each backward",
 )
-def _segment_split(setup: Setup) -> None:
+def _segment_split(setup: Setup) -> Iterator[str]:
     length, schedule = setup.options.activation_checkpoint.segment, setup.degrees.pp_schedule
-    if length > 1 and _backward_in_two_parts(setup):
-        raise ConfigError(
+    if length > 1 and backward_in_two_parts(setup):
+        yield (
             f"activation_checkpoint.segment: {length} would be computed again for each part of a"
             f" backward, and {schedule} runs it in two; use activation_checkpoint.segment = 1, or"
             ' parallel.pp_schedule = "Interleaved1F1B"'
@@ -116,10 +117,10 @@ def _segment_split(setup: Setup) -> None:
     'activation_checkpoint.segment goes without compile.mode "model"',
     "a segment is computed again between graphs, so a graph has one layer at most",
 )
-def _segment_compiled(setup: Setup) -> None:
+def _segment_compiled(setup: Setup) -> Iterator[str]:
     length = setup.options.activation_checkpoint.segment
     if length > 1 and setup.options.compile.mode == "model":
-        raise ConfigError(
+        yield (
             f'activation_checkpoint.segment: {length} and compile.mode = "model", which makes one graph'
             ' of all layers, do not go together; use compile.mode = "block"'
         )
@@ -131,10 +132,10 @@ def _segment_compiled(setup: Setup) -> None:
     "the part of weights would run through what an earlier part has freed",
     upstream="torch/distributed/pipelining/_backward.py, stage_backward_weight",
 )
-def _split(setup: Setup) -> None:
+def _split(setup: Setup) -> Iterator[str]:
     pipeline = setup.resolved.pipeline
-    if pipeline and not pipeline.two_parts and _backward_in_two_parts(setup):
-        raise ConfigError(
+    if pipeline and not pipeline.two_parts and backward_in_two_parts(setup):
+        yield (
             f"parallel.pp_schedule: {setup.degrees.pp_schedule} runs backward in two parts, which"
             " PyTorch cannot do where a weight enters the stream at several places, as plan.pipeline"
             ' says; use "Interleaved1F1B"'
@@ -145,12 +146,12 @@ def _split(setup: Setup) -> None:
     "with selective or budget and torch.compile, every layer is one graph: no experts",
     "what a part compiled alone computes is not seen operator by operator",
 )
-def _recompute_compiled(setup: Setup) -> None:
+def _recompute_compiled(setup: Setup) -> Iterator[str]:
     mode = setup.options.activation_checkpoint.mode
     if setup.options.compile.mode == "off" or mode not in ("selective", "budget"):
         return
     if setup.resolved.expert:
-        raise ConfigError(
+        yield (
             f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
             " compiled alone, as with experts; use activation_checkpoint.mode ="
             ' "full" or "every_k", or compile.mode = "off"'
@@ -172,10 +173,10 @@ def _compiled_whole(setup: Setup) -> None:
     "a graph's backward overwrites what it reads, and gives wrong gradients where it may not",
     upstream="torch/_functorch/config.py, donated_buffer",
 )
-def _compiled_in_two_parts(setup: Setup) -> None:
+def _compiled_in_two_parts(setup: Setup) -> Iterator[str]:
     mode = setup.options.compile.mode
-    if mode != "off" and _backward_in_two_parts(setup):
-        raise ConfigError(
+    if mode != "off" and backward_in_two_parts(setup):
+        yield (
             f'compile.mode: "{mode}" makes graphs whose backward cannot run in two parts, as'
             f' {setup.degrees.pp_schedule} does; use parallel.pp_schedule = "Interleaved1F1B", or'
             ' compile.mode = "off"'
@@ -187,23 +188,23 @@ def _compiled_in_two_parts(setup: Setup) -> None:
     "Inductor splits products for tp's messages by symmetric memory",
     upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
 )
-def _async_tp(setup: Setup) -> None:
+def _async_tp(setup: Setup) -> Iterator[str]:
     chosen = setup.options.compile
     if chosen.async_tp and (not setup.on_cuda or chosen.mode == "off" or setup.degrees.tp == 1):
         lack = (
             "CUDA" if not setup.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
         )
-        raise ConfigError(f"compile.async_tp: true needs {lack}; use compile.async_tp = false")
+        yield f"compile.async_tp: true needs {lack}; use compile.async_tp = false"
 
 
 @STEP.add(
     "precision.master is float32 or precision.param",
     "what is kept in fewer bits than it is used in gains nothing from more",
 )
-def _master(setup: Setup) -> None:
+def _master(setup: Setup) -> Iterator[str]:
     precision = setup.options.precision
     if precision.master not in ("float32", precision.param):
-        raise ConfigError(
+        yield (
             f"precision.master: {precision.master} keeps less than precision.param = {precision.param}"
             f' uses; use precision.param = "{precision.master}"'
         )
@@ -216,7 +217,7 @@ def _master(setup: Setup) -> None:
     " where float8 is emulated, small ones are taken too",
     upstream="aten/src/ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_cuda",
 )
-def _float8(setup: Setup) -> None:
+def _float8(setup: Setup) -> Iterator[str]:
     recipe = setup.options.precision.float8
     if recipe == "off" or not setup.resolved.float8:
         return
@@ -226,7 +227,7 @@ def _float8(setup: Setup) -> None:
         reasons = list(choice.left.values())
         shape = next((reason for reason in reasons if reason != EXCEPTED), "")
         why = f"the first's part of {shape}" if shape else f"they are {EXCEPTED}"
-        raise ConfigError(
+        yield (
             f"precision.float8: {recipe} would change none of {len(reasons)} linear layers: {why}; use"
             ' precision.float8 = "off"'
         )
@@ -237,11 +238,11 @@ def _float8(setup: Setup) -> None:
     "one collective finds the scales of all of them, and NCCL sends nothing from host memory",
     upstream="torchao/float8/fsdp_utils.py, precompute_float8_dynamic_scale_for_fsdp",
 )
-def _float8_offloaded(setup: Setup) -> None:
+def _float8_offloaded(setup: Setup) -> Iterator[str]:
     degrees, recipe = setup.degrees, setup.options.precision.float8
     shared = degrees.dp_shard * degrees.cp > 1
     if setup.on_cuda and recipe == "tensorwise" and degrees.offload == "cpu" and shared:
-        raise ConfigError(
+        yield (
             'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of'
             ' weights in host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
         )
@@ -252,10 +253,10 @@ def _float8_offloaded(setup: Setup) -> None:
     "a float8 layer is one function of its input and weight, which the split cannot enter",
     upstream="torch/distributed/pipelining/_backward.py, stage_backward_input",
 )
-def _float8_split(setup: Setup) -> None:
+def _float8_split(setup: Setup) -> Iterator[str]:
     recipe = setup.options.precision.float8
-    if recipe != "off" and not splits_functions() and _backward_in_two_parts(setup):
-        raise ConfigError(
+    if recipe != "off" and not splits_functions() and backward_in_two_parts(setup):
+        yield (
             f"precision.float8: {recipe} makes a layer one function of input and weight, whose backward"
             f" torch {torch.__version__} cannot run in two parts, as {setup.degrees.pp_schedule} does;"
             ' use torch 2.13, or parallel.pp_schedule = "Interleaved1F1B"'

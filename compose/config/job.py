@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compose.composition import Options
 from compose.config.addons import brought
 from compose.config.models import Task, batch_on_meta, find_model
-from compose.config.setup import Target
+from compose.config.setup import Setup, Target
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import adapt
@@ -73,6 +73,13 @@ class Job:
         task = find_model(self.config.model.name).task
         inputs = partial(_inputs_on_meta, task, self.config) if task else None
         return replace(self.config.options, parallel=self.degrees, inputs=inputs)
+
+    @property
+    def setup(self) -> Setup:
+        """What the rules of a composition are asked about."""
+        float8 = self.target and self.target.float8
+        ranks = self.world_size, self.device_type, self.micro_batches
+        return Setup(self.model, self.resolved, self.options, *ranks, float8)
 
 
 def make_job(config: Config, world_size: int, model: nn.Module | None = None) -> Job:

@@ -1,5 +1,7 @@
 """Rules of the mesh: which degrees fit together, and fit a plan; and what [comm] may send on it."""
 
+from collections.abc import Iterator
+
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -49,31 +51,23 @@ def _experts(setup: Setup) -> None:
     "the plan says how to do what the degrees ask for",
     "a plan without styles for an axis would leave its ranks doing the same work",
 )
-def _plan_names(setup: Setup) -> None:
+def _plan_names(setup: Setup) -> Iterator[str]:
     degrees, plan, recompute = setup.degrees, setup.resolved, setup.options.activation_checkpoint
     compiled, float8 = setup.options.compile.mode, setup.options.precision.float8
+    recomputed = "activation_checkpoint"
     wants = (
         (degrees.tp > 1, plan.tensor, "tensor", "parallel.tp = 1"),
         (degrees.cp > 1, plan.context, "context", "parallel.cp = 1"),
         (degrees.pp > 1, plan.pipeline, "pipeline", "parallel.pp = 1"),
         (degrees.ep > 1, plan.expert, "expert", "parallel.ep = 1"),
         (compiled == "block", plan.compile, "compile", 'compile.mode = "off"'),
-        (
-            recompute.mode != "none",
-            plan.checkpoint,
-            "checkpoint",
-            'activation_checkpoint.mode = "none"',
-        ),
-        (recompute.offload, plan.checkpoint, "checkpoint", "activation_checkpoint.offload = false"),
+        (recompute.mode != "none", plan.checkpoint, "checkpoint", f'{recomputed}.mode = "none"'),
+        (recompute.offload, plan.checkpoint, "checkpoint", f"{recomputed}.offload = false"),
         (float8 != "off", plan.float8, "float8", 'precision.float8 = "off"'),
     )
-    problems = [
-        f"plan.{part}: the model's plan has nothing under it; add it, or use {cure}"
-        for wanted, given, part, cure in wants
-        if wanted and not given
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    for wanted, given, part, cure in wants:
+        if wanted and not given:
+            yield f"plan.{part}: the model's plan has nothing under it; add it, or use {cure}"
 
 
 @MESH.add(
@@ -98,12 +92,12 @@ def _columns(setup: Setup) -> None:
     "with tp, no weight is computed from others, as weight_norm does",
     "styles cut a module's own parameters, and DTensor does not know such functions",
 )
-def _parametrized(setup: Setup) -> None:
+def _parametrized(setup: Setup) -> Iterator[str]:
     model, placed = setup.model, {*dict(setup.resolved.tensor), *setup.resolved.replicate}
     computed = [name for name, module in model.named_modules() if is_parametrized(module)]
     results = [name for name in computed if name in placed or inside(name, placed)]
     if setup.degrees.tp > 1 and results:
-        raise ConfigError(
+        yield (
             f"plan.tensor: {results[0]} computes its weight from others (weight_norm or the like), and"
             " PyTorch has no DTensor form of that; use parallel.tp = 1, or remove_parametrizations"
         )
@@ -113,12 +107,12 @@ def _parametrized(setup: Setup) -> None:
     "with tp, the plan places each dropout",
     "a mask belongs to the whole tensor, and a plain tensor does not tell which part of it it is",
 )
-def _dropouts(setup: Setup) -> None:
+def _dropouts(setup: Setup) -> Iterator[str]:
     placed = {*dict(setup.resolved.tensor), *setup.resolved.replicate}
     adapters = {name for name, style in setup.resolved.tensor if isinstance(style, AdapterParallel)}
     unplaced = [n for n in dropouts(setup.model) if n not in placed and not inside(n, adapters)]
     if setup.degrees.tp > 1 and unplaced:
-        raise ConfigError(
+        yield (
             f"plan.tensor: no style says which part of its input the dropout {unplaced[0]} has on a"
             " rank; list it in replicate if all, or give it SequenceParallel(sequence_dim=n,"
             " use_local_output=True) if a part of dim n"
@@ -189,9 +183,9 @@ def _ranks(setup: Setup) -> tuple[int, int]:
     "compressed messages of comm go with the add-on that sends them",
     "compose/compression/ can be taken out, with its line in compose/config/addons.py",
 )
-def _add_on(setup: Setup) -> None:
+def _add_on(setup: Setup) -> Iterator[str]:
     if setup.options.comm.codes and not any(brought("compress")):
-        raise ConfigError(
+        yield (
             "comm: no add-on compresses messages, since compose/config/addons.py names none; use"
             ' comm.weights = "off", comm.gradients = "off" and comm.activations = "off"'
         )
@@ -201,23 +195,17 @@ def _add_on(setup: Setup) -> None:
     "with comm.weights or comm.gradients, there are ranks that such messages go to",
     "a key that changes nothing would look like one that works",
 )
-def _receivers(setup: Setup) -> None:
+def _receivers(setup: Setup) -> Iterator[str]:
     comm, (replicas, shards) = setup.options.comm, _ranks(setup)
-    problems = []
     if comm.weights != "off" and shards == 1:
-        why = (
-            "parallel.zero = 0 sends no weights"
-            if setup.degrees.zero == 0
-            else "dp_shard x cp is 1, and no weights are sent"
-        )
-        problems.append(f'comm.weights: "{comm.weights}", and {why}; use comm.weights = "off"')
+        why = "dp_shard x cp is 1, and no weights are sent"
+        why = why if setup.degrees.zero else "parallel.zero = 0 sends no weights"
+        yield f'comm.weights: "{comm.weights}", and {why}; use comm.weights = "off"'
     if comm.gradients != "off" and replicas * shards == 1:
-        problems.append(
+        yield (
             f'comm.gradients: "{comm.gradients}", and dp_replicate x dp_shard x cp is 1, so that no'
             ' gradients are sent; use comm.gradients = "off"'
         )
-    if problems:
-        raise ConfigError(*problems)
 
 
 @COMM.add(
@@ -225,42 +213,38 @@ def _receivers(setup: Setup) -> None:
     " without float8 over tp",
     "PyTorch's styles and torchao's send by themselves",
 )
-def _activations(setup: Setup) -> None:
-    kind, degrees = setup.options.comm.activations, setup.degrees
+def _activations(setup: Setup) -> Iterator[str]:
+    kind, float8 = setup.options.comm.activations, setup.options.precision.float8
+    degrees = setup.degrees
     if kind == "off":
         return
     cure = 'use comm.activations = "off"'
     if degrees.tp == 1 and degrees.ep == 1:
-        raise ConfigError(
+        yield (
             f'comm.activations: "{kind}", and parallel.tp and parallel.ep are 1, so that no activations'
             f" are sent; {cure}"
         )
-    if degrees.tp == 1:
-        return
-    if setup.options.precision.float8 != "off":
-        raise ConfigError(
+    elif degrees.tp > 1 and float8 != "off":
+        yield (
             f'comm.activations: "{kind}", and with parallel.tp = {degrees.tp} precision.float8 ='
-            f' "{setup.options.precision.float8}" has messages of its own; {cure}'
+            f' "{float8}" has messages of its own; {cure}'
         )
-    plain = [
-        name
-        for name, style in setup.resolved.tensor
-        if isinstance(style, PrepareModuleInput | RowwiseParallel)
-        and not isinstance(style, SendsActivations)
-    ]
-    if plain:
-        raise ConfigError(
-            f'comm.activations: "{kind}", and plan.tensor gives {plain[0]} a style of PyTorch, whose'
-            f" messages have no code; use LocalInput or LocalRowwise, or {cure}"
-        )
+    elif degrees.tp > 1:
+        plain = (PrepareModuleInput, RowwiseParallel)
+        styles = [one for one in setup.resolved.tensor if isinstance(one[1], plain)]
+        for name in [name for name, style in styles if not isinstance(style, SendsActivations)][:1]:
+            yield (
+                f'comm.activations: "{kind}", and plan.tensor gives {name} a style of PyTorch, whose'
+                f" messages have no code; use LocalInput or LocalRowwise, or {cure}"
+            )
 
 
 @COMM.add("comm.block is a power of two, 16 or more", "a Hadamard matrix has such a size")
-def _block(setup: Setup) -> None:
+def _block(setup: Setup) -> Iterator[str]:
     block = setup.options.comm.block
     if block < 16 or block & (block - 1):
         nearest = max(16, 1 << round(block - 1).bit_length())
-        raise ConfigError(f"comm.block: {block} is no power of two from 16; nearest: {nearest}")
+        yield f"comm.block: {block} is no power of two from 16; nearest: {nearest}"
 
 
 @COMM.add(
@@ -268,21 +252,22 @@ def _block(setup: Setup) -> None:
     " replicas of shards",
     "ranks are cut into equal groups of neighbours; replicas are such groups already",
 )
-def _near(setup: Setup) -> None:
+def _near(setup: Setup) -> Iterator[str]:
     near, zero, (replicas, shards) = setup.options.comm.near, setup.degrees.zero, _ranks(setup)
     if near == 1:
         return
     if zero > 0 and replicas > 1:
-        raise ConfigError(
+        yield (
             f"comm.near: {near}, and with parallel.dp_replicate = {replicas} the ranks of dp_shard are"
             " the neighbours; use comm.near = 1"
         )
+        return
     ranks = replicas if zero == 0 else shards
     if ranks % near:
         allowed = [n for n in range(1, ranks + 1) if ranks % n == 0]
         nearest = min(allowed, key=lambda n: abs(n - near))
         what = "dp_replicate x cp" if zero == 0 else "dp_shard x cp"
-        raise ConfigError(
+        yield (
             f"comm.near: {near} does not divide {what} = {ranks}, the ranks of data parallel; nearest:"
             f" {nearest}"
         )
@@ -298,17 +283,17 @@ COMM.add(
     "comm.weights int4_diff goes without parallel.offload and zero3_reshard",
     "it keeps what it sent last on the device, and shares it among comm.near ranks itself",
 )
-def _kept(setup: Setup) -> None:
+def _kept(setup: Setup) -> Iterator[str]:
+    degrees = setup.degrees
     if setup.options.comm.weights != "int4_diff":
         return
-    degrees = setup.degrees
     if degrees.offload != "none":
-        raise ConfigError(
+        yield (
             'comm.weights: "int4_diff" keeps what it sent last on the device, and parallel.offload ='
             f' "{degrees.offload}" is to keep weights off it; use comm.weights = "int8"'
         )
-    if degrees.zero3_reshard:
-        raise ConfigError(
+    elif degrees.zero3_reshard:
+        yield (
             f'comm.weights: "int4_diff" keeps weights near by comm.near, and parallel.zero3_reshard ='
             f" {degrees.zero3_reshard} would keep them twice; use parallel.zero3_reshard = 0"
         )
@@ -320,17 +305,18 @@ def _kept(setup: Setup) -> None:
     upstream="torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,"
     " _get_all_gather_input_metadatas",
 )
-def _types(setup: Setup) -> None:
+def _types(setup: Setup) -> Iterator[str]:
     comm, precision = setup.options.comm, setup.options.precision
     if comm.weights != "off" and precision.float8 == "tensorwise":
-        raise ConfigError(
+        yield (
             f'comm.weights: "{comm.weights}" codes numbers, and precision.float8 = "tensorwise" sends'
             ' weights as bytes; use comm.weights = "off", or precision.float8 = "rowwise"'
         )
+        return
     odd = [name for name, p in setup.model.named_parameters() if not p.is_floating_point()]
     if comm.compresses and odd:
         kind = str(setup.model.get_parameter(odd[0]).dtype).removeprefix("torch.")
-        raise ConfigError(
+        yield (
             f"comm: the unit of {odd[0]} has parameters of several types, of which {kind} has no code;"
             ' use comm.weights = "off" and comm.gradients = "off"'
         )

@@ -17,19 +17,19 @@ from torch import nn
 
 from compose.config import setup
 from compose.config.addons import brought
-from compose.config.composition_rules import COMPOSITION, check_segment
+from compose.config.composition_rules import COMPOSITION, backward_in_two_parts, segment_is_short
 from compose.config.job import Job, make_job
 from compose.config.models import find_model, max_seq_len
-from compose.config.setup import Rule, Rules, Setup, Target
+from compose.config.setup import Rule, Rules, Target
 from compose.config.tables import Config
-from compose.errors import ConfigError, toml_value
+from compose.errors import ConfigError, noted, toml_value
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import tied_names
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import sequence_ranks
-from compose.pipeline.schedules import build_table, placement, splits_backward
+from compose.pipeline.schedules import build_table, placement
 from compose.pipeline.split import balanced, layer_names
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
@@ -40,17 +40,16 @@ RUN = Rules[Job]()
     "the keys suit what the model learns",
     "the task of the model's folder reads some keys otherwise, or not at all",
 )
-def _task(job: Job) -> None:
-    task = find_model(job.config.model.name).task
-    if task and (problems := task.check(job.config)):
-        raise ConfigError(*problems)
+def _task(job: Job) -> Iterator[str]:
+    if task := find_model(job.config.model.name).task:
+        yield from task.check(job.config)
 
 
 @RUN.add(
     "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
     "every rank runs the same number of equal micro-batches, since collectives must match",
 )
-def _global_batch(job: Job) -> None:
+def _global_batch(job: Job) -> Iterator[str]:
     train, degrees = job.config.train, job.config.parallel
     ranks = degrees.dp_replicate * degrees.dp_shard
     unit = ranks * train.micro_batch
@@ -61,7 +60,7 @@ def _global_batch(job: Job) -> None:
     if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
         best = max(size for size in range(1, most + 1) if share % size == 0)
         smaller = f", or train.micro_batch = {best}"
-    raise ConfigError(
+    yield (
         f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
         f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
     )
@@ -71,17 +70,18 @@ def _global_batch(job: Job) -> None:
     "with sequence, or with experts, and without cp, seq_len is a multiple of tp",
     "a local tensor carries no global shape, so every rank must hold an equal part",
 )
-def _sequence(job: Job) -> None:
+def _sequence(job: Job) -> Iterator[str]:
     seq_len, tp = job.config.train.seq_len, job.degrees.tp
     # With cp, a sequence is padded to a length that both degrees divide.
     if seq_len % sequence_ranks(job.resolved.tensor, tp) == 0 or job.degrees.cp > 1:
         return
     nearest = max(1, round(seq_len / tp)) * tp
-    cure = "" if job.plan.expert else ", or parallel.sequence = false"
-    raise ConfigError(
-        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which"
-        f" {'a mixture of experts' if job.plan.expert else 'parallel.sequence'} needs;"
-        f" nearest: {nearest}{cure}"
+    why, cure = "parallel.sequence", ", or parallel.sequence = false"
+    if job.plan.expert:
+        why, cure = "a mixture of experts", ""
+    yield (
+        f"train.seq_len: {seq_len} is not a multiple of parallel.tp {tp}, which {why} needs; nearest:"
+        f" {nearest}{cure}"
     )
 
 
@@ -89,12 +89,12 @@ def _sequence(job: Job) -> None:
     "seq_len is at most model.max_seq_len, if the model has this key",
     "a table of positions has no row for a later token",
 )
-def _positions(job: Job) -> None:
+def _positions(job: Job) -> Iterator[str]:
     seq_len, most = job.config.train.seq_len, max_seq_len(job.config.model.config)
     if most is not None and seq_len > most:
         # In a model with a table the length is a key; in others it follows from their RoPE.
         own = "max_seq_len" in vars(job.config.model.config)
-        raise ConfigError(
+        yield (
             f"train.seq_len: {seq_len} is more than the {most} positions that the model has;"
             f" nearest: {most}{f', or model.max_seq_len = {seq_len}' if own else ''}"
         )
@@ -106,65 +106,57 @@ def _positions(job: Job) -> None:
     upstream="torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B,"
     " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
 )
-def _micro_batches(job: Job) -> None:
+def _micro_batches(job: Job) -> Iterator[str]:
     degrees, count = job.degrees, job.micro_batches
     if degrees.pp == 1 or not count:
         return
-    try:
+    problems = list[str]()
+    with noted(problems):
         build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
-    except ConfigError as error:
-        ranks = degrees.dp_replicate * degrees.dp_shard
-        unit = f" (train.global_batch is {ranks * job.config.train.micro_batch} times that)"
-        raise ConfigError(
-            *(f"{p}{unit if '; nearest: ' in p else ''}" for p in error.problems)
-        ) from None
+    times = degrees.dp_replicate * degrees.dp_shard * job.config.train.micro_batch
+    for problem in problems:
+        unit = f" (train.global_batch is {times} times that)" if "; nearest: " in problem else ""
+        yield problem + unit
 
 
 @RUN.add(
     "with metrics.noise_scale, a step has several micro-batches, and each one's gradient can be summed",
     "the noise is the difference between the gradient of one micro-batch and that of all",
 )
-def _noise_scale(job: Job) -> None:
+def _noise_scale(job: Job) -> Iterator[str]:
     train, degrees, coded = job.config.train, job.degrees, job.config.comm.gradients
     if not job.config.metrics.noise_scale or not job.micro_batches:
         return
-    problem = cure = ""
     if job.micro_batches == 1:
         problem = "compares a step's first micro-batch with all of them, and the step has one"
-        sizes = [size for size in range(1, train.micro_batch) if train.micro_batch % size == 0]
         cure = f"train.global_batch = {2 * train.global_batch}"
-        if sizes:
+        if sizes := [size for size in range(1, train.micro_batch) if train.micro_batch % size == 0]:
             cure = f"train.micro_batch = {sizes[-1]}"
     elif coded != "off":
         problem = f'reads exact sums, and comm.gradients = "{coded}" rounds them'
         cure = 'comm.gradients = "off"'
-    elif degrees.pp > 1 and splits_backward(
-        degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, job.micro_batches
-    ):
+    elif backward_in_two_parts(job.setup):
         problem = f"reads the gradients of one backward, and {degrees.pp_schedule} runs it in two parts"
         cure = 'parallel.pp_schedule = "Interleaved1F1B"'
     elif degrees.pp > 1 and tied_names(job.model):
         problem = "reads sums, and weights that stages share are summed at the end of a step"
         cure = "parallel.pp = 1"
-    if problem:
-        raise ConfigError(f"metrics.noise_scale: true {problem}; use {cure}, or false")
+    else:
+        return
+    yield f"metrics.noise_scale: true {problem}; use {cure}, or false"
 
 
 @RUN.add(
     "metrics.samples_every goes with metrics.prompts, and with a model that continues a text",
     "without a prompt there is no sample, and other tasks make none of a text",
 )
-def _samples(job: Job) -> None:
+def _samples(job: Job) -> Iterator[str]:
     options, name = job.config.metrics, job.config.model.name
-    if not options.samples_every:
-        return
-    problem = ""
-    if find_model(name).task:
-        problem = f"continues texts, and model.name = {name} learns no text; use 0"
-    elif not options.prompts or not all(options.prompts):
-        problem = 'needs texts to continue; set metrics.prompts, as ["Once upon a time"], or 0'
-    if problem:
-        raise ConfigError(f"metrics.samples_every: {options.samples_every} {problem}")
+    key = f"metrics.samples_every: {options.samples_every}"
+    if options.samples_every and find_model(name).task:
+        yield f"{key} continues texts, and model.name = {name} learns no text; use 0"
+    elif options.samples_every and not (options.prompts and all(options.prompts)):
+        yield f'{key} needs texts to continue; set metrics.prompts, as ["Once upon a time"], or 0'
 
 
 RUN.add("the other keys of samples go with metrics.samples_every", "without it they are never read")(
@@ -175,9 +167,9 @@ RUN.add("the other keys of samples go with metrics.samples_every", "without it t
 @RUN.add(
     "with train.loss_chunk, the plan names the output projection", "a loss in chunks takes its place"
 )
-def _output(job: Job) -> None:
+def _output(job: Job) -> Iterator[str]:
     if job.config.train.loss_chunk and not job.plan.output:
-        raise ConfigError(
+        yield (
             f"train.loss_chunk: {job.config.train.loss_chunk} needs a projection whose output are the"
             " logits, and the model's plan names none (plan.output); use train.loss_chunk = 0"
         )
@@ -187,12 +179,12 @@ def _output(job: Job) -> None:
     "data.validation and train.validate_every go together",
     "one says on what the loss is measured, the other when",
 )
-def _validation(job: Job) -> None:
+def _validation(job: Job) -> Iterator[str]:
     every, path = job.config.train.validate_every, job.config.data.validation
     if every and not path:
-        raise ConfigError(f"train.validate_every: {every} has nothing to measure; set data.validation")
+        yield f"train.validate_every: {every} has nothing to measure; set data.validation"
     if path and not every:
-        raise ConfigError(f"data.validation: {path} is never read; set train.validate_every too")
+        yield f"data.validation: {path} is never read; set train.validate_every too"
 
 
 @RUN.add(
@@ -200,22 +192,20 @@ def _validation(job: Job) -> None:
     " checkpoint.interval",
     "they compare validation losses, and a run without checkpoints has none to keep",
 )
-def _best(job: Job) -> None:
+def _best(job: Job) -> Iterator[str]:
     train, keep = job.config.train, job.config.checkpoint
     keys = {"train.patience": train.patience, "checkpoint.keep_best": keep.keep_best}
-    problems = [
-        f"{key}: {value} compares validation losses, and none is measured; set train.validate_every"
-        f" and data.validation, or {key} = 0"
-        for key, value in keys.items()
-        if value and not train.validate_every
-    ]
+    for key, value in keys.items():
+        if value and not train.validate_every:
+            yield (
+                f"{key}: {value} compares validation losses, and none is measured; set"
+                f" train.validate_every and data.validation, or {key} = 0"
+            )
     if keep.keep_best and not keep.interval:
-        problems.append(
+        yield (
             f"checkpoint.keep_best: {keep.keep_best} keeps checkpoints, and the run has none; set"
             " checkpoint.interval, or checkpoint.keep_best = 0"
         )
-    if problems:
-        raise ConfigError(*problems)
 
 
 RUN.add("train.min_delta goes with train.patience", "without it nothing counts improvements")(
@@ -237,7 +227,7 @@ def _optimizer(job: Job) -> None:
     "its step is taken piece by piece: Muon needs matrices whole, and pieces in bfloat16 are not"
     " written",
 )
-def _optimizer_offload(job: Job) -> None:
+def _optimizer_offload(job: Job) -> Iterator[str]:
     options, precision = job.config.optimizer, job.config.precision
     if options.offload == "none":
         return
@@ -247,24 +237,20 @@ def _optimizer_offload(job: Job) -> None:
         "precision.optimizer_state": (precision.optimizer_state, "float32"),
         "precision.master": (precision.master, "float32"),
     }
-    problems = [
-        f'{key}: {value} with optimizer.offload = "{options.offload}"; use "{needed}", or'
-        ' optimizer.offload = "none"'
-        for key, (value, needed) in needs.items()
-        if value != needed
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    for key, (value, needed) in needs.items():
+        if value != needed:
+            why = f'{value} with optimizer.offload = "{options.offload}"'
+            yield f'{key}: {why}; use "{needed}", or optimizer.offload = "none"'
 
 
 @RUN.add(
     "with model.lora, routers keep their biases",
     "an export of adapters could not hold what else has changed",
 )
-def _frozen_routers(job: Job) -> None:
+def _frozen_routers(job: Job) -> Iterator[str]:
     rate = getattr(job.config.model.config, "bias_rate", 0.0)
     if job.config.model.lora.rank and rate:
-        raise ConfigError(
+        yield (
             f"model.bias_rate: {rate:g} moves the biases of routers, and model.lora freezes all but"
             " adapters; use model.bias_rate = 0.0"
         )
@@ -275,35 +261,30 @@ def _frozen_routers(job: Job) -> None:
     " model.lora.dora, float8 is off",
     "bytes are no matrix that these could cut, trace, multiply or code; a float8 weight has no norms",
 )
-def _quantized_base(job: Job) -> None:
+def _quantized_base(job: Job) -> Iterator[str]:
     lora, config = job.config.model.lora, job.config
     if lora.base != "full" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
+        yield (
             f"model.lora.base: \"{lora.base}\" needs torchao; pip install 'dtensor-compose[float8]', or"
             ' use model.lora.base = "full"'
         )
+        return
     asked = [("precision.float8", config.precision.float8, "off")]
-    asked += [
-        ("parallel.tp", job.degrees.tp, 1),
-        ("compile.mode", config.compile.mode, "off"),
-        ("comm.weights", config.comm.weights, "off"),
-    ] * (lora.base != "full")
-    why = "model.lora.dora = true" if lora.base == "full" else f'model.lora.base = "{lora.base}"'
-    problems = [
-        f"{key}: {toml_value(value)} does not go with {why}; use {toml_value(only)}"
-        for key, value, only in asked
-        if value != only and (lora.dora or lora.base != "full")
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    why = "model.lora.dora = true"
+    if lora.base != "full":
+        why = f'model.lora.base = "{lora.base}"'
+        asked += [("parallel.tp", job.degrees.tp, 1), ("compile.mode", config.compile.mode, "off")]
+        asked += [("comm.weights", config.comm.weights, "off")]
+    for key, value, only in asked if lora.dora or lora.base != "full" else ():
+        if value != only:
+            yield f"{key}: {toml_value(value)} does not go with {why}; use {toml_value(only)}"
 
 
 @RUN.add(
     "with model.lora and pp, every stage has an adapter",
     "a stage that trains nothing has no backward, for which the stages after it wait",
 )
-def check_adapters(job: Job) -> None:
-    """Raise ConfigError if a stage of the pipeline, whose layers are known, has no adapter."""
+def _adapters(job: Job) -> Iterator[str]:
     pipeline, layers = job.plan.pipeline, job.degrees.pp_layers
     if not job.config.model.lora.rank or job.degrees.pp == 1 or pipeline is None or not layers:
         return
@@ -313,16 +294,17 @@ def check_adapters(job: Job) -> None:
         start += count
         if not any(is_adapter(n) and inside(n, mine) for n, _ in job.model.named_parameters()):
             held = f"layers {start - count} to {start - 1}" if count else "no layers"
-            raise ConfigError(
+            yield (
                 f"model.lora.targets: stage {stage} of the pipeline, with {held}, has no adapter and so"
                 " no gradient; name layers of every stage, or set parallel.pp_layers"
             )
+            return
 
 
 @RUN.add("with parallel.offload, the optimizer is AdamW", "Muon's messages are the device's")
-def _muon_offload(job: Job) -> None:
+def _muon_offload(job: Job) -> Iterator[str]:
     if job.degrees.offload != "none" and job.config.optimizer.name != "adamw":
-        raise ConfigError(
+        yield (
             f"optimizer.name: {job.config.optimizer.name} sends matrices from device to device, and"
             f' parallel.offload = "cpu" has them in host memory; use "adamw", or parallel.offload ='
             ' "none"'
@@ -330,25 +312,12 @@ def _muon_offload(job: Job) -> None:
 
 
 RUN += [rule for _, rules in brought("run_rules") for rule in rules()]
-
 RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
-    return [*setup.problems_of(COMPOSITION, _asked(job)), *setup.problems_of(RUN, job)]
-
-
-def _asked(job: Job) -> Setup:
-    return Setup(
-        job.model,
-        job.resolved,
-        job.options,
-        job.world_size,
-        job.device_type,
-        job.micro_batches,
-        job.target and job.target.float8,
-    )
+    return [*setup.problems_of(COMPOSITION, job.setup), *setup.problems_of(RUN, job)]
 
 
 def check(
@@ -371,8 +340,9 @@ def check(
         assert job.plan.pipeline is not None
         layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
         job = replace(job, config=replace(job.config, parallel=replace(degrees, pp_layers=layers)))
-    check_adapters(job)
-    check_segment(_asked(job))
+    # What follows from the layers of stages, which are known now.
+    if problems := [*_adapters(job), *segment_is_short(job.setup)]:
+        raise ConfigError(*problems)
     return job
 
 
@@ -388,13 +358,12 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
     """Yield the degrees of each mesh of so many ranks, with the problems of ``config`` on it."""
     model = find_model(config.model.name).on_meta(config.model.config)
     for degrees in meshes(world_size):
-        try:
+        problems = list[str]()
+        with noted(problems):
             parallel = replace(config.parallel, **degrees)
             job = make_job(replace(config, parallel=parallel), world_size, model)
-        except ConfigError as error:
-            yield degrees, error.problems
-            continue
-        yield degrees, problems_of(job)
+            problems += problems_of(job)
+        yield degrees, problems
 
 
 _HEAD = """\

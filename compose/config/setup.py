@@ -1,18 +1,20 @@
 """The request that ``compose.apply`` gets, and the form of a rule for it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
 from compose.composition import Options
-from compose.errors import ConfigError, ReadWith, noted, toml_value
+from compose.errors import ReadWith, noted, toml_value
 from compose.parallel.mesh import Parallel
 from compose.plan import Resolved
 
 Asked = TypeVar("Asked")
+Check = Callable[[Asked], Iterable[str] | None]
+_Check = TypeVar("_Check", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Rule(Generic[Asked]):
     """The condition."""
     reason: str
     """Why it must hold."""
-    check: Callable[[Asked], None]
-    """Raises ConfigError, with the nearest legal change, if the condition does not hold."""
+    check: Check[Asked]
+    """Yields a line for each problem, with the nearest legal change, or raises ConfigError."""
     upstream: str = ""
     """The place in PyTorch that requires it; empty if arithmetic requires it."""
 
@@ -72,12 +74,10 @@ class Rule(Generic[Asked]):
 class Rules(list[Rule[Asked]]):
     """Rules in their order."""
 
-    def add(
-        self, condition: str, reason: str, upstream: str = ""
-    ) -> Callable[[Callable[[Asked], None]], Callable[[Asked], None]]:
+    def add(self, condition: str, reason: str, upstream: str = "") -> Callable[[_Check], _Check]:
         """Return a decorator that makes a check the next rule."""
 
-        def note(check: Callable[[Asked], None]) -> Callable[[Asked], None]:
+        def note(check: _Check) -> _Check:
             self.append(Rule(condition, reason, check, upstream))
             return check
 
@@ -89,23 +89,21 @@ def problems_of(rules: Sequence[Rule[Asked]], asked: Asked) -> list[str]:
     results: list[str] = []
     for rule in rules:
         with noted(results):
-            rule.check(asked)
+            results += rule.check(asked) or ()
     return list(dict.fromkeys(results))
 
 
-def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Callable[[Asked], None]:
+def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Check[Asked]:
     """Return the check that each key of the table ``name`` that is set is also read (``ReadWith``)."""
 
-    def check(asked: Asked) -> None:
-        table, problems = table_of(asked), []
+    def check(asked: Asked) -> Iterator[str]:
+        table = table_of(asked)
         types = get_type_hints(type(table), include_extras=True)
         for each in dataclasses.fields(table):
             value = getattr(table, each.name)
             needs = [need for need in get_args(types[each.name]) if isinstance(need, ReadWith)]
             unread = [why for need in needs if (why := need.problem(name, table))]
             if value != each.default and unread:
-                problems.append(f"{name}.{each.name}: {toml_value(value)} {unread[0]}")
-        if problems:
-            raise ConfigError(*problems)
+                yield f"{name}.{each.name}: {toml_value(value)} {unread[0]}"
 
     return check
