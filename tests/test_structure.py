@@ -27,8 +27,8 @@ from tests.support.helpers import ROOT
 from tests.support.pool import Pool
 
 SOURCES = sorted((ROOT / "compose").rglob("*.py"))
-# Rooms, and files at the top, from the ground up. Each imports those before it and no others.
-ROOMS = (
+# Packages, and files at the top, from the ground up. Each imports those before it and no others.
+PACKAGES = (
     "errors",
     "objects",
     "ops",
@@ -58,7 +58,7 @@ FILLED_LATER = {
     "compose.ops.torch_versions.async_tp_groups": "a process enables a group once",
 }
 EMPTY = ("{}", "[]", "set()", "dict()", "list()")
-# Rooms and files that say how a model is cut and computed: they know tables, and no run's config.
+# Packages and files that say how a model is cut and computed: they know tables, and no run's config.
 WITHOUT_CONFIG = (
     "parallel",
     "pipeline",
@@ -112,41 +112,41 @@ def test_no_import_cycles() -> None:
         follow(name, ())
 
 
-def room_of(module: str) -> str:
-    """The room of a module, or the file at the top that it is."""
+def package_of(module: str) -> str:
+    """The package of a module, or the file at the top that it is."""
     return [*module.split("."), "compose"][1]
 
 
-def test_rooms_import_in_one_direction() -> None:
-    order = [*ROOMS, *ADD_ONS]
+def test_packages_import_in_one_direction() -> None:
+    order = [*PACKAGES, *ADD_ONS]
     back = {
-        f"{own} {room}"
+        f"{own} {other}"
         for name, others in import_graph().items()
-        for own, room in ((room_of(name), room_of(other)) for other in others)
-        if own in order and own != room
-        if order.index(room) > order.index(own) or (room in ADD_ONS and own in ROOMS)
+        for own, other in ((package_of(name), package_of(module)) for module in others)
+        if own in order and own != other
+        if order.index(other) > order.index(own) or (other in ADD_ONS and own in PACKAGES)
     }
     assert not back
 
 
 @cache
-def floor_of(room: str) -> int:
-    """One more than the highest room that a room imports."""
+def floor_of(package: str) -> int:
+    """One more than the highest package that a package imports."""
     below = {
-        room_of(other)
+        package_of(other)
         for name, others in import_graph().items()
         for other in others
-        if room_of(name) == room != room_of(other)
+        if package_of(name) == package != package_of(other)
     }
     return 1 + max(map(floor_of, below), default=0)
 
 
-def test_the_house_is_small() -> None:
+def test_there_are_few_modules_and_folders() -> None:
     counts = {
         "folders": len({path.parent for path in SOURCES}) - 1,
         "files at the top": len(list((ROOT / "compose").glob("*.py"))),
         "modules": len(SOURCES),
-        "floors": max(floor_of(room) for room in (*ROOMS, *ADD_ONS)),
+        "floors": max(floor_of(package) for package in (*PACKAGES, *ADD_ONS)),
     }
     assert {what: n for what, n in counts.items() if n > MAX[what]} == {}
 
@@ -222,7 +222,7 @@ def test_techniques_know_no_config() -> None:
     """Neither what cuts and computes a model nor what it imports knows of a run's config."""
     for path in SOURCES:
         name = module_of(path)
-        if room_of(name) in WITHOUT_CONFIG or name == "compose.proof.verify":
+        if package_of(name) in WITHOUT_CONFIG or name == "compose.proof.verify":
             result = reach(name) & {
                 "compose.config.tables",
                 "compose.config.job",
@@ -396,7 +396,7 @@ def test_nothing_but_a_rule_refuses_a_composition() -> None:
     others = {
         name.removeprefix("compose.")
         for name, (_, makes) in functions.items()
-        if makes and name not in reached and room_of(name.rpartition(".")[0]) in WITHOUT_CONFIG
+        if makes and name not in reached and package_of(name.rpartition(".")[0]) in WITHOUT_CONFIG
     }
     assert others == {name for names in OTHER_INPUT.values() for name in names.split()}
 
@@ -486,7 +486,7 @@ NO_TEST_MODULE = {
     "train/heartbeat": "whole/test_survival",
     "train/state_bytes": "cli/test_dry_run",
 }
-# Test modules in the folder of a room that bear the name of no module, and why.
+# Test modules in the folder of a package that bear the name of no module, and why.
 NAMED_OTHERWISE = {
     "cli/test_foreign_input": "what is wrong with the files of other trainers, of every format",
     "cli/test_prompts": "prompts come from several modules: generate and the data's",
@@ -515,8 +515,8 @@ def test_tests_mirror_the_sources() -> None:
     }
     assert {name for name in modules if own[name] not in tests} == set(NO_TEST_MODULE)
     assert set(NO_TEST_MODULE.values()) <= tests
-    rooms = {path.parent.name for path in SOURCES} - {"compose", "models"}
-    others = {name for name in tests - set(own.values()) if name.partition("/")[0] in rooms}
+    packages = {path.parent.name for path in SOURCES} - {"compose", "models"}
+    others = {name for name in tests - set(own.values()) if name.partition("/")[0] in packages}
     assert others == set(NAMED_OTHERWISE)
 
 

@@ -131,8 +131,8 @@ def test_the_table_is_whole() -> None:
     precisions = [row for key in TABLE if key.startswith("precision.") for row in TABLE[key]]
     reduced = [row for row in precisions if any("precision__" in key for key in row.keys)]
     assert len(reduced) >= 12
-    rooms = {row.place.split(".")[1].partition(":")[0] for rows in TABLE.values() for row in rows}
-    assert rooms >= TECHNIQUES
+    packages = {row.place.split(".")[1].partition(":")[0] for rows in TABLE.values() for row in rows}
+    assert packages >= TECHNIQUES
 
 
 def test_every_fault_has_its_place() -> None:
