@@ -160,13 +160,8 @@ def local_path(text: str) -> str:
     return path
 
 
-def _each(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return local_path(value) if isinstance(value, str) else tuple(map(local_path, value))
-
-
-# Types of keys that name a file or a folder, and may have other values too, as "stdlib".
+# The type of a key that names a file or a folder, and may have other values too, as "stdlib".
 LocalPath = Annotated[str, AfterValidator(local_path)]
-LocalPaths = Annotated[str | tuple[str, ...], AfterValidator(_each)]
 
 
 _CACHED = ("datasets--", "models--")

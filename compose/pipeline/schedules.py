@@ -233,12 +233,6 @@ def read_table(path: str) -> Table:
     return table
 
 
-def write_table(table: Table, path: str) -> None:
-    """Write a table to a CSV file that :func:`read_table` reads."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([map(str, row) for row in table])
-
-
 def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
     """Return the pipeline rank of each stage: round and round, or forward and back for V-schedules."""
     if schedule.endswith(".csv"):

@@ -66,9 +66,9 @@ class OneProcess:
     (torchao's, in the reduced run alone). Routers are told what
     compose/parallel/expert_parallel.py tells them. Where a routing is a tie, the composition's counts.
 
-    ``micro_batch`` is the number of samples of one forward; None is all. ``tie`` is the margin of a
-    routing up to which its choice is as good as random. ``widens``: what float64 it computes with needs
-    ``Widened``.
+    ``micro_batch`` is the number of samples of one forward; None is all. ``max_norm`` of 0 clips
+    nothing. ``tie`` is the margin of a routing up to which its choice is as good as random. ``widens``:
+    what float64 it computes with needs ``Widened``.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class OneProcess:
         loss_function: LossFunction,
         optimizer: OptimizerOf,
         *,
-        max_norm: float,
-        micro_batch: int | None,
-        loss_scale: float,
-        tie: float,
+        max_norm: float = 0.0,
+        micro_batch: int | None = None,
+        loss_scale: float = 1.0,
+        tie: float = 0.0,
         float8: Choice = NOTHING,
         widens: bool = False,
     ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,15 @@ from torch.utils._pytree import tree_flatten
 from compose.errors import ConfigError
 from compose.memory.float8 import NOTHING, Choice
 from compose.memory.precision import Precision
+from compose.ops.batch import count_targets, targets_of
 from compose.ops.cross_entropy import LossFunction
 from compose.proof.one_process import EXACT, FromComposition, OneProcess, Widened
 from compose.proof.optimizers import Named
 from compose.proof.report import State
 from compose.proof.routing_trace import Choices
+
+if TYPE_CHECKING:
+    from compose.proof.verify import ProofRun, Trial
 
 # float64 rounds 2^29 times more finely than float32.
 _FINER = 2.0**-29
@@ -55,33 +59,37 @@ class References:
 
     In a reduced precision the ``own`` run takes the composition's micro-batches, so that it rounds as
     often. Otherwise it takes other micro-batches, since a correct result does not depend on them.
-    ``one`` makes a run, and ``finest`` is the most exact precision that the model can compute in.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        one: Callable[..., OneProcess],
-        *,
-        micro_batch: int | None,
-        samples: int,
-        tie: float,
-        float8: Choice = NOTHING,
-        finest: Precision = EXACT,
+        self, model: nn.Module, run: "ProofRun", trial: "Trial", samples: int, tie: float
     ) -> None:
         self.model, self.tie = model, tie
-        run = partial(one, tie=tie)
-        other = _other_split(micro_batch, samples)
-        self.exact = run(finest, micro_batch=other)
+        setup, precision, finest, split = run.setup, run.precision, run.finest, trial.micro_batch
+        other = _other_split(split, samples)
+
+        def one(kind: Precision, micro_batch: int | None, float8: Choice = NOTHING) -> OneProcess:
+            return OneProcess(
+                model,
+                kind,
+                trial.loss_function,
+                setup.reference_optimizer,
+                max_norm=trial.max_norm,
+                micro_batch=micro_batch,
+                loss_scale=setup.loss_scale,
+                tie=tie,
+                float8=float8,
+                widens=run.widens,
+            )
+
+        self.exact = one(finest, other)
         self.again: OneProcess | None = None
         if precision == finest:
             self.own = self.exact
-            self.again = run(finest, micro_batch=micro_batch)
-            self.coarse = run(Precision(), micro_batch=other) if finest == EXACT else self.again
+            self.again = one(finest, split)
+            self.coarse = one(Precision(), other) if finest == EXACT else self.again
         else:
-            split = micro_batch if precision.reduced else other
-            self.own = self.coarse = run(precision, micro_batch=split, float8=float8)
+            self.own = self.coarse = one(precision, split if precision.reduced else other, setup.float8)
         self.zeros: set[str] = set()
 
     @property
@@ -177,6 +185,18 @@ def _other_split(micro_batch: int | None, samples: int) -> int | None:
     return (samples + 1) // 2
 
 
+def check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Raise ConfigError unless there is a batch, and each has a target."""
+    if not batches:
+        raise ConfigError("batch: an empty list has no step to prove; give at least one batch")
+    for batch in batches:
+        if not count_targets(targets_of(batch)):
+            raise ConfigError(
+                "batch: no target is trained on, so that nothing can be proved; give targets other"
+                " than -100, or floats other than NaN"
+            )
+
+
 def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:
     """Raise ConfigError if the loss is a mean: only a sum doubles when all targets come twice."""
     if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(targets):
@@ -201,9 +221,7 @@ def examine(
     """Check that a model and a loss can be compared, and return whether they run in float64."""
 
     def run(kind: Precision) -> tuple[OneProcess, Mapping[str, Tensor]]:
-        one = OneProcess(
-            model, kind, loss_function, _none, max_norm=0.0, micro_batch=1, loss_scale=1.0, tie=0.0
-        )
+        one = OneProcess(model, kind, loss_function, _none, micro_batch=1)
         return one, one.begin(batch)
 
     one, given = run(Precision())

@@ -24,10 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.apply import apply, with_degrees
 from compose.composition import Composition, Options
 from compose.errors import ConfigError, refused_if
-from compose.memory.float8 import NOTHING as WHOLE
-from compose.memory.float8 import Choice, select_layers
+from compose.memory.float8 import NOTHING, Choice, select_layers
 from compose.memory.precision import Precision
-from compose.ops.batch import count_targets, targets_of
 from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_shard, local_tensor
@@ -47,14 +45,13 @@ from compose.proof.observers import (
 from compose.proof.one_process import (
     EXACT,
     FromComposition,
-    OneProcess,
     OptimizerOf,
     Widened,
     kept_dtype,
     type_names,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
-from compose.proof.references import Expected, References, examine
+from compose.proof.references import Expected, References, check_batches, examine
 from compose.proof.report import Report, State, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
@@ -163,7 +160,7 @@ class Setup:
     compose: Callable[[Precision], Composition]
     optimizer: Callable[[Precision, Composition], torch.optim.Optimizer]
     reference_optimizer: OptimizerOf
-    float8: Choice = WHOLE
+    float8: Choice = NOTHING
     """The layers that compute in float8 on one process."""
     logic: Precision = EXACT
     """The precision in which the logic runs, if the model can."""
@@ -185,7 +182,7 @@ def prove_both(
     logic: bool = True,
 ) -> Report:
     """Prove a composition's logic in float64, and then the composition in ``precision``."""
-    _check_batches(batches)
+    check_batches(batches)
     widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
     recomputes = setup.options.activation_checkpoint.mode != "none"
     if widens and recomputes:  # no mode acts inside PyTorch's backward
@@ -237,9 +234,9 @@ def compare(
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
-    samples = {len(value) for batch in batches for value in batch.values()}
-    if any(number % count for number in samples):
-        raise ConfigError(f"batch: {max(samples)} samples cannot be shared by {count} ranks")
+    sizes = {len(value) for batch in batches for value in batch.values()}
+    if any(size % count for size in sizes):
+        raise ConfigError(f"batch: {max(sizes)} samples cannot be shared by {count} ranks")
     tolerance = trial.tolerance or tolerance_of(precision)
     loose: State = "loose" if run.logic else "" if precision.reduced else "coarse"
     comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label, loose)
@@ -257,27 +254,8 @@ def compare(
         comparison.tensor("buffer", name, values, shape, begins, 0.0)
     spread(model, composition, first)
 
-    reference: References | None = None
-    if first:
-        one = partial(
-            OneProcess,
-            model,
-            loss_function=trial.loss_function,
-            optimizer=run.setup.reference_optimizer,
-            max_norm=max_norm,
-            loss_scale=loss_scale,
-            widens=run.widens,
-        )
-        reference = References(
-            model,
-            precision,
-            one,
-            micro_batch=micro_batch,
-            samples=len(batches[0]["targets"]),
-            tie=tolerance.loss,
-            float8=run.setup.float8,
-            finest=run.finest,
-        )
+    samples = len(batches[0]["targets"])
+    reference = References(model, run, trial, samples, tie=tolerance.loss) if first else None
 
     def expected(of: Callable[[References], _T]) -> _T | None:
         return of(reference) if reference else None
@@ -377,17 +355,6 @@ def compare(
     for observer in observers:
         observer.compare()
     return comparison.report(differences, reference.tie if reference else tolerance.loss)
-
-
-def _check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
-    if not batches:
-        raise ConfigError("batch: an empty list has no step to prove; give at least one batch")
-    for batch in batches:
-        if not count_targets(targets_of(batch)):
-            raise ConfigError(
-                "batch: no target is trained on, so that nothing can be proved; give targets other"
-                " than -100, or floats other than NaN"
-            )
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from compose.ops.attention import AttentionOptions
 
 from ..layers.attention import AttentionCore, Documents, documents_of
 from ..layers.checks import check_at_least, check_eps
+from ..layers.feed_forward import ACTIVATIONS, FeedForward
 
 TICKS = 1 << 20
 """A time of 1. Times are whole numbers of ticks, so that no reduced precision rounds them."""
@@ -191,19 +192,6 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLHK, v_BLHK, documents).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """Two linear layers with GELU between them (its approximation by tanh)."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return the layer's output, (B, L, D)."""
-        return self.w2(F.gelu(self.w1(x_BLD), approximate="tanh"))
-
-
 class Block(nn.Module):
     """One layer: attention and the feed-forward network, each behind adaLN and a gate."""
 
@@ -212,7 +200,9 @@ class Block(nn.Module):
         self.eps = config.norm_eps
         self.condition = Condition(config, 6)
         self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(
+            config.dim, config.hidden_dim, ACTIVATIONS["gelu_tanh"], gated=False
+        )
 
     def forward(
         self, x_BLD: Tensor, times: Tensor, labels: Tensor, documents: Documents | None = None

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
@@ -21,7 +20,7 @@ from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
-from ..layers.feed_forward import FeedForward
+from ..layers.feed_forward import ACTIVATIONS, FeedForward
 from ..layers.norms import Scale
 from ..layers.rope import inverse_frequencies, rotate, rotation
 
@@ -187,9 +186,7 @@ class Block(nn.Module):
         self.attention = Attention(config, window)
         self.attention_post_norm = norm() if config.post_norms else nn.Identity()
         self.ffn_norm = norm()
-        self.feed_forward = FeedForward(
-            config.dim, config.hidden_dim, partial(F.gelu, approximate="tanh")
-        )
+        self.feed_forward = FeedForward(config.dim, config.hidden_dim, ACTIVATIONS["gelu_tanh"])
         self.ffn_post_norm = norm() if config.post_norms else nn.Identity()
 
     def forward(

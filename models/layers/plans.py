@@ -6,7 +6,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput
 
 from compose.parallel.expert_parallel import ExpertParallel, GatherSequence
-from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinear, LocalRowwise
+from compose.parallel.local_parallel import (
+    LocalColwise,
+    LocalInput,
+    LocalLinear,
+    LocalNorm,
+    LocalRowwise,
+    LocalWideNorm,
+)
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
@@ -20,6 +27,17 @@ def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, Parallel
         f"{name}.w[13]": LocalColwise(even),
         f"{name}.w2": LocalRowwise(stream),
     }
+
+
+def qk_norms(kind: str, n_heads: int, n_kv_heads: int) -> dict[str, ParallelStyle]:
+    """Return the entries of ``tensor`` for RMSNorms of queries and keys: none, of heads, or "width"."""
+    if kind == "none":
+        return {}
+    if kind == "width":
+        names = {"q": n_heads, "k": n_kv_heads}
+        return {f"layers.*.attention.{one}_norm": LocalWideNorm(heads) for one, heads in names.items()}
+    # They are whole and run on this rank's heads, so their gradients are summed over tp.
+    return {"layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2)}
 
 
 def float8_feed_forward(name: str) -> list[str]:

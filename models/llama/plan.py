@@ -1,7 +1,6 @@
 """The plan that cuts Llama: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
@@ -12,11 +11,10 @@ from compose.parallel.local_parallel import (
     LocalNorm,
     LocalRowwise,
     LocalVector,
-    LocalWideNorm,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 
-from ..layers.plans import feed_forward, float8_feed_forward, outermost
+from ..layers.plans import feed_forward, float8_feed_forward, outermost, qk_norms
 from .config import LlamaConfig
 from .model import norms_of
 
@@ -38,7 +36,7 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.wk": LocalHeads(model.n_kv_heads),
             "layers.*.attention.wv": LocalHeads(model.n_kv_heads),
-            **_qk_norms(model),
+            **qk_norms(model.qk_norm, model.n_heads, model.n_kv_heads),
             "layers.*.attention.wo": LocalRowwise(stream),
             **({"layers.*.attention.sinks": LocalVector()} if model.sinks else {}),
             **feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0),
@@ -59,15 +57,4 @@ def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
         pipeline=Pipeline(first=first, layers="layers", last=last),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],
-    )
-
-
-def _qk_norms(model: LlamaConfig) -> dict[str, ParallelStyle]:
-    """Return the styles of the norms of queries and keys."""
-    names = {"q": model.n_heads, "k": model.n_kv_heads}
-    if model.qk_norm == "width":
-        return {f"layers.*.attention.{one}_norm": LocalWideNorm(heads) for one, heads in names.items()}
-    # They are whole and run on this rank's heads, so their gradients are summed over tp.
-    return (
-        {"layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2)} if model.qk_norm != "none" else {}
     )

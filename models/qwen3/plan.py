@@ -1,7 +1,6 @@
 """The plan that cuts Qwen3: one value, for any mesh."""
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
@@ -11,11 +10,10 @@ from compose.parallel.local_parallel import (
     LocalInput,
     LocalNorm,
     LocalRowwise,
-    LocalWideNorm,
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 
-from ..layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost
+from ..layers.plans import MoEPlan, feed_forward, float8_feed_forward, outermost, qk_norms
 from .model import Qwen3Config
 
 
@@ -43,7 +41,7 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
-            **_qk_norms(model),
+            **qk_norms(model.qk_norm, model.n_heads, model.n_kv_heads),
             "layers.*.attention.wo": LocalRowwise(stream),
             **(hidden if has_dense else {}),
             **(moe.tensor if has_moe else {}),
@@ -64,15 +62,4 @@ def plan(model: Qwen3Config, parallel: Parallel) -> Plan:
         pipeline=Pipeline(first=first, layers="layers", last=last),
         heads=(model.n_heads, model.n_kv_heads),
         output=ends[2],
-    )
-
-
-def _qk_norms(model: Qwen3Config) -> dict[str, ParallelStyle]:
-    """Return the styles of the norms of queries and keys."""
-    names = {"q": model.n_heads, "k": model.n_kv_heads}
-    if model.qk_norm == "width":
-        return {f"layers.*.attention.{one}_norm": LocalWideNorm(heads) for one, heads in names.items()}
-    # They are whole and run on this rank's heads, so their gradients are summed over tp.
-    return (
-        {"layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2)} if model.qk_norm != "none" else {}
     )

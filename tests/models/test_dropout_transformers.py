@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from compose import (
     ActivationCheckpoint,
-    ConfigError,
     DropoutKey,
     Options,
     Parallel,
@@ -20,7 +19,7 @@ from compose import (
     verify,
 )
 from compose.proof.report import Report
-from tests.support.helpers import agreed, tier
+from tests.support.helpers import agreed, refusal, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.transformers_models import bert
 
@@ -112,9 +111,9 @@ def test_equals_one_process(pool: Pool, name: str, recompute: str) -> None:
 def _refused() -> str:
     model, plan = _gpt2("sdpa")
     composition = apply(model, plan, make_mesh(Parallel(dp_shard=1)))
-    with pytest.raises(ConfigError) as caught:
-        forward_backward(composition, _batch("gpt2"), loss_function=_loss, dropout=DropoutKey(0))
-    return str(caught.value)
+    return refusal(
+        forward_backward, composition, _batch("gpt2"), loss_function=_loss, dropout=DropoutKey(0)
+    )
 
 
 def test_attention_that_drops_in_its_kernel(pool: Pool) -> None:

@@ -3,18 +3,16 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from compose.checkpoint.hf_folder import TensorFiles, differences, load_hf, name_of
 from compose.cli.generate import _check_length, job_of
 from compose.config.tables import Config as RunConfig
-from compose.errors import ConfigError
 from compose.optim.optimizers import Optimizer
 from compose.optim.parameter_rules import parameter_rules
 from models.gpt2 import Model
 from models.gpt2.hf import hf_config, hf_name
-from tests.support.helpers import make_config, make_job
+from tests.support.helpers import make_config, make_job, refused
 from tests.support.small_models import GPT2
 from tests.support.transformers_models import GPT2 as ODD
 from tests.support.transformers_models import published
@@ -34,9 +32,7 @@ def test_muon_has_the_matrices_of_layers() -> None:
 
 def test_a_sample_fits_into_the_table_of_positions() -> None:
     make_config(1, **GPT2, train__seq_len=16)
-    with pytest.raises(ConfigError) as caught:
-        make_config(1, **GPT2, train__seq_len=17)
-    assert caught.value.problems == [
+    assert refused(make_config, 1, **GPT2, train__seq_len=17) == [
         "train.seq_len: 17 is more than the 16 positions that the model has; nearest: 16, or"
         " model.max_seq_len = 17"
     ]
@@ -58,9 +54,7 @@ def test_a_text_fits_into_the_table_of_positions(tmp_path: Path) -> None:
             "command line: --prompt: has 16 tokens, and the model has 16 positions; give at most 15",
         ),
     ):
-        with pytest.raises(ConfigError) as caught:
-            _check_length(prompt, more, 16)
-        assert caught.value.problems == [message]
+        assert refused(_check_length, prompt, more, 16) == [message]
     # The length of the config's own samples is no matter here.
     (tmp_path / "config.json").write_text(json.dumps(hf_config(ODD)))
     assert RunConfig().train.seq_len > ODD.max_seq_len

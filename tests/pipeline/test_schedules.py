@@ -16,7 +16,6 @@ from compose.pipeline.schedules import (
     read_table,
     stage_ranks,
     stages_per_rank,
-    write_table,
 )
 from tests.support.helpers import refusal, refused
 
@@ -30,10 +29,14 @@ def accepted(name: str, pp: int, micro_batches: int) -> bool:
 
 
 def write_rows(*rows: str) -> None:
-    """table.csv in the current folder, a row for each text, cells between blanks."""
+    """Write table.csv in the current folder, a row for each text, cells between blanks."""
     Path("table.csv").write_text(
         "".join(",".join(row.split()) + "\n" for row in rows), encoding="utf-8"
     )
+
+
+def write_table(table: Table) -> None:
+    write_rows(*(" ".join(map(str, row)) for row in table))
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_execution_order_keeps_rows_and_runs_all() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_round_trip(name: str, folder: Path) -> None:
     table = build_table(name, 2, 0, 4)
-    write_table(table, "table.csv")
+    write_table(table)
     assert read_table("table.csv") == table
     assert build_table("table.csv", 2, SCHEDULES[name], 4) == table
 
@@ -218,7 +221,7 @@ def test_impossible_tables(rows: tuple[str, ...], message: str, folder: Path) ->
 def test_csv_of_another_size(folder: Path) -> None:
     start = "parallel.pp_schedule: table.csv has"
     degrees = "ask for 0 to 3"
-    write_table(build_table("1F1B", 2, 0, 4), "table.csv")
+    write_table(build_table("1F1B", 2, 0, 4))
     assert refused(build_table, "table.csv", 4, 0, 4) == [
         f"{start} 2 rows, one for each rank; parallel.pp is 4",
         f"{start} stages 0 to 1; parallel.pp 4 and parallel.pp_virtual_stages {degrees}",

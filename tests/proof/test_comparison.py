@@ -251,10 +251,8 @@ def _allowed() -> dict[str, float]:
         Precision("float16"),
         lambda output, targets: (output * targets).sum(),
         lambda _, named: torch.optim.SGD([p for _, p in named], 0.0),
-        max_norm=0.0,
         micro_batch=1,
         loss_scale=4.0,
-        tie=0.0,
     )
     one.step({"input": torch.ones(2, 1), "targets": torch.tensor([[1.0], [-0.75]])}, {})
     gradient, parts = one.gradients["weight"], float(one.parts["weight"]) ** 0.5

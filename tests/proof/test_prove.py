@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.helpers import agreed, keys_in, prove_case, ranks_in, tier
+from tests.support.helpers import keys_in, prove_case, proved, ranks_in, tier
 from tests.support.pool import Pool
 
 BATCH = keys_in("train.global_batch=8 train.micro_batch=2")
@@ -80,5 +80,4 @@ def test_a_bias_of_all_keys_is_in_both_errors(pool: Pool, kind: str) -> None:
     """AdamW takes a full step along the keys' bias, whose gradient is rounding alone."""
     shape = "model.name=gpt2 model.dim=128 model.n_layers=5 train.seq_len=64 train.global_batch=4"
     keys = keys_in(f"{shape} precision.param={kind}")
-    report = agreed(pool.run(prove_case, 1, keys))
-    assert report.ok, str(report)
+    proved(pool.run(prove_case, 1, keys))

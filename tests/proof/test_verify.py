@@ -17,7 +17,7 @@ from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.support.helpers import Keys, agreed, keys_in, prove_step, ranks_in, tier
+from tests.support.helpers import Keys, keys_in, prove_step, proved, ranks_in, tier
 from tests.support.meshes import MESHES, name_of, ranks_of
 from tests.support.pool import Pool, make_mesh
 
@@ -57,8 +57,7 @@ def test_equals_one_process(
         "train__micro_batch": 2,
         "train__global_batch": 2 * data_ranks * accumulation,
     }
-    report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
-    assert report.ok, str(report)
+    report = proved(pool.run(prove_step, ranks_of(mesh), keys))
     quantities = {row.quantity for row in report.rows}
     expected = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies", "trained"}
     assert quantities == expected
@@ -105,8 +104,7 @@ def _context_case(line: str) -> Any:
 @pytest.mark.parametrize("keys", [_context_case(line) for line in CONTEXT])
 def test_context_parallel(pool: Pool, keys: Keys) -> None:
     """On random documents of 8 tokens in the mean, many of which span ranks."""
-    report = agreed(pool.run(prove_step, ranks_in(keys), {"train__global_batch": 8, **keys}))
-    assert report.ok, str(report)
+    proved(pool.run(prove_step, ranks_in(keys), {"train__global_batch": 8, **keys}))
 
 
 # Ranks and keys.
@@ -142,8 +140,7 @@ SLOW = (
 @pytest.mark.parametrize("case", [pytest.param(case, marks=tier(slow=case in SLOW)) for case in ODD])
 def test_odd_sizes(pool: Pool, case: str) -> None:
     ranks, line = ODD[case]
-    report = agreed(pool.run(prove_step, ranks, {"train__global_batch": 8, **keys_in(line)}))
-    assert report.ok, str(report)
+    proved(pool.run(prove_step, ranks, {"train__global_batch": 8, **keys_in(line)}))
 
 
 BFLOAT16: list[dict[str, int | bool]] = [
@@ -177,8 +174,7 @@ def _by_the_operator(keys: dict[str, Any]) -> Report:
 def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     keys = {f"parallel__{key}": value for key, value in mesh.items()}
     keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}
-    report = agreed(pool.run(prove_step, ranks_of(mesh), keys))
-    assert report.ok, str(report)
+    report = proved(pool.run(prove_step, ranks_of(mesh), keys))
     if not mesh and reduce == "float32":
         report = pool.run(_by_the_operator, 1, keys)[0]
         # Alone, the same operations round alike: only parameters are cast. Since 2.15 FSDP keeps a
@@ -202,8 +198,7 @@ def _different_weights() -> Report:
 
 
 def test_function_on_a_model_with_weights(pool: Pool) -> None:
-    report = agreed(pool.run(_different_weights, 4))
-    assert report.ok, str(report)
+    proved(pool.run(_different_weights, 4))
 
 
 def _whole_model_is_one_unit() -> Report:
@@ -216,8 +211,7 @@ def _whole_model_is_one_unit() -> Report:
 
 
 def test_empty_plan_shards_the_whole_model(pool: Pool) -> None:
-    report = agreed(pool.run(_whole_model_is_one_unit, 3))
-    assert report.ok, str(report)
+    report = proved(pool.run(_whole_model_is_one_unit, 3))
     assert sum(row.quantity == "gradient" for row in report.rows) == 4
 
 
