@@ -9,8 +9,9 @@ from typing import Any
 
 from compose.checkpoint.hf_stored import Mxfp4, Stored
 
-from ..layers.hf_names import MODULES, TRAINING, in_layer
-from ..layers.published import keys, number, only, rope, shown, size, truth, unpublished
+from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, TRAINING, in_layer
+from ..layers.kinds import Kind, with_experts
+from ..layers.published import keys, layer_types, only, rope, shortest_pattern, shown, size, unpublished
 from ..layers.rope import yarn_magnitude
 from .model import GptOssConfig
 
@@ -26,24 +27,16 @@ _PARAMETERS = {
     "moe.experts.down_bias": "mlp.experts.down_proj_bias",
 }
 _WEIGHTS = ("moe.experts.gate_up", "moe.experts.down")
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "head_dim": "head_dim",
-    "expert_dim": "intermediate_size",
-    "top_k": "num_experts_per_tok",
-}
-KEYS = {
-    "gpt_oss": keys(
+KIND = Kind(
+    "GptOssForCausalLM",
+    keys(
         {
-            **_SIZES,
+            **FIELDS,
             **TRAINING,
+            "head_dim": "head_dim",
             "n_experts": "num_local_experts",
-            "n_kv_heads": "num_key_value_heads",
-            "norm_eps": "rms_norm_eps",
-            "tie_embeddings": "tie_word_embeddings",
+            "top_k": "num_experts_per_tok",
+            "expert_dim": "intermediate_size",
             "window": "sliding_window",
             "layer_pattern": "layer_types",
             "swiglu_alpha": "swiglu_alpha",
@@ -53,8 +46,20 @@ KEYS = {
         read=("num_experts", "experts_per_token", "quantization_config"),
         only={"attention_bias": (True,)},
         besides=("initial_context_length",),  # the original length, which YaRN's parameters have too
-    )
-}
+    ),
+    {},
+    _MODULES,
+    {
+        "tie_embeddings": False,
+        "swiglu_alpha": GptOssConfig.swiglu_alpha,
+        "swiglu_limit": GptOssConfig.swiglu_limit,
+        "balance_weight": 0.0,
+        **NOT_TRAINED,
+    },
+    like={"n_kv_heads": "n_heads"},
+    writes={"hidden_act": "silu", "attention_bias": True},
+)
+KEYS = {"gpt_oss": KIND.keys}
 _LAYERS = {"w": "sliding_attention", "f": "full_attention"}
 # transformers takes the published models' rule if config.json has none.
 _RULE = {
@@ -104,24 +109,11 @@ def hf_config(config: GptOssConfig) -> dict[str, Any]:
         "truncate": c.rope_truncate,
         "original_max_position_embeddings": c.rope_original_len,
     }
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | TRAINING).items()},
-        "num_local_experts": c.n_experts,
-        "num_key_value_heads": c.n_kv_heads,
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "sliding_window": c.window,
+    return KIND.write("gpt_oss", c) | {
         "layer_types": [_LAYERS["w" if c.has_window(i) else "f"] for i in range(c.n_layers)],
-        "swiglu_alpha": c.swiglu_alpha,
-        "swiglu_limit": c.swiglu_limit,
-        "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_theta,
         "rope_scaling": rule if c.rope_factor > 1 else {"rope_type": "default"},
-        "router_aux_loss_coef": c.balance_weight,
         "max_position_embeddings": round(c.rope_original_len * c.rope_factor),
-        "tie_word_embeddings": c.tie_embeddings,
     }
 
 
@@ -131,52 +123,25 @@ def config_from_hf(values: Mapping[str, Any]) -> GptOssConfig:
     Raises ValueError, with key and value, for what a gpt-oss here cannot have.
     """
     only(values, "model_type", *MODEL_TYPES)
-    known = KEYS["gpt_oss"]
-    known.check(values)
-    only(values, "balance_loss", "batch", "sequence")
+    KIND.keys.check(values)
     _check_quantization(values)
     if not (values.get("rope_scaling") or values.get("rope_parameters")):
         values = {**values, "rope_scaling": _RULE}
     theta, rule = rope(values, "yarn", default=GptOssConfig.rope_theta)
-    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    experts = {"num_local_experts": values.get("num_local_experts", values.get("num_experts"))}
-    only(values, "num_experts", experts["num_local_experts"])
-    only(values, "experts_per_token", sizes["top_k"])
-    return known.build(
-        GptOssConfig,
-        **sizes,
-        n_experts=size(experts, "num_local_experts"),
-        n_kv_heads=size(values, "num_key_value_heads", sizes["n_heads"]),
-        norm_eps=number(values, "rms_norm_eps"),
-        tie_embeddings=truth(values, "tie_word_embeddings", False),
-        swiglu_alpha=number(values, "swiglu_alpha", GptOssConfig.swiglu_alpha),
-        swiglu_limit=number(values, "swiglu_limit", GptOssConfig.swiglu_limit),
-        balance_weight=number(values, "router_aux_loss_coef", 0),
-        balance_loss=values.get("balance_loss") or GptOssConfig.balance_loss,
-        z_weight=number(values, "z_weight", 0),
-        capacity_factor=number(values, "capacity_factor", 0),
-        rope_theta=theta,
-        **_windows(values, sizes["n_layers"]),
-        **_yarn(rule, "rope_scaling" if values.get("rope_scaling") else "rope_parameters"),
-    )
+    result = KIND.read(GptOssConfig, with_experts(values), ("window", "layer_pattern"))
+    only(values, "experts_per_token", result["top_k"])
+    result |= _windows(values, result["n_layers"])
+    result |= _yarn(rule, "rope_scaling" if values.get("rope_scaling") else "rope_parameters")
+    return KIND.keys.build(GptOssConfig, **result, rope_theta=theta)
 
 
 def _windows(values: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     """Return our fields of the windows: the shortest pattern that gives each layer its kind."""
-    types = values.get("layer_types")
-    letters = GptOssConfig.layer_pattern
-    if types is not None:
-        if not isinstance(types, list) or len(types) != n_layers:
-            raise ValueError(f"layer_types: expected a list of {n_layers} names, got {shown(types)}")
-        for one in types:
-            only({"layer_types": one}, "layer_types", *_LAYERS.values())
+    every = (GptOssConfig.layer_pattern * min(n_layers, 2**12))[:n_layers]  # the config refuses more
+    if values.get("layer_types") is not None:
         kinds = {theirs: ours for ours, theirs in _LAYERS.items()}
-        letters = "".join(kinds[one] for one in types)
-    every = "".join(letters[i % len(letters)] for i in range(n_layers))
-    shortest = next(
-        n for n in range(1, n_layers + 1) if all(every[i] == every[i % n] for i in range(n_layers))
-    )
-    results: dict[str, Any] = {"layer_pattern": every[:shortest]}
+        every = "".join(kinds[one] for one in layer_types(values, n_layers, *kinds))
+    results: dict[str, Any] = {"layer_pattern": shortest_pattern(every)}
     # Without a layer that has a window, its size means nothing.
     return results | ({"window": size(values, "sliding_window")} if "w" in every else {})
 

@@ -40,8 +40,9 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# The fields of experts that only training needs, under our own names.
-TRAINING = {one: one for one in ("balance_loss", "z_weight", "capacity_factor")}
+# The fields of experts that only training needs, under our own names, and what absent keys say.
+NOT_TRAINED = {"balance_loss": "batch", "z_weight": 0.0, "capacity_factor": 0.0}
+TRAINING = {one: one for one in NOT_TRAINED}
 
 
 def in_layer(name: str) -> tuple[str, str]:

@@ -21,6 +21,8 @@ class Kind:
     """The names of its modules, by ours."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The values of our fields whose key may be absent."""
+    like: Mapping[str, str] = field(default_factory=dict)
+    """Our fields that have the value of another one if their key is absent."""
     null: tuple[str, ...] = ()
     """Our fields whose 0 is a null there."""
     writes: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +47,9 @@ class Kind:
                     continue
                 if ours in self.defaults:
                     result[ours] = self.defaults[ours]
+                    continue
+                if ours in self.like:
+                    result[ours] = result[self.like[ours]]
                     continue
             reader = {int: size, float: number, bool: truth}.get(types[ours])  # type: ignore[call-overload]
             if reader is None:
@@ -84,3 +89,15 @@ def kind_of(kinds: Mapping[str, Kind], config: object, strict: bool = True) -> s
             f" {kinds[nearest].architecture}"
         )
     return nearest
+
+
+def with_experts(values: Mapping[str, Any], key: str = "num_local_experts") -> dict[str, Any]:
+    """Return the keys of a config.json in which the experts' number has this name alone.
+
+    It has two in published files. Raises ValueError if they say different things.
+    """
+    result = dict(values)
+    for other in ("num_local_experts", "num_experts"):
+        result.setdefault(key, values.get(other))
+        only(values, other, result[key])
+    return result

@@ -297,6 +297,23 @@ def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
+def layer_types(values: Mapping[str, Any], n_layers: int, *allowed: str) -> list[str]:
+    """Return the kind of each layer; ValueError for another number of them, or another kind."""
+    types = values["layer_types"]
+    if not isinstance(types, list) or len(types) != n_layers:
+        raise ValueError(f"layer_types: expected a list of {n_layers} names, got {shown(types)}")
+    for one in types:
+        only({"layer_types": one}, "layer_types", *allowed)
+    return types
+
+
+def shortest_pattern(letters: str) -> str:
+    """Return the shortest pattern that gives these letters of layers if it is repeated."""
+    whole = len(letters)
+    starts = (letters[:length] for length in range(1, whole + 1))
+    return next((start for start in starts if letters == (start * whole)[:whole]), "")
+
+
 def unpublished(config: object, whose: str, **only_values: object) -> None:
     """Raise ValueError if a field has another value than given, and config.json has no key for it.
 

@@ -7,7 +7,16 @@ from typing import Any
 from compose.checkpoint.hf_stored import Stored
 
 from ..layers.hf_names import in_layer
-from ..layers.published import number, only, rope_rule, shown, size, truth
+from ..layers.published import (
+    layer_types,
+    number,
+    only,
+    rope_rule,
+    shortest_pattern,
+    shown,
+    size,
+    truth,
+)
 from ..layers.published_rope import LENGTH, positions, read_rule, written_rule
 from ..layers.rope import RULES
 from .architectures import ARCHITECTURES, Architecture
@@ -236,23 +245,18 @@ def _read_layers(
         return {}
     if not any(local) and row.layers != "rotated if any":
         window = 0
-    lengths = range(1, n_layers + 1)
-    shortest = next(n for n in lengths if letters == (letters[:n] * n_layers)[:n_layers])
-    return {"window": window, "layer_pattern": letters[:shortest]}
+    return {"window": window, "layer_pattern": shortest_pattern(letters)}
 
 
 def _local_layers(
     values: Mapping[str, Any], row: Architecture, turned: list[bool], window: int
 ) -> list[bool]:
     """Return which layers have a window."""
-    n_layers, types = len(turned), values.get("layer_types")
-    if types is not None and row.layers != "all":
-        if not isinstance(types, list) or len(types) != n_layers:
-            raise ValueError(f"layer_types: expected a list of {n_layers} names, got {shown(types)}")
-        for one in types:
-            # Without a window there is but one kind.
-            only({"layer_types": one}, "layer_types", *((_LOCAL, _GLOBAL) if window else (_GLOBAL,)))
-        return [one == _LOCAL for one in types]
+    n_layers = len(turned)
+    if values.get("layer_types") is not None and row.layers != "all":
+        # Without a window there is but one kind.
+        known = (_LOCAL, _GLOBAL) if window else (_GLOBAL,)
+        return [one == _LOCAL for one in layer_types(values, n_layers, *known)]
     if not window or row.layers == "all":
         return [window > 0] * n_layers
     if row.layers == "last":

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..layers.hf_names import MODULES, TRAINING, in_layer
-from ..layers.published import keys, number, only, rope, size, truth, unpublished
+from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, TRAINING, in_layer
+from ..layers.kinds import Kind, with_experts
+from ..layers.published import keys, only, rope, unpublished
 from .model import MixtralConfig
 
 MODEL_TYPES = ("mixtral",)
@@ -13,30 +14,29 @@ _MODULES = MODULES | {
     "moe.router.gate": "block_sparse_moe.gate",
     **{f"moe.experts.w{n}": f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 2, 3)},
 }
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "expert_dim": "intermediate_size",
-    "top_k": "num_experts_per_tok",
-}
-KEYS = {
-    "mixtral": keys(
+KIND = Kind(
+    "MixtralForCausalLM",
+    keys(
         {
-            **_SIZES,
+            **FIELDS,
             **TRAINING,
             "n_experts": "num_local_experts",
-            "n_kv_heads": "num_key_value_heads",
-            "norm_eps": "rms_norm_eps",
-            "tie_embeddings": "tie_word_embeddings",
+            "top_k": "num_experts_per_tok",
+            "expert_dim": "intermediate_size",
             "window": "sliding_window",
             "balance_weight": "router_aux_loss_coef",
         },
         read=("head_dim", "num_experts"),
         only={"router_jitter_noise": (0,)},
-    )
-}
+    ),
+    {},
+    _MODULES,
+    {"tie_embeddings": False, "balance_weight": 0.0, **NOT_TRAINED},
+    like={"n_kv_heads": "n_heads"},
+    null=("window",),
+    writes={"hidden_act": "silu", "router_jitter_noise": 0.0, "max_position_embeddings": 32_768},
+)
+KEYS = {"mixtral": KIND.keys}
 
 
 def hf_name(name: str, config: MixtralConfig | None = None) -> str:
@@ -65,22 +65,7 @@ def hf_config(config: MixtralConfig) -> dict[str, Any]:
         route_scale=1.0,
         bias_rate=0,
     )
-    return {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | TRAINING).items()},
-        "num_local_experts": c.n_experts,
-        "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "sliding_window": c.window or None,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "router_aux_loss_coef": c.balance_weight,
-        "router_jitter_noise": 0.0,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": c.tie_embeddings,
-    }
+    return KIND.write("mixtral", c) | {"head_dim": c.head_dim, "rope_theta": c.rope_theta}
 
 
 def config_from_hf(values: Mapping[str, Any]) -> MixtralConfig:
@@ -89,27 +74,9 @@ def config_from_hf(values: Mapping[str, Any]) -> MixtralConfig:
     Raises ValueError, with key and value, for what a Mixtral here cannot have.
     """
     only(values, "model_type", *MODEL_TYPES)
-    known = KEYS["mixtral"]
-    known.check(values)
-    only(values, "balance_loss", "batch", "sequence")
+    KIND.keys.check(values)
     theta, _ = rope(values, default=MixtralConfig.rope_theta)
-    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    experts = {"num_local_experts": values.get("num_local_experts", values.get("num_experts"))}
-    only(values, "num_experts", experts["num_local_experts"])
-    config = known.build(
-        MixtralConfig,
-        **sizes,
-        n_experts=size(experts, "num_local_experts"),
-        n_kv_heads=size(values, "num_key_value_heads", sizes["n_heads"]),
-        norm_eps=number(values, "rms_norm_eps"),
-        rope_theta=theta,
-        tie_embeddings=truth(values, "tie_word_embeddings", False),
-        # A null means none.
-        window=size(values, "sliding_window") if values.get("sliding_window") else 0,
-        balance_weight=number(values, "router_aux_loss_coef", 0),
-        balance_loss=values.get("balance_loss") or MixtralConfig.balance_loss,
-        z_weight=number(values, "z_weight", 0),
-        capacity_factor=number(values, "capacity_factor", 0),
-    )
+    result = KIND.read(MixtralConfig, with_experts(values))
+    config = KIND.keys.build(MixtralConfig, **result, rope_theta=theta)
     only(values, "head_dim", config.head_dim)
     return config

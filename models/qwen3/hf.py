@@ -13,12 +13,13 @@ from ..layers.hf_names import (
     FEED_FORWARD,
     FIELDS,
     MODULES,
+    NOT_TRAINED,
     QK_NORMS,
     SHARED_EXPERTS,
     TRAINING,
     in_layer,
 )
-from ..layers.kinds import Kind, kind_of
+from ..layers.kinds import Kind, kind_of, with_experts
 from ..layers.published import keys, number, only, rope_rule, size, truth
 from ..layers.published_rope import positions, read_rule, written_rule
 from ..layers.rope import RULES
@@ -74,7 +75,7 @@ def _row(
     experts = "n_experts" in fields
     options = _OFF | (_OFF_EXPERTS if experts else {"n_experts": 0}) | dict(fixed)
     read = ("layer_types", "num_local_experts", "num_experts", *read) if experts else read
-    training = {"balance_weight": 0.0, "balance_loss": "batch", "z_weight": 0.0, "capacity_factor": 0.0}
+    training = {"balance_weight": 0.0, **NOT_TRAINED}
     return Kind(
         architecture,
         keys(_FIELDS | dict(fields), read, only, besides),
@@ -83,6 +84,7 @@ def _row(
         {"tie_embeddings": False, "norm_eps": 1e-6}
         | (training if experts else {})
         | dict(defaults or {}),
+        like={"n_kv_heads": "n_heads"},
         writes={"hidden_act": "silu"}
         | ({} if "qkv_bias" in fields else {"attention_bias": False})
         | dict(writes or {}),
@@ -341,15 +343,11 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     kinds = values.get("attn_type_list")
     for one in kinds if isinstance(kinds, list) else [kinds]:
         only({"attn_type_list": one}, "attn_type_list", 1)  # attention over all keys
-    values = dict(values)
     experts = kind.keys.fields.get("n_experts", "")
-    for other in ("num_local_experts", "num_experts") if experts else ():
-        values.setdefault(experts, values.get(other))
-        only(values, other, values[experts])
-    special = ("qk_norm", "rotary_dim", "logit_scale", "n_kv_heads", "head_dim")
+    values = with_experts(values, experts) if experts else values
+    special = ("qk_norm", "rotary_dim", "logit_scale", "head_dim")
     result = kind.read(Qwen3Config, values, special)
     own_head_dim = name in ("qwen3", "qwen3_moe")
-    result["n_kv_heads"] = size(values, "num_key_value_heads", result["n_heads"])
     apart = result["dim"] // max(result["n_heads"], 1)
     result["head_dim"] = size(values, "head_dim", None if own_head_dim else apart)
     if name in _OF_DIM:
