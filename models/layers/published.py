@@ -137,11 +137,12 @@ def _in_blocks(given: Any) -> bool:
     return known and all(type(one) is int and 0 < one < 2**31 for one in sizes)
 
 
-def required(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key; ValueError if it is missing."""
-    if values.get(key) is None:
+def required(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value of a key, or the default; ValueError if both are missing."""
+    value = default if values.get(key) is None else values[key]
+    if value is None:
         raise ValueError(f"{key}: is missing")
-    return values[key]
+    return value
 
 
 def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -149,7 +150,7 @@ def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int
 
     ``default`` is for a key that is absent or null, which is a ValueError too if there is none.
     """
-    value = required(values, key) if default is None else _or(values, key, default)
+    value = required(values, key, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{key}: expected a whole number, got {shown(value)}")
     if not abs(value) < 2**63:
@@ -159,7 +160,7 @@ def size(values: Mapping[str, Any], key: str, default: int | None = None) -> int
 
 def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return a finite number; ValueError for anything else."""
-    value = required(values, key) if default is None else _or(values, key, default)
+    value = required(values, key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{key}: expected a number, got {shown(value)}")
     if not abs(value) < 2.0**1023 or not math.isfinite(value):
@@ -169,15 +170,10 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
 
 def truth(values: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
     """Return true or false; ValueError for anything else."""
-    value = required(values, key) if default is None else _or(values, key, default)
+    value = required(values, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {shown(value)}")
     return value
-
-
-def _or(values: Mapping[str, Any], key: str, default: Any) -> Any:
-    value = values.get(key)
-    return default if value is None else value
 
 
 def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .published import size
-from .rope import RopeFields, RopeRule, yarn_magnitude
+from .rope import RopeFields, yarn_magnitude
 
 LENGTH = "original_max_position_embeddings"
 # The parameters of each rule, by our fields.
@@ -55,8 +55,8 @@ def read_rule(values: Mapping[str, Any], kind: str, rule: Mapping[str, Any]) -> 
         result |= {one: result.get(one) or getattr(RopeFields, one) for one in _BETAS}
     if kind == "dynamic":
         result["rope_original_seq_len"] = size(values, "max_position_embeddings")
-    known = RopeRule(kind, factor, result.get("rope_original_seq_len", 0))
-    if magnitude == known.scale:
+    known = RopeFields(factor, kind, result.get("rope_original_seq_len", 0))
+    if magnitude == known.rope_scale:
         magnitude = 0.0
     return result | {"rope_rule": kind, "rope_scaling": factor, "rope_magnitude": magnitude}
 

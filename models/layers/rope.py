@@ -1,7 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and the rules that stretch it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -84,62 +83,6 @@ def yarn_weight(factor: float, magnitude: float) -> float:
     return (magnitude - 1) / (0.1 * math.log(factor))
 
 
-@dataclass(frozen=True)
-class RopeRule:
-    """A rule that stretches the rotary frequencies to a longer context."""
-
-    kind: str = "llama3"
-    """One of RULES."""
-    factor: float = 1.0
-    """The factor on the context's length; 1 is none."""
-    original_len: int = 8192
-    """Length the model was trained at before."""
-    low_freq_factor: float = 1.0
-    """llama3's bound of the long wavelengths."""
-    high_freq_factor: float = 4.0
-    """llama3's bound of the short wavelengths."""
-    beta_fast: float = 32.0
-    """YaRN's turns above which a pair is kept."""
-    beta_slow: float = 1.0
-    """YaRN's turns below which a pair is slowed down in full."""
-    truncate: bool = True
-    """YaRN: whether the blend goes from whole index to whole index."""
-    magnitude: float = 0.0
-    """The factor on queries and keys; 0 is that of the rule."""
-    short_factors: Sequence[float] = ()
-    """LongRoPE's divisors of the frequencies up to ``original_len``."""
-
-    def frequencies(self, dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-        """Return the stretched frequencies of a head's part of width ``dim``.
-
-        "dynamic" stretches nothing up to ``original_len``, and LongRoPE (Ding et al. 2024,
-        arXiv:2402.13753) has its short factors there.
-        """
-        if self.kind == "llama3":
-            bounds = (self.low_freq_factor, self.high_freq_factor)
-            return inverse_frequencies(
-                dim, theta, self.factor, *bounds, self.original_len, device=device
-            )
-        if self.kind == "yarn":
-            bounds = (self.beta_fast, self.beta_slow)
-            return yarn_frequencies(
-                dim, theta, self.factor, self.original_len, *bounds, self.truncate, device
-            )
-        plain = inverse_frequencies(dim, theta, device=device)
-        if self.kind == "longrope" and self.short_factors:
-            return plain / torch.tensor(self.short_factors, dtype=plain.dtype, device=device)
-        return plain / self.factor if self.kind == "linear" else plain
-
-    @property
-    def scale(self) -> float:
-        """The factor on cosine and sine, with which queries and keys grow."""
-        if self.magnitude or self.factor <= 1:
-            return self.magnitude or 1.0
-        if self.kind == "longrope":
-            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_len))
-        return yarn_magnitude(self.factor, 1.0) if self.kind == "yarn" else 1.0
-
-
 RULES = ("linear", "dynamic", "llama3", "yarn", "longrope")
 """Rules whose factor above 1 stretches frequencies."""
 UP_TO_ORIGINAL = ("dynamic", "longrope")
@@ -148,7 +91,7 @@ UP_TO_ORIGINAL = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RopeFields:
-    """The fields of a rule in a model's config."""
+    """The fields of a model's config on the rule that stretches rotary frequencies."""
 
     rope_scaling: float = 1.0
     """Factor of the rule that stretches long wavelengths; 1 is off."""
@@ -210,21 +153,33 @@ class RopeFields:
         bounded = self.rope_stretches and self.rope_rule in UP_TO_ORIGINAL
         return self.rope_original_seq_len if bounded else None
 
+    def rope_frequencies(self, dim: int, theta: float, device: torch.device) -> Tensor:
+        """Return the stretched frequencies of a head's part of width ``dim``.
+
+        "dynamic" stretches nothing up to ``rope_original_seq_len``, and LongRoPE (Ding et al. 2024,
+        arXiv:2402.13753) has its short factors there.
+        """
+        factor, length = self.rope_scaling, self.rope_original_seq_len
+        if self.rope_rule == "llama3":
+            bounds = (self.rope_low_freq_factor, self.rope_high_freq_factor)
+            return inverse_frequencies(dim, theta, factor, *bounds, length, device=device)
+        if self.rope_rule == "yarn":
+            bounds = (self.rope_beta_fast, self.rope_beta_slow)
+            return yarn_frequencies(dim, theta, factor, length, *bounds, self.rope_truncate, device)
+        plain = inverse_frequencies(dim, theta, device=device)
+        if self.rope_rule == "longrope" and self.rope_short_factors:
+            return plain / torch.tensor(self.rope_short_factors, dtype=plain.dtype, device=device)
+        return plain / factor if self.rope_rule == "linear" else plain
+
     @property
-    def rule(self) -> RopeRule:
-        """The rule that stretches the rotary frequencies."""
-        return RopeRule(
-            self.rope_rule,
-            self.rope_scaling,
-            self.rope_original_seq_len,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_beta_fast,
-            self.rope_beta_slow,
-            self.rope_truncate,
-            self.rope_magnitude,
-            self.rope_short_factors,
-        )
+    def rope_scale(self) -> float:
+        """The factor on cosine and sine, with which queries and keys grow."""
+        factor = self.rope_scaling
+        if self.rope_magnitude or factor <= 1:
+            return self.rope_magnitude or 1.0
+        if self.rope_rule == "longrope":
+            return math.sqrt(1 + math.log(factor) / math.log(self.rope_original_seq_len))
+        return yarn_magnitude(factor, 1.0) if self.rope_rule == "yarn" else 1.0
 
 
 def rotation(

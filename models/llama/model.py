@@ -18,7 +18,7 @@ from ..layers.attention import AttentionCore, Documents, Sinks, documents_of
 from ..layers.feed_forward import ACTIVATIONS, FeedForward
 from ..layers.initial import init_by_depth
 from ..layers.norms import NORMS, Scale
-from ..layers.rope import RopeRule, rotate, rotation
+from ..layers.rope import RopeFields, rotate, rotation
 from .config import LlamaConfig
 
 
@@ -150,12 +150,10 @@ class Llama(nn.Module):
             x_BLD = self.embedding_scale(x_BLD)
         # They are computed, and no buffers, which would have no values if the model is built on meta.
         width, device = c.rotary_dim or c.head_width, tokens.device
-        plain = None if c.rope_scale_windows else RopeRule()
         rotations = []
-        for rule in (c.rule, plain):
-            if rule is not None:
-                frequency = rule.frequencies(width, c.rope_theta, device)
-                rotations.append(rotation(positions, frequency, x_BLD.dtype, rule.scale))
+        for rule in (c,) if c.rope_scale_windows else (c, RopeFields()):
+            frequency = rule.rope_frequencies(width, c.rope_theta, device)
+            rotations.append(rotation(positions, frequency, x_BLD.dtype, rule.rope_scale))
         documents = documents_of(document_ids, documents)
         for name, layer in self.layers.items():
             cosine, sine = rotations[-1 if c.window_of(int(name)) else 0]

@@ -287,11 +287,11 @@ class Qwen3(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         # It is computed, and no buffer, which would have no values if the model is built on meta.
         width = c.rotary_dim or c.head_dim
-        frequency = c.rule.frequencies(width, c.rope_theta, tokens.device)
+        frequency = c.rope_frequencies(width, c.rope_theta, tokens.device)
         x_BLD = self.tok_embeddings(tokens)
         if c.embedding_scale != 1:
             x_BLD = self.embedding_scale(x_BLD)
-        cosine, sine = rotation(positions, frequency, x_BLD.dtype, c.rule.scale)
+        cosine, sine = rotation(positions, frequency, x_BLD.dtype, c.rope_scale)
         documents = documents_of(document_ids, documents)
         real_BL = (positions >= 0).expand(len(tokens), -1)
         for layer in self.layers.values():
