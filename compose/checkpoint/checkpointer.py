@@ -10,61 +10,36 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import rank_state, store
-from compose.checkpoint.dcp_storage import PartsWriter, ShardSavePlanner, alone
+from compose.checkpoint.dcp_storage import save_parts
 from compose.checkpoint.loading import (
     cause_of,
     changes,
     damage,
+    data_changes,
     load,
     load_beside,
-    lora_fields,
-    model_fields,
+    saved_fields,
 )
 from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, staged
 from compose.checkpoint.rank_state import HasState
+from compose.checkpoint.store import Progress
 from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.errors import ConfigError
-from compose.memory.precision import LossScale
-from compose.objects import as_path
 from compose.ops.tensors import gathered_objects
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The optimizer steps, samples and tokens that a run has taken."""
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    scale: LossScale | None = None  # the loss scale, in float16
-    validations: tuple[tuple[int, float | None], ...] = ()
-    """The step and loss of each validation so far; None for a loss that was not finite."""
-
-    def validated(self, loss: float | None) -> "Progress":
-        """Return the progress with a validation after its step; the same if there was none."""
-        if loss is None:
-            return self
-        measured = (self.step, loss if math.isfinite(loss) else None)
-        return replace(self, validations=(*self.validations, measured))
-
-    def is_among_best(self, count: int) -> bool:
-        """Tell whether the loss after this very step is one of the ``count`` lowest so far."""
-        return self.step in store.best_first(self.validations)[:count]
 
 
 @dataclass
@@ -99,6 +74,7 @@ class Peers:
 
     speaks = True  # whether this run prints what concerns all
     prefix = ""  # begins other lines
+    name = "runs"  # what messages call them
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints from which this run may go on, the newest first, or why none is."""
@@ -146,12 +122,11 @@ class Checkpointer:
         group = dist.new_group(backend="gloo", timeout=config.comm.first_step_timeout)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        self.lora = lora_fields(config) if self.rank == 0 else None
+        self.fields = saved_fields(config) if self.rank == 0 else {}
         self.thread: threading.Thread | None = None
         self.report: SaveReport | None = None
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
-        self.stranded = ""  # why the last checkpoint is not in object storage, and where it is
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.reads_files = False  # saves do, of state that is in files
 
@@ -174,21 +149,19 @@ class Checkpointer:
             if not problems:
                 known = load(folder, self.config, self.composition, self.group, self.optimizer)
                 filled = load_beside(folder, self.beside, self.group)
-                self._compare_data(folder, known.data.model_dump(exclude_unset=True))
-                scale = LossScale(known.scale.value, known.scale.clean) if known.scale else None
-                counts = known.step, known.samples, known.tokens
-                progress = Progress(*counts, scale, known.validations)
-                self._say(f"{folder}: resumed after step {progress.step}")
+                if other := data_changes(folder, known, self.data):
+                    self._say(other)
+                self._say(f"{folder}: resumed after step {known.step}")
                 dropped = rank_state.load(
-                    folder, self.label, self.beside, self.group, filled, progress.step
+                    folder, self.label, self.beside, self.group, filled, known.step
                 )
                 if dropped:
                     self._say(dropped)
                 if self.rank == 0:
-                    self._set_aside(folders, progress.step)
-                    if progress.step and (changed := changes(folder, self.config)):
+                    self._set_aside(folders, known.step)
+                    if known.step and (changed := changes(folder, self.config)):
                         self._say(f"{folder}: goes on with {', '.join(changed)}")
-                return progress
+                return known.progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
         run = self.kept.parent
         if folders or self._agreed([run] if self.rank == 0 and store.has_saved(run) else []):
@@ -264,7 +237,9 @@ class Checkpointer:
                 kept = store.set_aside(folder, "earlier")
             except OSError as error:
                 raise ConfigError(f"{folder}: cannot be renamed: {cause_of(error)}") from None
-            self._say(f"{folder}: other islands lack this step; kept as {kept.name}", own=True)
+            self._say(
+                f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
+            )
 
     def _damage(self, folder: Path) -> list[str]:
         """Return a line for each damage of a checkpoint, its peers' too; the same on every rank."""
@@ -284,18 +259,10 @@ class Checkpointer:
         problem, files = "", {}
         try:
             self._begin(progress.step)
-            writer = PartsWriter(target)
             # With one rank gloo's own threads would gather the plan. On a CPU they would keep OpenMP
             # threads, and with more threads than cores each parallel region of training takes longer.
-            with alone() if self.ranks == 1 else contextlib.nullcontext():
-                dcp.save(
-                    dict(state),
-                    storage_writer=writer,
-                    planner=ShardSavePlanner(),
-                    process_group=self.group,
-                    no_dist=self.ranks == 1,
-                )
-            files = writer.entries | rank_state.write(target, self.rank, self.label, kept)
+            files = save_parts(target, state, self.group if self.ranks > 1 else None)
+            files |= rank_state.write(target, self.rank, self.label, kept)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
         everyone = gathered_objects((problem, files), self.group)
@@ -307,47 +274,19 @@ class Checkpointer:
                 shutil.rmtree(target, ignore_errors=True)
         result = self._agreed(result)
         if self.uploads and not result[0]:
-            result[0] = self._upload(self.uploads, target, files)
+            result[0] = self.uploads.send_checkpoint(target, files, self.group)
         self.report.problem, self.report.bytes = result
         self.report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
             best = store.best_first(progress.validations)[: self.config.checkpoint.keep_best]
             self._prune(self.kept / store.name_of(progress.step), best)
 
-    def _upload(self, uploads: Uploads, target: Path, files: Iterable[str]) -> str:
-        """Send this rank's ``files``, then what the first rank has; return the problem, or "".
-
-        The folder here stays until a later checkpoint was sent, if this one could not be.
-        """
-        final = self.root / target.name.removeprefix(".writing-")
-        source = final if final.exists() else target  # a node without the first rank has no final one
-        problem = ""
-        try:
-            uploads.send(source, final.name, files)
-        except Exception as error:
-            problem = cause_of(error)
-        problem = next(filter(None, gathered_objects(problem, self.group)), "")
-        if self.rank == 0 and not problem:
-            try:
-                own = set(store.listed(source)) - set(uploads.sizes(final.name))
-                uploads.send(source, final.name, own)
-                uploads.push()  # before the manifest: metrics.jsonl has every step of a checkpoint
-                uploads.complete(source, final.name)
-            except Exception as error:
-                problem = cause_of(error)
-        (problem,) = self._agreed([problem])
-        self.stranded = problem and f"{self.kept / final.name}: {problem}; it is in {final}"
-        old = store.newest_first(self.root)
-        for folder in old[1:] if problem else (*old, target):
-            shutil.rmtree(folder, ignore_errors=True)
-        return problem
-
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """Publish what all ranks have written; return (problem, bytes)."""
         try:
             tensors = {name: entry for part in files for name, entry in part.items()}
-            state, config = self._described(progress), dump(self.config)
-            everything = store.describe(target, state, config, tensors)
+            state = {**asdict(progress), **self.fields, "data": self.data, "ranks": self.ranks}
+            everything = store.describe(target, state, dump(self.config), tensors)
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
             return [cause_of(error), 0]
@@ -362,27 +301,6 @@ class Checkpointer:
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {cause_of(error)}"
             self._say(f"{self.kept}: {problem}", own=True)
-
-    def _described(self, progress: Progress) -> dict[str, Any]:
-        original = self.config.checkpoint.load_hf
-        return {
-            **asdict(progress),
-            **({"hugging_face": str(as_path(original).resolve())} if original else {}),
-            "model": model_fields(self.config),
-            **({"lora": asdict(self.lora)} if self.lora else {}),
-            "data": self.data,
-            "seed": self.config.train.seed,
-            "ranks": self.ranks,
-        }
-
-    def _compare_data(self, folder: Path, known: Mapping[str, Any]) -> None:
-        """Raise ConfigError for data of another tokenizer; print any other difference of the data."""
-        changed = [key for key in known if key in self.data and known[key] != self.data[key]]
-        if "tokenizer" in changed and None not in (known["tokenizer"], self.data["tokenizer"]):
-            raise ConfigError(f"{folder}: was trained on ids of another tokenizer than data.path is of")
-        if changed:
-            was = ", ".join(f"{key} {known[key]}, now {self.data[key]}" for key in changed)
-            self._say(f"{folder}: the data are not what they were ({was}); samples are counted on")
 
     def _agreed(self, own: list[Any]) -> list[Any]:
         """Return the first rank's list on every rank."""

@@ -1,7 +1,4 @@
-"""How torch.distributed.checkpoint (DCP) writes and reads a rank's parts of tensors.
-
-DCP places an uneven strided shard (257 rows over dp_shard 4 x tp 2) elsewhere than FSDP does. So the
-planners here tell DCP each part's own region.
+"""The files in which torch.distributed.checkpoint (DCP) keeps each rank's parts of tensors.
 
 The tensors of a rank are one safetensors file, ``__<rank>_0.safetensors``, as torch.save takes longer
 than the writing itself. Its header says where in the whole tensor each part begins, so that DCP's
@@ -24,14 +21,11 @@ from pathlib import Path
 from typing import IO, Annotated, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -46,15 +40,11 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from compose.checkpoint.local_shards import LocalShard
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.safetensors_files import NAMES, Planned, bytes_of, header
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, write_whole
@@ -68,82 +58,51 @@ _AT_ONCE = 2**26  # bytes to start writing to the device at once
 _READERS = 4  # parts read at once
 
 
-class ShardSavePlanner(DefaultSavePlanner):
-    """Plans the writing of this rank's parts; one rank writes a part that several ranks hold."""
+def save_parts(
+    folder: Path,
+    parts: Mapping[str, LocalShard],
+    group: dist.ProcessGroup | None = None,
+    planner: ShardSavePlanner | None = None,
+) -> dict[str, dict[str, int]]:
+    """Write the parts of every rank; return the size and the crc32 of this rank's file, by name.
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        """Return the plan that writes each part of this rank that is not empty."""
-        parts: Mapping[str, LocalShard] = self.state_dict
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(name, part.offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=part.chunk,
-                        properties=TensorProperties.create_from_tensor(part.local),
-                        size=part.shape,
-                    ),
-                )
-                for name, part in parts.items()
-                if part.local.numel() > 0
-            ]
+    A collective of ``group``; without one, this process writes alone.
+    """
+    writer = PartsWriter(folder)
+    with _no_warning_if(group is None):
+        dcp.save(
+            dict(parts),
+            storage_writer=writer,
+            planner=planner or ShardSavePlanner(),
+            process_group=group,
+            no_dist=group is None,
         )
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to write for ``index``."""
-        return self.state_dict[index.fqn].local
+    return writer.entries
 
 
-class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of this rank's parts; the checkpoint must have all their names."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, LocalShard],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Keep what DCP gives each planner."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return the plan that reads each part of this rank that is not empty."""
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, part in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            if part.local.numel() > 0:
-                items += create_read_items_for_chunk_list(name, stored, [part.chunk])
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
-        """Refuse anything but tensors, which DCP's own method would unpickle."""
-        raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to fill for ``index``."""
-        return self.state_dict[index.fqn].local
+def load_parts(
+    reader: "PartsReader", parts: Mapping[str, LocalShard], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill the parts of every rank; a collective of ``group``, or of this process alone."""
+    with _no_warning_if(group is None):
+        dcp.load(
+            dict(parts),
+            storage_reader=reader,
+            planner=ShardLoadPlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
-def mismatches(parts: Mapping[str, LocalShard], metadata: Metadata) -> list[str]:
-    """Return one line for each part that the checkpoint lacks or has in another shape."""
-    problems = []
-    for name, part in parts.items():
-        stored = metadata.state_dict_metadata.get(name)
-        if not isinstance(stored, TensorStorageMetadata):
-            problems.append(f"has no {name}")
-        elif stored.size != part.shape:
-            problems.append(f"{name} is {tuple(stored.size)}, the model's is {tuple(part.shape)}")
-    return problems
+@contextlib.contextmanager
+def _no_warning_if(alone: bool) -> Iterator[None]:
+    """Suppress DCP's warning that one process saves or loads by itself, if that is intended."""
+    if not alone:  # the filters are the process's, and training has another thread
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class PartsWriter(FileSystemWriter):
@@ -186,14 +145,6 @@ class PartsWriter(FileSystemWriter):
             summed.flush()
         self.entries[name] = {"size": summed.size, "crc32": summed.crc32}
         return results
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Suppress DCP's warning that one process saves or loads by itself, which is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _reserve(file: IO[bytes], size: int) -> None:

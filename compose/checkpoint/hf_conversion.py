@@ -14,25 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import Progress
-from compose.checkpoint.dcp_storage import (
-    PartsReader,
-    PartsWriter,
-    ShardLoadPlanner,
-    ShardSavePlanner,
-    alone,
-    mismatches,
-)
+from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_folder import differences, fill_shard, kept_tokenizer, name_of, published
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.local_shards import LocalShard, local_shard_of, named_tensors
+from compose.checkpoint.local_shards import (
+    LocalShard,
+    ShardSavePlanner,
+    local_shard_of,
+    mismatches,
+    named_tensors,
+)
 from compose.checkpoint.peft import (
     adapted,
     merged_weights,
@@ -93,7 +90,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         return part.local
 
     state = {
-        **dataclasses.asdict(Progress()),
+        **dataclasses.asdict(store.Progress(0, 0, 0)),
         "model": {"name": short_name(name), **dataclasses.asdict(shape)},
         "seed": config.train.seed,
         "ranks": 1,
@@ -101,20 +98,14 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     }
     with _new_folder(target) as aside:
         folder = store.begin(aside / "checkpoints", 0)
-        writer = PartsWriter(folder)
-        with alone():
-            dcp.save(
-                {key: _whole(tensor, "meta") for key, tensor in tensors.items()},
-                storage_writer=writer,
-                planner=_Streamed(read),
-                no_dist=True,
-            )
-        entries = store.describe(folder, state, dump(config), writer.entries)
-        written = store.publish(folder, entries).relative_to(aside)
+        parts = {key: _whole(tensor, "meta") for key, tensor in tensors.items()}
+        entries = save_parts(folder, parts, planner=_Streamed(read))
+        everything = store.describe(folder, state, dump(config), entries)
+        written = store.publish(folder, everything).relative_to(aside)
         store.mark(aside)
         copy_with_config(source, aside / TOKENIZER)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return Converted(target / written, len(tensors), size, len(writer.entries))
+    return Converted(target / written, len(tensors), size, len(entries))
 
 
 def export(
@@ -260,8 +251,7 @@ class _Streamed(ShardSavePlanner):
 
 def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
     part = _whole(like, "cpu")
-    with alone():
-        dcp.load({key: part}, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
+    load_parts(reader, {key: part})
     return part.local
 
 

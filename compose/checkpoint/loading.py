@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import store
-from compose.checkpoint.dcp_storage import PartsReader, ShardLoadPlanner, mismatches
-from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, spread
+from compose.checkpoint.dcp_storage import PartsReader, load_parts
+from compose.checkpoint.local_shards import LocalShard, mismatches, named_tensors, parts, spread
 from compose.checkpoint.peft import base_identity, name_of_base
 from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
@@ -142,9 +141,20 @@ def _read(
     folder: Path, state: Mapping[str, LocalShard], reader: PartsReader, group: dist.ProcessGroup
 ) -> None:
     try:
-        dcp.load(dict(state), storage_reader=reader, planner=ShardLoadPlanner(), process_group=group)
+        load_parts(reader, state, group)
     except CheckpointException as error:
         raise ConfigError(f"{folder}: cannot be read: {cause_of(error)}") from None
+
+
+def saved_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of state.json that the config decides."""
+    original, lora = config.checkpoint.load_hf, lora_fields(config)
+    return {
+        **({"hugging_face": str(as_path(original).resolve())} if original else {}),
+        "model": model_fields(config),
+        **({"lora": asdict(lora)} if lora else {}),
+        "seed": config.train.seed,
+    }
 
 
 def model_fields(config: Config) -> dict[str, Any]:
@@ -162,6 +172,18 @@ def cause_of(error: BaseException) -> str:
         error = inner[0] if isinstance(inner, tuple) else inner
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return next(iter(words.strip().splitlines()), type(error).__name__)
+
+
+def data_changes(folder: Path, known: store.State, now: Mapping[str, Any]) -> str:
+    """Return a line if the data are other than before. Raises ConfigError for another tokenizer."""
+    was = known.data.model_dump(exclude_unset=True)
+    changed = [key for key in was if key in now and was[key] != now[key]]
+    if "tokenizer" in changed and None not in (was["tokenizer"], now["tokenizer"]):
+        raise ConfigError(f"{folder}: was trained on ids of another tokenizer than data.path is of")
+    if not changed:
+        return ""
+    pairs = ", ".join(f"{key} {was[key]}, now {now[key]}" for key in changed)
+    return f"{folder}: the data are not what they were ({pairs}); samples are counted on"
 
 
 def _config(folder: Path) -> dict[str, Any]:

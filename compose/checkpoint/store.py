@@ -15,7 +15,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, there, write_whole
+from compose.memory.precision import LossScale
 from compose.memory.quantized import Base
 from compose.objects import Remote, StoreError
 
@@ -51,11 +52,26 @@ class _Manifest:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The loss scale, in float16."""
+class Progress:
+    """The optimizer steps, samples and tokens that a run has taken."""
 
-    value: Annotated[float, Field(gt=0)]
-    clean: Count = 0
+    step: Count
+    samples: Count
+    tokens: Count
+    scale: LossScale | None = None  # the loss scale, in float16
+    validations: tuple[tuple[Count, float | None], ...] = ()
+    """The step and loss of each validation so far; None for a loss that was not finite."""
+
+    def validated(self, loss: float | None) -> "Progress":
+        """Return the progress with a validation after its step; the same if there was none."""
+        if loss is None:
+            return self
+        measured = (self.step, loss if math.isfinite(loss) else None)
+        return replace(self, validations=(*self.validations, measured))
+
+    def is_among_best(self, count: int) -> bool:
+        """Tell whether the loss after this very step is one of the ``count`` lowest so far."""
+        return self.step in best_first(self.validations)[:count]
 
 
 class ModelFields(BaseModel):
@@ -95,22 +111,22 @@ class Adapters:
     kept: Base = "full"  # how the frozen weights were kept
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass(frozen=True, kw_only=True)
+class State(Progress):
     """The content of state.json: how far a run has come, and what it was a run of."""
 
-    step: Count
-    samples: Count
-    tokens: Count
     model: ModelFields
     lora: Adapters | None = None
-    scale: Scale | None = None
-    validations: tuple[tuple[Count, float | None], ...] = ()
     hugging_face: str | None = None
     data: DataFields = field(default_factory=DataFields)
     seed: int = 0
     ranks: Annotated[int, Field(ge=1)] = 1
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return Progress(*(getattr(self, each.name) for each in fields(Progress)))
 
 
 def read_state(folder: Path) -> State:

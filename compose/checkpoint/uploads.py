@@ -12,8 +12,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch.distributed as dist
+
 from compose.checkpoint import store
+from compose.checkpoint.loading import cause_of
 from compose.objects import Remote, StoreError
+from compose.ops.tensors import gathered_objects
 
 _SENDERS = 4  # files sent at once by a rank
 _STAYS = ("checkpoints", "islands", "offload")  # folders of a run that are sent otherwise or not at all
@@ -39,6 +43,7 @@ class Uploads:
     def __init__(self, folder: Path, remote: Remote) -> None:
         self.folder, self.remote, self.token = folder, remote, ""
         self.sent: dict[Path, tuple[int, int]] = {}
+        self.stranded = ""  # why the last checkpoint is not in object storage, and where it is
 
     def begin(self) -> None:
         """Claim the remote folder for this run, and fetch what a resumed run goes on with."""
@@ -74,6 +79,35 @@ class Uploads:
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size of each file that was sent of a checkpoint."""
         return Remote(self.remote / "checkpoints" / name).sizes()
+
+    def send_checkpoint(self, target: Path, files: Iterable[str], group: dist.ProcessGroup) -> str:
+        """Send this rank's ``files``, then what the first rank has; return the problem, or "".
+
+        A collective. The folder here stays until a later checkpoint was sent, if this one could not be.
+        """
+        final = target.with_name(target.name.removeprefix(".writing-"))
+        source = final if final.exists() else target  # a node without the first rank has no final one
+        problem = ""
+        try:
+            self.send(source, final.name, files)
+        except Exception as error:
+            problem = cause_of(error)
+        problem = next(filter(None, gathered_objects(problem, group)), "")
+        if group.rank() == 0 and not problem:
+            try:
+                own = set(store.listed(source)) - set(self.sizes(final.name))
+                self.send(source, final.name, own)
+                self.push()  # before the manifest: metrics.jsonl has every step of a checkpoint
+                self.complete(source, final.name)
+            except Exception as error:
+                problem = cause_of(error)
+        problem = gathered_objects(problem, group)[0]
+        there = self.remote / "checkpoints" / final.name
+        self.stranded = problem and f"{there}: {problem}; it is in {final}"
+        old = store.newest_first(target.parent)
+        for folder in old[1:] if problem else (*old, target):
+            shutil.rmtree(folder, ignore_errors=True)
+        return problem
 
     def send(self, source: Path, name: str, files: Iterable[str]) -> None:
         """Send files of the checkpoint in ``source``. Raises OSError."""

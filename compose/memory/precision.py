@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from compose.errors import NonNegative, Weight
+
 _FIRST = 2.0**16
 GROW_AFTER = 2000  # steps without overflow
 _LEAST = 2.0**-14
@@ -64,9 +66,9 @@ class Precision:
 class LossScale:
     """The scale of the loss at one step."""
 
-    value: float
+    value: Weight
     """The scale, a power of two, so that scaling rounds nothing."""
-    clean: int = 0
+    clean: NonNegative = 0
     """Steps since it last changed."""
 
     def may_overflow(self, loss: float) -> bool:

@@ -15,9 +15,8 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from compose.checkpoint.checkpointer import Progress
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.store import MARK, newest_first
+from compose.checkpoint.store import MARK, Progress, newest_first
 from compose.checkpoint.uploads import Uploads, staging_of
 from compose.composition import Composition
 from compose.config.job import Job
@@ -131,14 +130,15 @@ class RunFolder:
     def release(self) -> str:
         """Send what is left, and unlock the folder, so that another run may use it.
 
-        Returns the problem if object storage cannot be reached.
+        Returns the problem if a checkpoint or the rest of the run could not be sent to object storage.
         """
-        problem = ""
+        problem = self.uploads.stranded if self.uploads else ""
         if self.uploads and dist.get_rank() == 0:
             try:
                 self.uploads.push()
             except OSError as error:
-                problem = f"{self.place}: {cause_of(error)}; the rest of the run is in {self.path}"
+                unsent = f"{self.place}: {cause_of(error)}; the rest of the run is in {self.path}"
+                problem = problem or unsent
         if self._lock:
             self._lock.close()
         return problem

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
-from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.checkpointer import Checkpointer
+from compose.checkpoint.store import Progress
 from compose.config.job import Job
 from compose.data.datasets import OpenData, described, open_data, training_batches, with_steps
 from compose.memory.precision import first_scale
@@ -88,7 +89,7 @@ class Trainer:
         if result is None and not frozen:
             fill_weights(self.composition, job, device)
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
-        begun, scale = result or Progress(), first_scale(config.precision)
+        begun, scale = result or Progress(0, 0, 0), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
             hook.start(self.progress.step)
@@ -118,8 +119,8 @@ class Trainer:
                 hook.close(failed)
             self.report.close()
             unsent = self.held.release()
-        if problem := self.checkpointer.stranded or unsent:
-            raise TrainingError(problem)
+        if unsent:
+            raise TrainingError(unsent)
         if stopped:
             raise stopped
 

@@ -144,7 +144,7 @@ class WorkerCheckpoints(Peers):
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.speaks = worker.index == 0
-        self.prefix = f"island {worker.index}: "
+        self.prefix, self.name = f"island {worker.index}: ", "islands"
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints that all workers have, or why there is none.

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import dcp_storage, store
-from compose.checkpoint.dcp_storage import PartsReader, PartsWriter, ShardLoadPlanner, ShardSavePlanner
+from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.local_shards import LocalShard
 from tests.support.pool import Pool
 
@@ -56,9 +56,7 @@ def _write(folder: Path) -> dict[str, dict[str, int]]:
     parts["scalar"] = LocalShard(torch.Size(), torch.Size(), torch.tensor(3.5))
     empty = torch.zeros(0, 4) if dist.get_rank() else torch.arange(8.0).view(2, 4)
     parts["only the first has it"] = LocalShard(torch.Size((2, 4)), torch.Size((0, 0)), empty)
-    writer = PartsWriter(folder)
-    dcp.save(parts, storage_writer=writer, planner=ShardSavePlanner())
-    return writer.entries
+    return save_parts(folder, parts, dist.group.WORLD)
 
 
 def _read(folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -68,7 +66,7 @@ def _read(folder: Path, dtype: torch.dtype | None = None) -> None:
     parts = {name: _part(tensor, box, **kind) for name, tensor in whole.items() if box}
     parts["scalar"] = LocalShard(torch.Size(), torch.Size(), torch.zeros((), **kind))
     parts["only the first has it"] = _part(torch.zeros(2, 4), (slice(0, 2), slice(1, 3)), **kind)
-    dcp.load(dict(parts), storage_reader=PartsReader(folder), planner=ShardLoadPlanner())
+    load_parts(PartsReader(folder), parts, dist.group.WORLD)
     for name, tensor in whole.items():
         if box:
             assert torch.equal(parts[name].local, tensor[box].to(**kind)), name
@@ -107,18 +105,13 @@ def test_what_is_written_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         name: LocalShard(whole.shape, torch.Size((0, 0, 0)), whole)
         for name, whole in _tensors().items()
     }
-    writer = PartsWriter(tmp_path)
-    with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.save(parts, storage_writer=writer, planner=ShardSavePlanner(), no_dist=True)
-    assert writer.entries == store.described(tmp_path.glob("__*"))
-    (name,) = writer.entries
+    assert save_parts(tmp_path, parts) == store.described(tmp_path.glob("__*"))
+    name = "__0_0.safetensors"
     with pytest.raises(OSError, match=f"{name} was not written whole"):
         store.publish(tmp_path, {name: {"size": 1, "crc32": 0}})
-    broken = PartsWriter(tmp_path / "broken")
     parts["one more"] = LocalShard(torch.Size((2,)), torch.Size((0,)), torch.zeros(2, device="meta"))
-    with pytest.warns(match="torch.distributed is"), pytest.raises(CheckpointException):
-        dcp.save(parts, storage_writer=broken, planner=ShardSavePlanner(), no_dist=True)
-    assert not broken.entries
+    with pytest.raises(CheckpointException):
+        save_parts(tmp_path / "broken", parts)
 
 
 def test_a_file_that_ends_too_early(pool: Pool, tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from compose.checkpoint import store
-from compose.checkpoint.dcp_storage import PartsReader, PartsWriter, ShardLoadPlanner, ShardSavePlanner
+from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_conversion import export
-from compose.checkpoint.local_shards import LocalShard
+from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner
 from compose.errors import ConfigError
 from tests.support.helpers import ROOT
 
@@ -56,8 +55,7 @@ def _sum(folder: Path) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     """One as a run writes it."""
     folder = store.begin(tmp_path, 2)
-    with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.save(_parts(), storage_writer=PartsWriter(folder), planner=ShardSavePlanner(), no_dist=True)
+    save_parts(folder, _parts())
     (folder / store.STATE).write_text(json.dumps(STATE))
     (folder / "config.toml").write_text("")
     done = store.publish(folder, store.described(folder.iterdir()))
@@ -79,10 +77,7 @@ def _read(folder: Path) -> dict[str, Any]:
     parts = {
         name: LocalShard(p.shape, p.offsets, torch.zeros_like(p.local)) for name, p in _parts().items()
     }
-    with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.load(
-            dict(parts), storage_reader=PartsReader(folder), planner=ShardLoadPlanner(), no_dist=True
-        )
+    load_parts(PartsReader(folder), parts)
     return {name: part.local for name, part in parts.items()}
 
 

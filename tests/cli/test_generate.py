@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from compose.__main__ import main
 from compose.build import build, build_optimizer
-from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.hf_folder import load_hf, name_of
+from compose.checkpoint.store import Progress
 from compose.cli.generate import _tokenizer, job_of, open_model
 from compose.config.toml import dump
 from compose.data.tokenizer import Bytes
@@ -49,7 +50,7 @@ def _saved(keys: Keys, folder: Path, steps: Sequence[int]) -> dict[str, Tensor]:
     optimizer = build_optimizer(composition, job)
     checkpointer = Checkpointer(job.config, composition, optimizer, folder)
     for step in steps:
-        checkpointer.save(Progress(step), wait=True)
+        checkpointer.save(Progress(step, 0, 0), wait=True)
     return composition.model.state_dict()
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from compose.build import build, build_optimizer, parallelize
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.local_shards import local_shard_of, named_tensors
 from compose.checkpoint.safetensors_files import TensorFiles
+from compose.checkpoint.store import Progress
 from compose.composition import Composition
 from compose.compression.compressor import CompressionHook
 from compose.errors import ConfigError

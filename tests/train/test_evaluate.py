@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from compose.build import build, build_optimizer, fill_weights
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import Progress
 from compose.checkpoint.hf_folder import checkpoints
 from compose.checkpoint.local_shards import local_shard_of
+from compose.checkpoint.store import Progress
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
@@ -178,7 +178,7 @@ test_what_goes_by_validation_is_refused_without = refusals(REFUSED)
 )
 def test_patience(losses: list[float], patience: int, min_delta: float, ends_after: int | None) -> None:
     keys = VALIDATED | {"train__patience": patience, "train__min_delta": min_delta}
-    job, progress = make_job(1, **keys), Progress()
+    job, progress = make_job(1, **keys), Progress(0, 0, 0)
     validation = Validation(job, None, CPU, cross_entropy)
     for number, loss in enumerate(losses, start=1):
         progress = replace(progress, step=2 * number).validated(loss)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from compose.build import _scratch, build, build_optimizer
 from compose.checkpoint import store
-from compose.checkpoint.checkpointer import Checkpointer, Progress
+from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.loading import changes
 from compose.checkpoint.local_shards import LocalShard, named_tensors, staged
+from compose.checkpoint.store import Progress
 from compose.cli.command_line import _run_dir
 from compose.config.job import Job
 from compose.config.tables import Config
