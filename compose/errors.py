@@ -225,6 +225,14 @@ def open_own(path: Path, mode: str = "rb", buffering: int = -1) -> Any:
     return file
 
 
+def fill(file: Any, memory: memoryview) -> int:
+    """Read from an unbuffered file until the memory is full or the file ends; return the bytes read."""
+    left = memory
+    while left and (count := file.readinto(left)):
+        left = left[count:]
+    return len(memory) - len(left)
+
+
 def read_own(path: Path) -> bytes:
     """Return the content of a regular file that is no link."""
     with open_own(path) as file:

@@ -47,7 +47,7 @@ from torch.futures import Future as TorchFuture
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
 from compose.checkpoint.safetensors_files import NAMES, Planned, bytes_of, header
 from compose.config.json_files import Count, read_json
-from compose.errors import ConfigError, open_own, write_whole
+from compose.errors import ConfigError, fill, open_own, write_whole
 
 METADATA = "metadata.json"
 SUFFIX = ".safetensors"
@@ -242,14 +242,11 @@ class PartsReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _fill(self, tensor: Tensor, name: str, begin: int) -> None:
-        left = bytes_of(tensor)
+        memory = bytes_of(tensor)
         with open_own(self.folder / name, buffering=0) as file:
             file.seek(begin)
-            while left:
-                count = file.readinto(left)
-                if not count:
-                    raise OSError(f"{name} ends too early")
-                left = left[count:]
+            if fill(file, memory) < len(memory):
+                raise OSError(f"{name} ends too early")
 
 
 # metadata.json describes a checkpoint: its tensors, and their places in its files. DCP's own is a

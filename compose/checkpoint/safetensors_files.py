@@ -18,7 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from compose.config.json_files import parse_json, read_json
-from compose.errors import LEADS_OUT, ConfigError, Positive, leads_out, open_own, refuse_link_out
+from compose.errors import LEADS_OUT, ConfigError, Positive, fill, leads_out, open_own, refuse_link_out
 from compose.objects import Remote
 
 WHOLE = "model.safetensors"
@@ -103,13 +103,10 @@ class _RemoteFile:
 
     def bytes(self, begin: int, size: int) -> bytearray:
         data = bytearray(size)
-        left = memoryview(data)
         with open_own(self.path, buffering=0) as file:
             file.seek(begin)
-            while left and (count := file.readinto(left)):
-                left = left[count:]
-        if left:
-            raise SafetensorError("ends too early")
+            if fill(file, memoryview(data)) < size:
+                raise SafetensorError("ends too early")
         return data
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 
 from compose.config.json_files import Count, read_json
 from compose.data.tokenizer import tokenizer_files
-from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out, state_of
+from compose.errors import LEADS_OUT, ConfigError, fill, leads_out, refuse_link_out, state_of
 from compose.objects import Remote
 
 _BLOCK = 1 << 22  # elements in memory at once while a row is checked
@@ -55,19 +55,15 @@ class ArrayFile:
         result = np.empty(max(0, stop - start), self.dtype)
         if not len(result):
             return result
-        room = result.view(np.uint8).data
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset + start * self.dtype.itemsize)
-                while room:
-                    size = file.readinto(room)
-                    if not size:
-                        wanted = self.offset + self.count * self.dtype.itemsize
-                        raise ConfigError(
-                            f"{self.path}: was cut short since it was opened: has"
-                            f" {self.path.stat().st_size:,} bytes of {wanted:,}"
-                        )
-                    room = room[size:]
+                size = fill(file, result.view(np.uint8).data)
+            if size < result.nbytes:
+                wanted, there = self.offset + self.count * self.dtype.itemsize, self.path.stat().st_size
+                raise ConfigError(
+                    f"{self.path}: was cut short since it was opened: has {there:,} bytes of {wanted:,}"
+                )
         except OSError as error:
             raise ConfigError(f"{self.path}: can no longer be read: {error.strerror}") from None
         return result

@@ -161,34 +161,22 @@ def _damage(folder: Path, how: str) -> str:
 DAMAGES = ["truncated", "one bit", "a shard is gone", "no manifest", "half a manifest"]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path, how: str) -> None:
-    train_on(pool, tmp_path, {}, MESHES["data"], 4)
-    root = tmp_path / "checkpoints"
-    words = _damage(root / store.name_of(4), how)
-    keys = keys_for(tmp_path, **SAVING)
-    progress, said = pool.run(resume, 2, keys)[0]
-    assert progress == Progress(2, 16, 2 * 8 * 16)
-    assert said == [
-        f"{root}/step-00000004: damaged and passed over: {words}",
-        f"{root}/step-00000002: resumed after step 2",
+def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path) -> None:
+    """What is damaged is never deleted, and stays beside what takes its name."""
+    keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 9}
+    train_on(pool, tmp_path, keys, MESHES["data"], 1 + len(DAMAGES))
+    first, *folders = sorted((tmp_path / "checkpoints").iterdir())
+    words = [_damage(folder, how) for folder, how in zip(folders, DAMAGES, strict=True)]
+    damaged = list(map(shards_of, folders))
+    progress, said = pool.run(resume, 2, keys_for(tmp_path, **(SAVING | keys)))[0]
+    assert progress == Progress(1, 8, 8 * 16)
+    assert said[::-1] == [
+        f"{first}: resumed after step 1",
+        *(f"{p}: damaged and passed over: {why}" for p, why in zip(folders, words, strict=True)),
     ]
-    assert (root / store.name_of(4)).is_dir(), "what is damaged is never deleted"
-
-
-def test_what_is_damaged_stays_beside_what_takes_its_name(pool: Pool, tmp_path: Path) -> None:
-    train_on(pool, tmp_path, {}, MESHES["data"], 4)
-    root = tmp_path / "checkpoints"
-    _damage(root / store.name_of(4), "one bit")
-    damaged = shards_of(root / store.name_of(4))
-    train_on(pool, tmp_path, {}, MESHES["data"], 4)
-    assert sorted(p.name for p in root.iterdir()) == [
-        store.name_of(2),
-        store.name_of(4),
-        f"{store.name_of(4)}.damaged-1",
-    ]
-    assert store.problems(root / store.name_of(4)) == []
-    assert shards_of(root / f"{store.name_of(4)}.damaged-1") == damaged
+    train_on(pool, tmp_path, keys, MESHES["data"], 1 + len(DAMAGES))
+    assert [store.problems(folder) for folder in folders] == [[]] * len(DAMAGES)
+    assert [shards_of(p.with_name(f"{p.name}.damaged-1")) for p in folders] == damaged
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:

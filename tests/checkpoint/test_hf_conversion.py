@@ -165,11 +165,12 @@ def test_convert_says_what_is_wrong(tmp_path: Path) -> None:
     step = run / "checkpoints/step-00000000"
     other = tmp_path / "other"
     other.mkdir()
+    mxfp4 = "--dtype=mxfp4"  # which is read, and not written
     cases: dict[str, list[object]] = {
         "command line: convert: needs SOURCE and TARGET, got 1 folders": [hf],
         "command line: --confg: unknown option; did you mean --config?": [hf, "x", "--confg=a"],
         "command line: --dtype: is for the way to Hugging Face": [hf, "x", "--dtype=float32"],
-        "command line: --dtype: int8 is none of float32, bfloat16, float16": [run, "x", "--dtype=int8"],
+        "command line: --dtype: mxfp4 is none of float32, bfloat16, float16": [run, "x", mxfp4],
         "command line: gone: no such folder": ["gone", "x"],
         f"command line: {other}: is neither a checkpoint (manifest.json) nor Hugging Face's folder"
         " (config.json, and model.safetensors or model.safetensors.index.json)": [other, "x"],

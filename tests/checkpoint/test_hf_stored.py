@@ -115,14 +115,6 @@ def test_a_published_folder_is_imported_and_exported_in_bfloat16(tmp_path: Path)
     assert_same({name: one.bfloat16() for name, one in loaded.items()}, meant)
 
 
-def test_nothing_is_written_in_it(tmp_path: Path) -> None:
-    save_mxfp4(tmp_path / "there")
-    assert main(["convert", str(tmp_path / "there"), str(tmp_path / "run")]) == 0
-    assert refused(
-        main, ["convert", str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "mxfp4"]
-    ) == ["command line: --dtype: mxfp4 is none of float32, bfloat16, float16"]
-
-
 GATE, DOWN = (EXPERTS.format(1) + name for name in ("gate_up_proj", "down_proj"))
 FILE = "model.safetensors"
 

@@ -136,85 +136,92 @@ def test_what_both_of_a_pair_begin_with_is_not_learnt() -> None:
     assert [one.learnt for one in pairs_of({"chosen": ONE, "rejected": ONE})] == [[1], [1]]
 
 
+def said(*content: Any, **more: Any) -> Row:
+    """A row of messages: one of the user with each content, or a reply with ``more``."""
+    return {"messages": [*(user(each) for each in content), *([reply(**more)] if more else [])]}
+
+
+def user(content: Any) -> Row:
+    return {"role": "user", "content": content}
+
+
+def reply(content: Any = "b", **more: Any) -> Row:
+    return {"role": "assistant", "content": content, **more}
+
+
+JSON = "is not JSON: Expecting"
+REFUSED: dict[str, Row] = {
+    "has no chat (it has 'question', 'answer'); is it --fields prompt=question,completion=answer?": {
+        "question": "a",
+        "answer": "b",
+    },
+    "has no chat (it has 'id', 'dialog'); is its list of messages --field dialog?": {
+        "id": "1",
+        "dialog": ONE,
+    },
+    "has no chat (it has 'text', 'n'); text without a chat is read without --chat, with --field text": {
+        "text": "a",
+        "n": 1,
+    },
+    "has no chat (it has 'messages'); name its fields, for example by --fields"
+    " prompt=NAME,completion=NAME": {"messages": None},
+    "has no list of messages in 'messages'": {"messages": []},
+    "may be messages or sharegpt (it has 'messages', 'conversations', 'id'); name one by --shape"
+    " messages": {"messages": ONE, "conversations": ONE, "id": 1},
+    "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat"
+    "; --shape messages learns its messages": PAIRS["whole chats beside their prompt"],
+    "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat": PAIRS[
+        "texts"
+    ],
+    "has neither a text nor messages in 'prompt'": {"prompt": 5, "completion": "a"},
+    "has no list of [question, reply] in 'history'": {
+        "instruction": "a",
+        "output": "b",
+        "history": [["c"]],
+    },
+    "message 1: the role 'narrator' is none of human, user, gpt, chatgpt, model, assistant, tool,"
+    " observation, function_response, system, function_call; say what it is by --roles"
+    " narrator=user": share(("narrator", "a")),
+    f"message 2: function_call: {JSON} value: line 1 column 1 (char 0)": share(
+        HUMAN, ("function_call", "f(1)")
+    ),
+    "message 2: function_call: is not a list of objects": share(HUMAN, ("function_call", "[5]")),
+    "message 1 has no role": {"conversations": ["a"]},
+    "message 2 has no role": {"messages": [ASKED, {"content": "b"}]},
+    "message 1 has no content": {"messages": [{"role": "user"}]},
+    "message 2 has no content": said("a", content=None),
+    "message 2: weight: 0.5 is neither 0 nor 1": said("a", weight=0.5),
+    "message 1: content: is neither a text nor a list of texts": said(5),
+    "message 1: content: has a part that is no text: 'image_url'": said(
+        [{"type": "image_url", "image_url": "x"}]
+    ),
+    f"tools: {JSON} property name enclosed in double quotes: line 1 column 3 (char 2)": {
+        **said("a"),
+        "tools": "[{",
+    },
+    "tools: is not a list of objects": {**said("a"), "tools": [5]},
+    "documents: is not a list of objects": {**said("a"), "documents": {"a": "b"}},
+    f"message 2: tool_calls: {JSON} value: line 1 column 2 (char 1)": said("a", tool_calls="["),
+}
+REFUSED_SHAPES = {
+    "has no text in 'instruction'": ("alpaca", PAIRS["texts"]),
+    "'chosen' has a reply alone; put what it replies to in 'prompt'": (
+        "chosen",
+        {"chosen": "a", "rejected": "b"},
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("row", "names", "words"),
+    ("words", "shape", "row"),
     [
-        (
-            {"question": "a", "answer": "b"},
-            ChatNames(),
-            "has no chat (it has 'question', 'answer'); is it"
-            " --fields prompt=question,completion=answer?",
-        ),
-        (
-            {"id": "1", "dialog": ONE},
-            ChatNames(),
-            "has no chat (it has 'id', 'dialog'); is its list of messages --field dialog?",
-        ),
-        (
-            {"text": "a", "n": 1},
-            ChatNames(),
-            "has no chat (it has 'text', 'n'); text without a chat is read without --chat,"
-            " with --field text",
-        ),
-        (
-            {"messages": None},
-            ChatNames(),
-            "has no chat (it has 'messages'); name its fields, for example by --fields"
-            " prompt=NAME,completion=NAME",
-        ),
-        ({"messages": []}, ChatNames(), "has no list of messages in 'messages'"),
-        (
-            {"messages": ONE, "conversations": ONE, "id": 1},
-            ChatNames(),
-            "may be messages or sharegpt (it has 'messages', 'conversations', 'id'); name one by"
-            " --shape messages",
-        ),
-        (
-            PAIRS["whole chats beside their prompt"],
-            ChatNames(),
-            "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat"
-            "; --shape messages learns its messages",
-        ),
-        (
-            PAIRS["texts"],
-            ChatNames(),
-            "holds a preference pair; --pairs is for dpo.beta; --shape chosen learns its chosen chat",
-        ),
-        (PAIRS["texts"], ChatNames("alpaca"), "has no text in 'instruction'"),
-        ({"prompt": 5, "completion": "a"}, ChatNames(), "has neither a text nor messages in 'prompt'"),
-        (
-            {"chosen": "a", "rejected": "b"},
-            ChatNames("chosen"),
-            "'chosen' has a reply alone; put what it replies to in 'prompt'",
-        ),
-        (
-            {"instruction": "a", "output": "b", "history": [["c"]]},
-            ChatNames(),
-            "has no list of [question, reply] in 'history'",
-        ),
-        (
-            share(("narrator", "a")),
-            ChatNames(),
-            "message 1: the role 'narrator' is none of human, user, gpt, chatgpt, model, assistant,"
-            " tool, observation, function_response, system, function_call; say what it is by --roles"
-            " narrator=user",
-        ),
-        (
-            share(HUMAN, ("function_call", "f(1)")),
-            ChatNames(),
-            "message 2: function_call: is not JSON: Expecting value: line 1 column 1 (char 0)",
-        ),
-        (
-            share(HUMAN, ("function_call", "[5]")),
-            ChatNames(),
-            "message 2: function_call: is not a list of objects",
-        ),
-        ({"conversations": ["a"]}, ChatNames(), "message 1 has no role"),
+        *((words, "", row) for words, row in REFUSED.items()),
+        *((words, *given) for words, given in REFUSED_SHAPES.items()),
     ],
 )
-def test_rows_that_are_refused(row: Row, names: ChatNames, words: str) -> None:
+def test_rows_that_are_refused(words: str, shape: str, row: Row) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words follow)
-        read_chat(row, names)
+        read_chat(row, ChatNames(shape))
     assert str(caught.value) == words
 
 
