@@ -163,7 +163,7 @@ DAMAGES = ["truncated", "one bit", "a shard is gone", "no manifest", "half a man
 
 def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path) -> None:
     """What is damaged is never deleted, and stays beside what takes its name."""
-    keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 9}
+    keys: Keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 9}
     train_on(pool, tmp_path, keys, MESHES["data"], 1 + len(DAMAGES))
     first, *folders = sorted((tmp_path / "checkpoints").iterdir())
     words = [_damage(folder, how) for folder, how in zip(folders, DAMAGES, strict=True)]
