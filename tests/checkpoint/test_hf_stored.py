@@ -65,18 +65,23 @@ def test_equals_transformers() -> None:
         assert torch.equal(dequantized(blocks, scales).to(dtype).mT, theirs)
 
 
+def check_regions(folder: Path, place: Stored, whole: Tensor, count: int) -> None:
+    """Read regions of a tensor from a folder, and compare them with the whole."""
+    files, chance = TensorFiles(folder), random.Random(0)
+    for _ in range(count):
+        begins = [chance.randrange(size) for size in whole.shape]
+        ends = [chance.randint(b + 1, size) for b, size in zip(begins, whole.shape, strict=True)]
+        region = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
+        part = LocalShard(whole.shape, torch.Size(begins), torch.empty_like(whole[region]))
+        fill_shard(files, place, part)
+        assert torch.equal(part.local, whole[region])
+
+
 def test_any_region_is_read_by_itself(tmp_path: Path) -> None:
     blocks, scales = draw(5, 7, 70)
     write_tensors(tmp_path, {"w_blocks": blocks, "w_scales": scales})
-    files, whole = TensorFiles(tmp_path), dequantized(blocks, scales)[..., :70]
-    rng = random.Random(0)
-    for _ in range(30):
-        begins = [rng.randrange(size) for size in (5, 7, 70)]
-        ends = [rng.randint(b + 1, size) for b, size in zip(begins, (5, 7, 70), strict=True)]
-        region = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
-        part = LocalShard(whole.shape, torch.Size(begins), torch.empty_like(whole[region]))
-        fill_shard(files, Stored("w", transposed=True, code=Mxfp4()), part)
-        assert torch.equal(part.local, whole[region])
+    whole = dequantized(blocks, scales)[..., :70]
+    check_regions(tmp_path, Stored("w", transposed=True, code=Mxfp4()), whole, 30)
 
 
 def save_mxfp4(folder: Path) -> dict[str, Tensor]:
@@ -201,16 +206,9 @@ def test_any_region_of_blocks_is_read_by_itself(
     write_tensors(tmp_path, {})
     save_file({"w": values, "w_scale_inv": scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(quantization(*sides)))
-    files, whole, rng = TensorFiles(tmp_path), plain_values(values, scales, sides), random.Random(0)
-    for transposed in (False, True):
-        ours = whole.mT if transposed else whole
-        for _ in range(20):
-            begins = [rng.randrange(size) for size in ours.shape]
-            ends = [rng.randint(b + 1, size) for b, size in zip(begins, ours.shape, strict=True)]
-            region = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
-            part = LocalShard(ours.shape, torch.Size(begins), torch.empty_like(ours[region]))
-            fill_shard(files, Stored("w", transposed=transposed), part)
-            assert torch.equal(part.local, ours[region])
+    whole = plain_values(values, scales, sides)
+    check_regions(tmp_path, Stored("w"), whole, 20)
+    check_regions(tmp_path, Stored("w", transposed=True), whole.mT, 20)
 
 
 def save_blocks(

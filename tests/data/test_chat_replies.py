@@ -17,7 +17,7 @@ from compose.errors import ConfigError
 from tests.support.chat_families import FAMILIES, KINDS, OPEN, plain, save_family, tagged
 from tests.support.data_made import CHAT
 from tests.support.helpers import tier
-from tests.support.tokenizers_made import THINKING, save_tokenizer
+from tests.support.tokenizers_made import CHATML, THINKING
 
 TOOLS = [
     {
@@ -383,37 +383,23 @@ def test_templates_by_name(folder: Path, tmp_path: Path) -> None:
     more.unlink()
 
 
-def learnt_text(folder: Path, messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(text, what is learnt of it, as tokens) of each text that a chat makes."""
-    tokenizer = open_tokenizer(folder)
-    results = []
-    for rendered in Replies(tokenizer).render(read_chat({"messages": messages})):
-        ids, learnt = encode(tokenizer, rendered)
-        kept = tokenizer.decode([i for i, yes in zip(ids, learnt, strict=True) if yes])
-        results.append((tokenizer.decode(ids), kept))
-    return results
+def test_replies_alone_are_learnt(ours: JsonTokenizer) -> None:
+    (text,) = written(ours, CHATML, {"messages": CHAT})
+    assert text.text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n")
+    assert learnt(ours, text) == "<think>count</think>4<|im_end|>yes  <|im_end|>"
 
 
-def test_replies_alone_are_learnt(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    ((text, learnt),) = learnt_text(tmp_path, CHAT)
-    assert text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n")
-    assert learnt == "<think>count</think>4<|im_end|>yes  <|im_end|>"
+def test_a_template_that_drops_thoughts_makes_a_text_for_each_reply(ours: JsonTokenizer) -> None:
+    first, second = written(ours, THINKING, {"messages": CHAT})
+    assert learnt(ours, first) == "<think>count</think>4<|im_end|>"
+    assert learnt(ours, second) == "yes  <|im_end|>"
+    assert "count" not in second.text
+    assert second.text.startswith("<s><|im_start|>system\n")
 
 
-def test_a_template_that_drops_thoughts_makes_a_text_for_each_reply(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, THINKING)
-    first, second = learnt_text(tmp_path, CHAT)
-    assert first[1] == "<think>count</think>4<|im_end|>"
-    assert second[1] == "yes  <|im_end|>"
-    assert "count" not in second[0]
-    assert second[0].startswith("<s><|im_start|>system\n")
-
-
-def test_a_template_that_writes_no_reply_where_it_asks_for_one(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, "{% for m in messages|reverse %}{{ m.content }}{% endfor %}")
+def test_a_template_that_writes_no_reply_where_it_asks_for_one(ours: JsonTokenizer) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
-        learnt_text(tmp_path, CHAT)
+        written(ours, "{% for m in messages|reverse %}{{ m.content }}{% endfor %}", {"messages": CHAT})
     assert str(caught.value) == (
         "message 3: the chat template does not write a reply where it asks for one, after"
         " '2 + 2? <|im_end|> Be short.'"

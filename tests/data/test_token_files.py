@@ -66,6 +66,18 @@ def test_each_field_of_a_manifest_is_checked(tmp_path: Path, place: str, value: 
     assert refused(token_set(tmp_path, **{place: value})) == [f"manifest.json: {line}"]
 
 
+def test_files_are_those_of_the_manifest(tmp_path: Path) -> None:
+    token_set(tmp_path)
+    (tmp_path / "ends-00001.bin").unlink()
+    (tmp_path / "tokens-00000.bin").write_bytes(bytes(39))
+    assert refused(tmp_path) == [
+        "tokens-00000.bin: has 39 bytes, not the 40 of manifest.json",
+        "ends-00001.bin: is missing",
+    ]
+    (tmp_path / "manifest.json").write_text('{"format": 1')
+    assert refused(tmp_path)[0].startswith("manifest.json: is not JSON: ")
+
+
 @pytest.mark.parametrize("ends", [[-1, 20], [9, 21], [9, 8], [2**63 - 1, 20]])
 def test_an_index_lies_within_its_shard(tmp_path: Path, ends: list[int]) -> None:
     np.array(ends).astype("<i8").tofile(token_set(tmp_path) / "ends-00001.bin")
@@ -80,7 +92,9 @@ def test_ids_of_chats_have_a_row_in_the_model(tmp_path: Path) -> None:
         [samples.read(index) for index in range(len(samples))]
 
 
-@pytest.mark.parametrize("name", ["tokens-00001.bin", "tokenizer.model", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokens-00001.bin", "manifest.json", "tokenizer.model", "tokenizer_config.json"]
+)
 def test_a_token_set_is_read_within_its_folder(tmp_path: Path, name: str) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"x" * 40)
