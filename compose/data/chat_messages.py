@@ -65,34 +65,65 @@ class Chat:
     """Whether the row had a text and its continuation in place of the two messages."""
 
 
+class _Row:
+    """What a row or a message holds, by the common names of fields."""
+
+    def __init__(self, values: Mapping[str, Any], names: ChatNames) -> None:
+        self.values, self.names = values, names
+
+    def field(self, name: str) -> str:
+        """Return the field that holds what ``name`` says, or would hold it."""
+        given = dict(self.names.fields).get(name)
+        known = (given,) if given else _MESSAGE.get(name, (name,))
+        return next((each for each in known if self.values.get(each) is not None), known[0])
+
+    def get(self, name: str) -> Any:
+        return self.values.get(self.field(name))
+
+    def needed(self, name: str) -> Any:
+        value = self.get(name)
+        if not (isinstance(value, (str, dict)) or _is_list(value)):
+            raise ValueError(f"has neither a text nor messages in {self.field(name)!r}")
+        return value
+
+    def text(self, name: str) -> str:
+        if not isinstance(value := self.get(name), str):
+            raise ValueError(f"has no text in {self.field(name)!r}")
+        return value
+
+    def messages(self, name: str) -> list[Any]:
+        if not isinstance(value := self.get(name), list) or not value:
+            raise ValueError(f"has no list of messages in {self.field(name)!r}")
+        return value
+
+
 def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
     """Return the chat in a row. Raises ValueError if its shape is not clear, or something is wrong."""
-    shape, first, texts = shape_of(row, names), 0, False
+    shape, given, first, texts = shape_of(row, names), _Row(row, names), 0, False
     if shape == "chosen":
         return pairs_of(row, names)[0]
     if shape == "alpaca":
-        messages = [*_instruction(row, names), *_turns(_text(row, "output", names), _ROLE)]
+        messages = [*_instruction(given), *_turns(given.text("output"), _ROLE)]
     elif shape in ("messages", "sharegpt"):
-        messages = _list(row, SHAPES[shape][0], names)
+        messages = given.messages(SHAPES[shape][0])
     else:
-        read = _text if shape == PLAIN else _needed
-        prompt, completion = (read(row, name, names) for name in SHAPES["prompt"])
+        read = given.text if shape == PLAIN else given.needed
+        prompt, completion = map(read, SHAPES["prompt"])
         messages, texts = (
             _turns(prompt, "user"),
             isinstance(prompt, str) and isinstance(completion, str),
         )
         first = len(messages)
         messages += _turns(completion, _ROLE)
-    return _chat(row, _messages(messages, names), first, texts, names)
+    return _chat(given, _messages(messages, names), first, texts)
 
 
 def shape_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> str:
     """Return the shape of a row, by its keys. Raises ValueError if it has none, or several."""
     if names.shape:
         return names.shape
-    shapes = [
-        s for s, needs in SHAPES.items() if all(_get(row, each, names) is not None for each in needs)
-    ]
+    get = _Row(row, names).get
+    shapes = [s for s, needs in SHAPES.items() if all(get(each) is not None for each in needs)]
     named = [shape for shape in shapes if dict(names.fields).keys() & set(SHAPES[shape])]
     if len(named or shapes) == 1 and (named or shapes) != ["chosen"]:
         return (named or shapes)[0]
@@ -125,13 +156,14 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     Replies after the messages that both begin with are learnt: after ``prompt``, ``conversations`` or
     ``instruction``, or, where both are whole chats, after what is the same in both. Raises ValueError.
     """
-    values = [_needed(row, name, names) for name in SHAPES["chosen"]]
-    prompt = _get(row, "prompt", names)
-    if prompt is None and _get(row, "instruction", names) is not None:
-        before = _instruction(row, names)
+    given = _Row(row, names)
+    values = list(map(given.needed, SHAPES["chosen"]))
+    prompt = given.get("prompt")
+    if prompt is None and given.get("instruction") is not None:
+        before = _instruction(given)
     else:
         fields = ("messages", "conversations") if prompt is None else ()
-        asked = next((_list(row, f, names) for f in fields if _get(row, f, names) is not None), [])
+        asked = next((given.messages(f) for f in fields if given.get(f) is not None), [])
         before = asked if prompt is None else _turns(prompt, "user")
     before = _messages(before, names)
     sides = [_messages(_turns(value, _ROLE), names) for value in values]
@@ -145,61 +177,29 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     for name, side in zip(SHAPES["chosen"], sides, strict=True):
         if all(message["role"] == _ROLE for message in side):
             raise ValueError(
-                f"{_name(row, name, names)!r} has a reply alone; put what it replies to in 'prompt'"
+                f"{given.field(name)!r} has a reply alone; put what it replies to in 'prompt'"
             )
     texts = all(isinstance(value, str) for value in (prompt, *values))
-    chosen, rejected = (_chat(row, side, first, texts, names) for side in sides)
+    chosen, rejected = (_chat(given, side, first, texts) for side in sides)
     return chosen, rejected
 
 
-def _chat(
-    row: Mapping[str, Any], messages: list[ChatMessage], first: int, texts: bool, names: ChatNames
-) -> Chat:
+def _chat(row: _Row, messages: list[ChatMessage], first: int, texts: bool) -> Chat:
     """Return the chat of messages, of which replies from ``first`` on are learnt."""
-    system = names.shape != PLAIN and _get(row, "system", names)
+    system = row.names.shape != PLAIN and row.get("system")
     if system and all(message["role"] != "system" for message in messages):
-        messages = [{"role": "system", "content": _text(row, "system", names)}, *messages]
+        messages = [{"role": "system", "content": row.text("system")}, *messages]
         first, texts = first + 1, False
     learnt = [
         i for i, m in enumerate(messages) if i >= first and m["role"] == _ROLE and m.get("weight", 1)
     ]
-    more = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    more = _from_json(row.values.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise ValueError("chat_template_kwargs: is not an object")
-    tools, documents = (_objects(_get(row, name, names), name) for name in ("tools", "documents"))
-    if tools and _get(row, "conversations", names):  # LlamaFactory's are bare functions
+    tools, documents = (_objects(row.get(name), name) for name in ("tools", "documents"))
+    if tools and row.get("conversations"):  # LlamaFactory's are bare functions
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
     return Chat(messages, learnt, {**more, "tools": tools, "documents": documents}, texts)
-
-
-def _name(row: Mapping[str, Any], name: str, names: ChatNames) -> str:
-    """Return the field of a row that holds what ``name`` says, or would hold it."""
-    given = dict(names.fields).get(name)
-    known = (given,) if given else _MESSAGE.get(name, (name,))
-    return next((each for each in known if row.get(each) is not None), known[0])
-
-
-def _get(row: Mapping[str, Any], name: str, names: ChatNames) -> Any:
-    return row.get(_name(row, name, names))
-
-
-def _needed(row: Mapping[str, Any], name: str, names: ChatNames) -> Any:
-    value = _get(row, name, names)
-    if not (isinstance(value, (str, dict)) or _is_list(value)):
-        raise ValueError(f"has neither a text nor messages in {_name(row, name, names)!r}")
-    return value
-
-
-def _text(row: Mapping[str, Any], name: str, names: ChatNames) -> str:
-    if not isinstance(value := _get(row, name, names), str):
-        raise ValueError(f"has no text in {_name(row, name, names)!r}")
-    return value
-
-
-def _list(row: Mapping[str, Any], name: str, names: ChatNames) -> list[Any]:
-    if not isinstance(value := _get(row, name, names), list) or not value:
-        raise ValueError(f"has no list of messages in {_name(row, name, names)!r}")
-    return value
 
 
 def _is_list(value: Any) -> bool:
@@ -212,17 +212,17 @@ def _turns(value: Any, role: str) -> list[Any]:
     return [value] if isinstance(value, dict) else [*value]
 
 
-def _instruction(row: Mapping[str, Any], names: ChatNames) -> list[Any]:
+def _instruction(row: _Row) -> list[Any]:
     """Return what Alpaca's row asks, after its history; the input stands below the instruction.
 
     LlamaFactory joins them so too (its data/converter.py).
     """
-    parts = [_text(row, name, names) for name in ("instruction", "input") if _get(row, name, names)]
-    parts = parts or [_text(row, "instruction", names)]
-    history = _get(row, "history", names) or []
+    parts = [row.text(name) for name in ("instruction", "input") if row.get(name)]
+    parts = parts or [row.text("instruction")]
+    history = row.get("history") or []
     pairs = [each for each in history if isinstance(each, list)] if isinstance(history, list) else None
     if pairs is None or len(pairs) < len(history) or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"has no list of [question, reply] in {_name(row, 'history', names)!r}")
+        raise ValueError(f"has no list of [question, reply] in {row.field('history')!r}")
     turns = [turn for pair in pairs for turn in zip(("user", _ROLE), pair, strict=True)]
     return [{"role": role, "content": text} for role, text in [*turns, ("user", "\n".join(parts))]]
 
@@ -232,7 +232,7 @@ def _messages(messages: Sequence[Any], names: ChatNames) -> list[ChatMessage]:
 
 
 def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
-    if not isinstance(message, dict) or not isinstance(_get(message, "role", names), str):
+    if not isinstance(message, dict) or not isinstance(_Row(message, names).get("role"), str):
         raise ValueError(f"message {number} has no role")
     message = _with_role(message, number, names)
     # transformers drops a key without a value too.
@@ -260,7 +260,7 @@ def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
 
 def _with_role(message: ChatMessage, number: int, names: ChatNames) -> ChatMessage:
     """Return a message with role and content by these names, and a call of ShareGPT as OpenAI's."""
-    fields = [_name(message, name, names) for name in _MESSAGE]
+    fields = list(map(_Row(message, names).field, _MESSAGE))
     given: str = message[fields[0]]
     content = message.get(fields[1])
     role = dict(names.roles).get(given, given)
