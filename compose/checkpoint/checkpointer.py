@@ -286,7 +286,7 @@ class Checkpointer:
         try:
             tensors = {name: entry for part in files for name, entry in part.items()}
             state = {**asdict(progress), **self.fields, "data": self.data, "ranks": self.ranks}
-            everything = store.describe(target, state, dump(self.config), tensors)
+            everything = store.write_run_state(target, state, dump(self.config), tensors)
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
             return [cause_of(error), 0]

@@ -100,7 +100,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         folder = store.begin(aside / "checkpoints", 0)
         parts = {key: _whole(tensor, "meta") for key, tensor in tensors.items()}
         entries = save_parts(folder, parts, planner=_Streamed(read))
-        everything = store.describe(folder, state, dump(config), entries)
+        everything = store.write_run_state(folder, state, dump(config), entries)
         written = store.publish(folder, everything).relative_to(aside)
         store.mark(aside)
         copy_with_config(source, aside / TOKENIZER)

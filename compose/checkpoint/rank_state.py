@@ -61,7 +61,7 @@ def write(folder: Path, rank: int, label: str, state: Mapping[str, Tensor] | Non
         return {}
     path = _file(folder, rank)
     write_whole(path, save(dict(state), {"of": label}))
-    return store.described([path])
+    return store.manifest_entries([path])
 
 
 def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor] | None:

@@ -162,7 +162,7 @@ def checksum(path: Path) -> int:
     return value
 
 
-def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
+def manifest_entries(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
     """Return the manifest's entries of files."""
     paths = sorted(paths)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -170,14 +170,14 @@ def described(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
         return {path.name: {"size": path.stat().st_size, "crc32": crc} for path, crc in sums}
 
 
-def describe(
+def write_run_state(
     folder: Path, state: Mapping[str, Any], config: str, tensors: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Mapping[str, int]]:
     """Write state.json and config.toml; return the manifest's entries, with those of tensor files."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     write_whole(folder / STATE, json.dumps({**state, "versions": versions}, indent=1))
     write_whole(folder / "config.toml", config)
-    return {**described(p for p in folder.iterdir() if p.name not in tensors), **tensors}
+    return {**manifest_entries(p for p in folder.iterdir() if p.name not in tensors), **tensors}
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, int]], elsewhere: bool = False) -> Path:

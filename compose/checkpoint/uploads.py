@@ -68,17 +68,16 @@ class Uploads:
                 (self.remote / name).put(path)
                 self.sent[name] = state
 
+    def _place(self, name: str) -> Remote:
+        return Remote(self.remote / "checkpoints" / name)
+
     def make_room(self, name: str) -> None:
         """Remove the parts of a checkpoint that was not sent whole; a damaged one gets another name."""
-        target = self.remote / "checkpoints" / name
+        target = self._place(name)
         if (target / store.MANIFEST).exists():
             store.set_aside(target, "damaged")
         elif target.exists():
             store.remove(target)
-
-    def sizes(self, name: str) -> dict[str, int]:
-        """Return the size of each file that was sent of a checkpoint."""
-        return Remote(self.remote / "checkpoints" / name).sizes()
 
     def send_checkpoint(self, target: Path, files: Iterable[str], group: dist.ProcessGroup) -> str:
         """Send this rank's ``files``, then what the first rank has; return the problem, or "".
@@ -95,15 +94,14 @@ class Uploads:
         problem = next(filter(None, gathered_objects(problem, group)), "")
         if group.rank() == 0 and not problem:
             try:
-                own = set(store.listed(source)) - set(self.sizes(final.name))
+                own = set(store.listed(source)) - set(self._place(final.name).sizes())
                 self.send(source, final.name, own)
                 self.push()  # before the manifest: metrics.jsonl has every step of a checkpoint
                 self.complete(source, final.name)
             except Exception as error:
                 problem = cause_of(error)
         problem = gathered_objects(problem, group)[0]
-        there = self.remote / "checkpoints" / final.name
-        self.stranded = problem and f"{there}: {problem}; it is in {final}"
+        self.stranded = problem and f"{self._place(final.name)}: {problem}; it is in {final}"
         old = store.newest_first(target.parent)
         for folder in old[1:] if problem else (*old, target):
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,15 +109,15 @@ class Uploads:
 
     def send(self, source: Path, name: str, files: Iterable[str]) -> None:
         """Send files of the checkpoint in ``source``. Raises OSError."""
-        target = self.remote / "checkpoints" / name
+        target = self._place(name)
         with ThreadPoolExecutor(_SENDERS) as senders:
             for _ in senders.map(lambda file: (target / file).put(source / file), sorted(files)):
                 pass  # errors are raised here
 
     def complete(self, source: Path, name: str) -> None:
         """Send the manifest, if all that it lists is there, and this run still has the folder."""
-        target = self.remote / "checkpoints" / name
-        sizes = self.sizes(name)
+        target = self._place(name)
+        sizes = target.sizes()
         for file, size in store.listed(source).items():
             if sizes.get(file) != size:
                 raise StoreError(errno.EIO, f"{file} was not sent whole", str(target))

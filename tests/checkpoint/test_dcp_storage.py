@@ -105,7 +105,7 @@ def test_what_is_written_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         name: LocalShard(whole.shape, torch.Size((0, 0, 0)), whole)
         for name, whole in _tensors().items()
     }
-    assert save_parts(tmp_path, parts) == store.described(tmp_path.glob("__*"))
+    assert save_parts(tmp_path, parts) == store.manifest_entries(tmp_path.glob("__*"))
     name = "__0_0.safetensors"
     with pytest.raises(OSError, match=f"{name} was not written whole"):
         store.publish(tmp_path, {name: {"size": 1, "crc32": 0}})

@@ -47,7 +47,7 @@ def _parts() -> dict[str, Any]:
 def _sum(folder: Path) -> None:
     """Write a manifest that fits whatever is there."""
     files = [path for path in folder.iterdir() if path.name != store.MANIFEST]
-    manifest = json.dumps({"files": store.described(files)})
+    manifest = json.dumps({"files": store.manifest_entries(files)})
     (folder / store.MANIFEST).write_text(manifest)
 
 
@@ -58,7 +58,7 @@ def checkpoint(tmp_path: Path) -> Path:
     save_parts(folder, _parts())
     (folder / store.STATE).write_text(json.dumps(STATE))
     (folder / "config.toml").write_text("")
-    done = store.publish(folder, store.described(folder.iterdir()))
+    done = store.publish(folder, store.manifest_entries(folder.iterdir()))
     assert store.problems(done) == []
     return done
 

@@ -232,24 +232,29 @@ def test_copies_replace_links(tokenizer: Path, tmp_path: Path) -> None:
         assert not (folder / path.name).is_symlink()
 
 
+def keep(data: Path, folder: Path, **keys: object) -> None:
+    """Keep the tokenizer of a run that is trained on a token set."""
+    batches = Batches([open_samples(str(data), Data(), 8, 64)], global_batch=1, seed=0)
+    keep_tokenizer(dataclasses.replace(make_config(1, **keys), data=Data()), batches, folder)
+
+
 def test_a_run_writes_its_tokenizer_into_no_link(tokenizer: Path, tmp_path: Path) -> None:
     data = token_set(tmp_path / "data")
     (data / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
-    batches = Batches([open_samples(str(data), Data(), 8, 64)], global_batch=1, seed=0)
-    config, folder = dataclasses.replace(make_config(1), data=Data()), tmp_path / "run" / "tokenizer"
+    folder = tmp_path / "run" / "tokenizer"
     folder.parent.mkdir()
     (tmp_path / "else").mkdir()
     folder.symlink_to(tmp_path / "else")
     with pytest.raises(ConfigError, match=f"run.dir: {folder}: is a link; remove it"):
-        keep_tokenizer(config, batches, folder)
+        keep(data, folder)
     assert not list((tmp_path / "else").iterdir())
     folder.unlink()
-    keep_tokenizer(config, batches, folder)
+    keep(data, folder)
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "generation_config.json"}
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").mkdir()
     with pytest.raises(ConfigError, match=f"run.dir: {folder}: cannot be written: Is a directory"):
-        keep_tokenizer(config, batches, folder)
+        keep(data, folder)
 
 
 def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> None:
@@ -262,9 +267,7 @@ def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> N
     (base / "chat_template.jinja").write_text("another")
     (base / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
     folder.parent.mkdir()
-    batches = Batches([open_samples(str(data), Data(), 8, 64)], global_batch=1, seed=0)
-    config = dataclasses.replace(make_config(1, checkpoint__load_hf=base), data=Data())
-    keep_tokenizer(config, batches, folder)
+    keep(data, folder, checkpoint__load_hf=base)
     names = {path.name for path in folder.iterdir()}
     assert names == {
         *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")

@@ -123,7 +123,7 @@ class Case:
         if self.random.random() < 0.6 and manifest.is_file() and not manifest.is_symlink():
             # Odd files then pass the check of the manifest.
             whole = (p for p in step.iterdir() if p != manifest and p.is_file() and not p.is_symlink())
-            manifest.write_text(json.dumps({"files": store.described(whole)}))
+            manifest.write_text(json.dumps({"files": store.manifest_entries(whole)}))
         return name
 
     def odd_model(self) -> Command:

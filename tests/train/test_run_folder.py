@@ -254,7 +254,7 @@ def test_what_is_published_is_on_the_device_first(
     (folder / "a").write_text("a")
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "rename", renamed)
-    store.publish(folder, store.described(folder.iterdir()))
+    store.publish(folder, store.manifest_entries(folder.iterdir()))
     before, after = done[: done.index("renamed")], done[done.index("renamed") + 1 :]
     assert {str(folder / "a"), str(folder / store.MANIFEST), str(folder)} <= set(before)
     assert before[0] == str(folder / f".{store.MANIFEST}.new"), "before it is a manifest"

@@ -173,7 +173,7 @@ def _as_before_rows(folder: Path) -> None:
         assert label.pop() == "rows"
         save_file(load_file(path), path, {"of": json.dumps(label)})
     files = [path for path in folder.iterdir() if path.name != store.MANIFEST]
-    (folder / store.MANIFEST).write_text(json.dumps({"files": store.described(files)}))
+    (folder / store.MANIFEST).write_text(json.dumps({"files": store.manifest_entries(files)}))
 
 
 @pytest.mark.slow

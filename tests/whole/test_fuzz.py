@@ -199,7 +199,7 @@ def work(valid: Valid, tmp_path: Path) -> Iterator[Path]:
 
 def _sum(step: Path) -> None:
     files = (path for path in step.iterdir() if path.name != store.MANIFEST)
-    (step / store.MANIFEST).write_text(json.dumps({"files": store.described(files)}))
+    (step / store.MANIFEST).write_text(json.dumps({"files": store.manifest_entries(files)}))
 
 
 def _problem(command: Command) -> str:
