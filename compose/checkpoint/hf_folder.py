@@ -18,6 +18,9 @@ from compose.checkpoint.hf_stored import (
     E4M3,
     Named,
     Stored,
+    mxfp4_names,
+    mxfp4_problems,
+    read_mxfp4,
     read_values,
     scale_problems,
     scales_of,
@@ -113,9 +116,8 @@ def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
     if part.local.numel() == 0:
         return
     region = [slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True)]
-    code = place.code_in(files.entries)
-    if code:
-        code.fill(part.local, place.name, region, files.read)
+    if place.in_mxfp4(files.entries):
+        read_mxfp4(part.local, place.name, region, files.read)
         return
 
     def read(name: str, own: list[slice], shape: Sequence[int]) -> Tensor:
@@ -141,10 +143,9 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     results: list[tuple[str, str]] = []
     quantized: set[str] = set()
     for _, place, tensor in published(whole, hf_name):
-        code = place.code_in(files.entries)
-        if code:
-            quantized.update(code.names(place.name))
-            results += code.problems(place.name, tensor.shape, files.entries)
+        if place.in_mxfp4(files.entries):
+            quantized.update(mxfp4_names(place.name))
+            results += mxfp4_problems(place.name, tensor.shape, files.entries)
             continue
         names = [place.resolved(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))

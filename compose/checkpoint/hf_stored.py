@@ -28,51 +28,47 @@ E4M3 = "F8_E4M3"
 """The type, in the format of the files, of a matrix with a scale for each block."""
 
 
-class Mxfp4:
-    """A stack of matrices in MXFP4, which is read and not written."""
+def mxfp4_names(name: str) -> tuple[str, str]:
+    """Return the names of the tensors in which a tensor in MXFP4 is stored."""
+    return f"{name}_blocks", f"{name}_scales"
 
-    def names(self, name: str) -> Sequence[str]:
-        """Return the names of the stored tensors."""
-        return [f"{name}_blocks", f"{name}_scales"]
 
-    def problems(
-        self, name: str, shape: Sequence[int], entries: Mapping[str, TensorEntry]
-    ) -> list[tuple[str, str]]:
-        """Return what is wrong with the stored tensors."""
-        groups = (*shape[:-1], -(-shape[-1] // _BLOCK))
-        blocks, scales = self.names(name)
-        wanted = {blocks: (*groups, _BLOCK // 2), scales: groups}
-        results = []
-        for one, other in ((blocks, scales), (scales, blocks)):
-            entry = entries.get(one)
-            if entry is None:
-                where = f"{entries[other].path.name} holds {other.rpartition('.')[2]}"
-                results.append((one, f"is missing, and {where}"))
-                continue
-            file = entry.path.name
-            if entry.shape != wanted[one]:
-                results.append((one, f"in {file} is {entry.shape}, the model's is {wanted[one]}"))
-            elif entry.dtype != _TYPE:
-                results.append((one, f"in {file} is {entry.dtype}, not {_TYPE}"))
-        return results
+def mxfp4_problems(
+    name: str, shape: Sequence[int], entries: Mapping[str, TensorEntry]
+) -> list[tuple[str, str]]:
+    """Return what is wrong with the stored tensors of a tensor in MXFP4."""
+    groups = (*shape[:-1], -(-shape[-1] // _BLOCK))
+    blocks, scales = mxfp4_names(name)
+    results = []
+    for one, wanted, other in ((blocks, (*groups, _BLOCK // 2), scales), (scales, groups, blocks)):
+        entry = entries.get(one)
+        if entry is None:
+            where = f"{entries[other].path.name} holds {other.rpartition('.')[2]}"
+            results.append((one, f"is missing, and {where}"))
+        elif entry.shape != wanted:
+            where = f"in {entry.path.name}"
+            results.append((one, f"{where} is {entry.shape}, the model's is {wanted}"))
+        elif entry.dtype != _TYPE:
+            results.append((one, f"in {entry.path.name} is {entry.dtype}, not {_TYPE}"))
+    return results
 
-    def fill(
-        self,
-        target: Tensor,
-        name: str,
-        region: Sequence[slice],
-        read: Callable[[str, Sequence[slice]], Tensor],
-    ) -> None:
-        """Fill a part of our tensor, one matrix after another."""
-        blocks, scales = self.names(name)
-        stack, *rows, last = region
-        groups = slice(last.start // _BLOCK, -(-last.stop // _BLOCK))
-        first = last.start - groups.start * _BLOCK
-        for place, index in enumerate(range(stack.start, stack.stop)):
-            stored = (slice(index, index + 1), *rows, groups)
-            packed = read(blocks, (*stored, slice(0, _BLOCK // 2)))
-            values = dequantized(packed, read(scales, stored))[0]
-            target[place].copy_(values[..., first : first + last.stop - last.start])
+
+def read_mxfp4(
+    target: Tensor,
+    name: str,
+    region: Sequence[slice],
+    read: Callable[[str, Sequence[slice]], Tensor],
+) -> None:
+    """Fill a part of our tensor, one matrix after another."""
+    blocks, scales = mxfp4_names(name)
+    stack, *rows, last = region
+    groups = slice(last.start // _BLOCK, -(-last.stop // _BLOCK))
+    first = last.start - groups.start * _BLOCK
+    for place, index in enumerate(range(stack.start, stack.stop)):
+        stored = (slice(index, index + 1), *rows, groups)
+        packed = read(blocks, (*stored, slice(0, _BLOCK // 2)))
+        values = dequantized(packed, read(scales, stored))[0]
+        target[place].copy_(values[..., first : first + last.stop - last.start])
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -129,8 +125,8 @@ class Stored:
     parts: int = 1  # how many of our tensors make theirs
     base: str = ""
     """A prefix of the name. Files that the model without its head has written leave it out."""
-    code: Mxfp4 | None = None
-    """The format of few bits in which files may hold ours; then only the name applies besides."""
+    mxfp4: bool = False
+    """Whether files may hold ours in MXFP4; then only the name applies besides."""
     rows: tuple[int, ...] = ()  # rows of each part, if they are not alike
     dim: int = 0  # the dim along which theirs has parts
 
@@ -154,10 +150,9 @@ class Stored:
             whole[self.dim] = sum(self.rows) or own[self.dim] * self.parts
         return (*whole[:-2], whole[-1], whole[-2]) if self.transposed else tuple(whole)
 
-    def code_in(self, files: Container[str]) -> Mxfp4 | None:
-        """Return the format of few bits, if ``files`` hold any of its tensors."""
-        names = self.code.names(self.name) if self.code else ()
-        return self.code if any(name in files for name in names) else None
+    def in_mxfp4(self, files: Container[str]) -> bool:
+        """Return whether ``files`` hold ours in MXFP4, at least in part."""
+        return self.mxfp4 and any(name in files for name in mxfp4_names(self.name))
 
     def resolved(self, name: str, files: Container[str]) -> str:
         """Return the name under which ``files`` hold a tensor, or its own name if they lack it."""

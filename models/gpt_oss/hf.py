@@ -7,7 +7,7 @@ first way only: rounding trained weights to 4 bits would change the model.
 from collections.abc import Mapping
 from typing import Any
 
-from compose.checkpoint.hf_stored import Mxfp4, Stored
+from compose.checkpoint.hf_stored import Stored
 
 from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, TRAINING, in_layer
 from ..layers.kinds import Kind, with_experts
@@ -80,7 +80,7 @@ def hf_name(name: str, config: GptOssConfig | None = None) -> str | Stored:
     prefix, part = in_layer(name)
     if part in _PARAMETERS:
         theirs = prefix + _PARAMETERS[part]
-        return Stored(theirs, transposed=True, code=Mxfp4()) if part in _WEIGHTS else theirs
+        return Stored(theirs, transposed=True, mxfp4=True) if part in _WEIGHTS else theirs
     module, _, own = part.rpartition(".")
     return f"{prefix}{_MODULES[module]}.{own}"
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from compose.__main__ import main
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.hf_folder import HfName, fill_shard, load_hf, name_of
-from compose.checkpoint.hf_stored import Mxfp4, Named, Stored, dequantized, stored
+from compose.checkpoint.hf_stored import Named, Stored, dequantized, stored
 from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.safetensors_files import TensorFiles
 from compose.config.hugging_face import find_hf
@@ -81,7 +81,7 @@ def test_any_region_is_read_by_itself(tmp_path: Path) -> None:
     blocks, scales = draw(5, 7, 70)
     write_tensors(tmp_path, {"w_blocks": blocks, "w_scales": scales})
     whole = dequantized(blocks, scales)[..., :70]
-    check_regions(tmp_path, Stored("w", transposed=True, code=Mxfp4()), whole, 30)
+    check_regions(tmp_path, Stored("w", transposed=True, mxfp4=True), whole, 30)
 
 
 def save_mxfp4(folder: Path) -> dict[str, Tensor]:
