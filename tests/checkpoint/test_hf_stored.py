@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -104,20 +104,6 @@ def save_mxfp4(folder: Path) -> dict[str, Tensor]:
     values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(values))
     return meant
-
-
-def test_a_published_folder_is_imported_and_exported_in_bfloat16(tmp_path: Path) -> None:
-    there, run, back = tmp_path / "there", tmp_path / "run", tmp_path / "back"
-    meant = save_mxfp4(there)
-    assert main(["convert", str(there), str(run)]) == 0
-    export(run / "checkpoints/step-00000000", back, dtype=torch.bfloat16)
-    assert_same(read_tensors(back), meant)
-    assert "quantization_config" not in json.loads((back / "config.json").read_text())
-    # And loaded by a run itself.
-    model, names = gpt_oss.Model(CONFIG), name_of("gpt_oss", CONFIG)
-    load_hf(model, there, names)
-    loaded = published(dict(model.named_parameters()), names)
-    assert_same({name: one.bfloat16() for name, one in loaded.items()}, meant)
 
 
 GATE, DOWN = (EXPERTS.format(1) + name for name in ("gate_up_proj", "down_proj"))
@@ -263,14 +249,32 @@ def place_of(state: dict[str, Tensor], names: HfName) -> list[Named]:
     ]
 
 
-def test_blocks_are_imported_and_exported_in_the_type_that_is_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("save", "dtype"),
+    [
+        (save_mxfp4, torch.bfloat16),
+        (lambda folder: save_blocks(folder, (128, 128), torch.bfloat16), torch.float32),
+    ],
+    ids=["mxfp4", "blocks"],
+)
+def test_a_published_folder_is_imported_and_exported(
+    tmp_path: Path, save: Callable[[Path], dict[str, Tensor]], dtype: torch.dtype
+) -> None:
     """Scales may have another type; config.json has no quantization afterwards."""
     there, run, back = tmp_path / "there", tmp_path / "run", tmp_path / "back"
-    meant = save_blocks(there, (128, 128), torch.bfloat16)
+    meant = save(there)
     assert main(["convert", str(there), str(run)]) == 0
-    export(run / "checkpoints/step-00000000", back)
+    export(run / "checkpoints/step-00000000", back, dtype=dtype)
     assert_same(read_tensors(back), meant)
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+def test_a_run_loads_a_published_folder_itself(tmp_path: Path) -> None:
+    meant = save_mxfp4(tmp_path)
+    model, names = gpt_oss.Model(CONFIG), name_of("gpt_oss", CONFIG)
+    load_hf(model, tmp_path, names)
+    loaded = published(dict(model.named_parameters()), names)
+    assert_same({name: one.bfloat16() for name, one in loaded.items()}, meant)
 
 
 def test_blocks_equal_those_of_transformers(tmp_path: Path) -> None:
