@@ -17,6 +17,7 @@ from compose.errors import ConfigError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 ARROW = (".parquet", ".arrow")
+ROWS = (*JSON_LINES, *ARROW)
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLOCK = 1 << 20  # bytes of a text in one block

@@ -24,9 +24,8 @@ from compose.data.chat_messages import PLAIN, ChatNames, pairs_of, read_chat, sh
 from compose.data.chat_replies import Replies, encode
 from compose.data.chat_template import has_template
 from compose.data.documents import (
-    ARROW,
-    JSON_LINES,
     PACKED,
+    ROWS,
     BadLine,
     FilePart,
     describe_bad_line,
@@ -101,8 +100,8 @@ def describe_job(
         if path.suffix in PACKED:
             problems.append(f"{path}: is compressed; unpack it first")
             continue
-        if kind != "text" and path.suffix not in (*JSON_LINES, *ARROW):
-            kinds = ", ".join((*JSON_LINES, *ARROW))
+        if kind != "text" and path.suffix not in ROWS:
+            kinds = ", ".join(ROWS)
             problems.append(f"{path}: is no file of chats: {kinds}, or the folder of a saved dataset")
             continue
         try:
@@ -317,13 +316,9 @@ def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
 def _texts(
     job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: Counts
 ) -> Iterator[Piece]:
-    path, bad = Path(unit.path), _bad(job, counts)
     before, after = tokenizer.around if job.added else ([], [])
     ending = [] if after[-1:] == [job.end] else [job.end]
-    if path.suffix in (*JSON_LINES, *ARROW):
-        documents = texts(unit, job.field, bad)
-    else:
-        # The file is one document, and this unit is a part of it.
+    if Path(unit.path).suffix not in ROWS:  # the file is one document, and this unit is a part of it
         if unit.start == 0:
             yield before, [], False
         for text, start, stop in text_blocks(unit):
@@ -332,7 +327,7 @@ def _texts(
             counts.rows += 1
             yield [*after, *ending], [], True
         return
-    for text in documents:
+    for text in texts(unit, job.field, _bad(job, counts)):
         counts.rows += 1
         counts.empty += not text
         if text:
