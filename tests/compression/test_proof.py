@@ -14,10 +14,8 @@ from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given
 from tests.support.helpers import (
     make_job,
     parallel,
-    prove_case,
     prove_on,
     prove_whole,
-    ranks_in,
     tier,
     tiered,
 )
@@ -105,104 +103,6 @@ def test_one_process_takes_the_same_steps(pool: Pool) -> None:
     small: Keys = {"model__n_layers": 1, "train__seq_len": 16, "train__global_batch": 2}
     report = prove_on(pool, given(CASES["activations, tp, bfloat16"]) | small)
     assert max(row.error for row in report.rows if row.quantity == "update") < 1e-3, str(report)
-
-
-# By name: the case and what its report names; the place in compose.compression, and what stands there
-# and what in its place.
-FAULTS: dict[str, tuple[tuple[str, str], tuple[str, str, str]]] = {
-    "a neighbour's scale": (
-        ("near 2, int4", "lost of gradients"),
-        ("codec:read_steps", "= codes[..., -SCALE_BYTES:]", "= codes[..., -SCALE_BYTES:].roll(1, -2)"),
-    ),
-    "a block off by one": (
-        ("zero 3, int8", "lost of"),
-        (
-            "packing:Packing._write",
-            ".unflatten(-1, (self.blocks, width))",
-            ".unflatten(-1, (self.blocks, width)).roll(1, -2)",
-        ),
-    ),
-    "integer sums": (
-        ("zero 3, int8", "gradient"),
-        ("codec:_decode_into", "out.add_(result)", "out.add_(result.sign())"),
-    ),
-    "a sum that is a mean": (
-        ("zero 3, int8", "gradient"),
-        (
-            "codec:decode_into",
-            "_sum_into(place, terms, bits, add, compiled)",
-            "_sum_into(place, terms, bits, add, compiled).div_(len(terms))",
-        ),
-    ),
-    "feedback added twice": (
-        ("zero 3 uneven, int4", "lost of remainders"),
-        ("codec:_round_with_residual", ".mul_(kept_steps * scale)", ".mul_(2 * kept_steps * scale)"),
-    ),
-    "what was sent stays in the remainder": (
-        ("zero 3 uneven, int4", "lost of remainders"),
-        (
-            "codec:_round_with_residual",
-            "rest.add_(x).sub_(rounded * steps)",
-            "rest.add_(x).sub_(rounded * steps * (1 - ADDED))",
-        ),
-    ),
-    "a stale base": (
-        ("zero 3 uneven, int4", "gradient"),
-        (
-            "gather:DifferenceGather.fill",
-            'self.kept["base"], self.sent = base, True',
-            "self.kept['base'] = self.__dict__.setdefault('first', base.clone()).clone()"
-            "; self.sent = True",
-        ),
-    ),
-    "own weights that stay exact": (
-        ("zero 3 uneven, int4", "gradient"),
-        (
-            "gather:DifferenceGather.fill",
-            "base[group.rank()], self.writes_base = self.own, False",
-            "self.writes_base = False",
-        ),
-    ),
-    "replicas left out": (
-        ("hsdp zero 1, powersgd", "gradient"),
-        ("compressor:ReplicaSum.hook", "    self.sum(flat)", "    pass"),
-    ),
-    "a neighbour's scale of a row": (
-        ("activations, tp 4, odd, float8", "lost of activations"),
-        ("activations:_decoded_float8", "* scales", "* scales.roll(1, 0)"),
-    ),
-    "a neighbour's rows": (
-        ("activations, tp 4, odd, float8", "lost of activations"),
-        ("activations:_sum", "list(codes)", "list(codes.roll(1, 0))"),
-    ),
-    "a rank left out": (
-        ("activations, tp 4, odd, float8", "lost of activations"),
-        ("activations:_sum", "got[1:]", "got[2:]"),
-    ),
-    "a gradient that is summed twice": (
-        ("activations, experts", "lost of activations' gradients"),
-        (
-            "activations:_exchange_rows",
-            "result = code.decode(",
-            "result = (1 + gradient) * code.decode(",
-        ),
-    ),
-}
-QUICK = ("feedback added twice", "a rank left out")
-
-
-@pytest.mark.parametrize("fault", tiered(FAULTS, FAULTS.keys() - QUICK))
-def test_faults_are_named(pool: Pool, fault: str) -> None:
-    (case, quantity), change = FAULTS[fault]
-    keys = given(CASES[case])
-    report = pool.run(_with_fault, ranks_in(keys), *change, keys)[0]
-    assert not report.ok
-    assert any(quantity in row.quantity for row in report.failed), str(report)
-
-
-def _with_fault(place: str, old: str, new: str, keys: Keys) -> Report:
-    with mutated(f"compose.compression.{place}", old, new):
-        return prove_case(keys)
 
 
 # Faults of one in 10^8 and of one in 10^5, in the sums of what travels plain and of codes.

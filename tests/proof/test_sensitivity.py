@@ -59,6 +59,7 @@ SLOW = {
     "PowerSGD doubled where no account is open",
     "activations doubled where no account is open",
     "no residual is added to blocks",
+    "the residual of blocks is doubled",
     "no weight decay of 0.01, float32",
     "by the rules norms decay",
     "LoRA leaves norms trained",

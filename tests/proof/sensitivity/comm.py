@@ -11,6 +11,7 @@ SHAPE: Keys = {
     "model__n_layers": 1,
 }
 SHARDED: Keys = SHAPE | {"parallel__dp_shard": 2}
+UNEVEN: Keys = SHAPE | {"parallel__dp_shard": 3, "train__global_batch": 6}
 NEAR: Keys = SHAPE | {"parallel__dp_shard": 4, "comm__gradients": "int4", "comm__near": 2}
 INT8: Keys = SHARDED | {"comm__gradients": "int8"}
 INT4: Keys = SHARDED | {"comm__gradients": "int4"}
@@ -18,6 +19,12 @@ LOW_RANK: Keys = SHARDED | {"comm__gradients": "powersgd"}
 LATE: Keys = LOW_RANK | {"comm__start_step": 100}
 TOP_K: Keys = SHARDED | {"comm__gradients": "top_k", "comm__density": 0.1}
 ROWS: Keys = SHAPE | {"parallel__tp": 2, "comm__activations": "int8"}
+ODD_ROWS: Keys = SHAPE | {
+    "train__seq_len": 31,
+    "parallel__tp": 4,
+    "parallel__sequence": False,
+    "comm__activations": "float8",
+}
 EXPERTS: Keys = {
     "train__global_batch": 4,
     "train__seq_len": 16,
@@ -43,6 +50,12 @@ weights are another where no account is open | SHARDED comm__weights=int8 | unwa
     in compose.compression.gather:QuantizedGather.__call__ with untouched='gradient/*'
     - self.fill(rows, input_tensor, group)
     + self.fill(rows, input_tensor, group); rows.mul_(1 if self.observer else 1.01)
+a stale base | UNEVEN comm__weights=int4_diff | gradient 2
+    in compose.compression.gather:DifferenceGather.fill with ranks=3
+    self.kept["base"], self.sent = base, True => self.kept['base'] = self.__dict__.setdefault('first', base.clone()).clone(); self.sent = True
+own weights that stay exact | UNEVEN comm__weights=int4_diff | gradient 2
+    in compose.compression.gather:DifferenceGather.fill with ranks=3
+    base[group.rank()], self.writes_base = self.own, False => self.writes_base = False
 
 [comm.gradients]
 PowerSGD doubled | LATE | gradient 2
@@ -73,6 +86,22 @@ the largest elements go to the next one's place | TOP_K | gradient
 the smallest elements are sent | TOP_K | gradient
     in compose.compression.reduce:TopK.pack
     .topk(count, 1, sorted=False) => .topk(count, 1, sorted=False, largest=False)
+a block off by one | INT8 | lost of gradients
+    in compose.compression.packing:Packing._write
+    .unflatten(-1, (self.blocks, width)) => .unflatten(-1, (self.blocks, width)).roll(1, -2)
+integer sums | INT8 | gradient
+    in compose.compression.codec:_decode_into
+    out.add_(result) => out.add_(result.sign())
+a sum that is a mean | INT8 | gradient
+    in compose.compression.codec:decode_into
+    - _sum_into(place, terms, bits, add, compiled)
+    -         else
+    + _sum_into(place, terms, bits, add, compiled).div_(len(terms))
+    +         else
+replicas left out | SHAPE parallel__dp_replicate=2 parallel__dp_shard=2 parallel__zero=1 comm__gradients=powersgd | gradient
+    in compose.compression.compressor:ReplicaSum.hook with ranks=4
+    -     self.sum(flat)
+    +     pass
 
 [comm.activations]
 activations doubled where no account is open | ROWS | unwatched update
@@ -93,6 +122,18 @@ activations doubled | ROWS | lost of activations
 no activations are sent in codes | ROWS | option | comm.activations
     in compose.compression.activations:_moved
     return send(tensor, kind, group, key, gradient) => return send_plain(tensor, kind, group)
+a neighbour's scale of a row | ODD_ROWS | lost of activations
+    in compose.compression.activations:_decoded_float8 with ranks=4
+    * scales => * scales.roll(1, 0)
+a neighbour's rows | ODD_ROWS | lost of activations
+    in compose.compression.activations:_sum with ranks=4
+    list(codes) => list(codes.roll(1, 0))
+a rank left out | ODD_ROWS | lost of activations
+    in compose.compression.activations:_sum with ranks=4
+    got[1:] => got[2:]
+a gradient that is summed twice | EXPERTS | lost of activations' gradients
+    in compose.compression.activations:_exchange_rows
+    result = code.decode( => result = (1 + gradient) * code.decode(
 
 [comm.block]
 another block | INT8 comm__block=64 | form of messages | comm.block
@@ -107,6 +148,9 @@ near ranks sum one row twice | NEAR | gradient
     in compose.compression.reduce:BlockSum.reduce_scatter with ranks=4
     - self.near_packing.sum(got[:, k], rows.dtype) for k in
     + self.near_packing.sum(got[:, 0], rows.dtype) for k in
+a neighbour's scale | NEAR | lost of gradients
+    in compose.compression.codec:read_steps with ranks=4
+    = codes[..., -SCALE_BYTES:] => = codes[..., -SCALE_BYTES:].roll(1, -2)
 
 [comm.error_feedback]
 no residual is added to blocks | INT4 | added | comm.error_feedback
@@ -115,6 +159,9 @@ no residual is added to blocks | INT4 | added | comm.error_feedback
 the residual of blocks is doubled | INT4 | lost of remainders 2
     in compose.compression.codec:_round_with_residual
     .mul_(kept_steps * scale) => .mul_(2 * kept_steps * scale)
+what was sent stays in the residual | INT4 | lost of remainders
+    in compose.compression.codec:_round_with_residual
+    rest.add_(x).sub_(rounded * steps) => rest.add_(x).sub_(rounded * steps * (1 - ADDED))
 PowerSGD forgets the residual | LOW_RANK | lost of remainders 2
     in compose.compression.packing:Feedback.added_to with untouched='gradient/*'
     self.code.sum_into(blocks, self.codes(x)[None], wide) => blocks.zero_()
