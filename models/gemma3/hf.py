@@ -5,6 +5,7 @@ have other names, and no model here has the part for images.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS, in_layer
@@ -82,16 +83,12 @@ KINDS = {
         _TIED,
         writes={"hidden_act": _GELU, "attention_bias": False},
     ),
-    "vaultgemma": Kind(
-        "VaultGemmaForCausalLM",
-        _SECOND,
-        _ONE_ROPE | {"post_norms": False},
-        _MODULES,
-        _SECOND_DEFAULTS,
-        null=_NULL,
-        writes={"hidden_activation": _GELU, "attention_bias": False},
-    ),
 }
+KINDS["vaultgemma"] = replace(
+    KINDS["gemma2"],
+    architecture="VaultGemmaForCausalLM",
+    fixed=_ONE_ROPE | {"post_norms": False},
+)
 KEYS = {name: kind.keys for name, kind in KINDS.items()}
 MODEL_TYPES = (*KINDS, _IMAGES)  # the last one to be refused with its reason
 

@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .checks import check_above_0, check_at_least
+
 
 def inverse_frequencies(
     head_dim: int,
@@ -118,8 +120,7 @@ class RopeFields:
 
     def check_rope(self, pairs: int) -> None:
         """Raise ValueError if a field is out of its range; so many pairs of a head are rotated."""
-        if not self.rope_scaling > 0:
-            raise ValueError(f"rope_scaling: {self.rope_scaling} should be above 0")
+        check_above_0(self, "rope_scaling")
         if not 0 <= self.rope_magnitude < 2**31:
             raise ValueError(f"rope_magnitude: {self.rope_magnitude} should be at least 0, below 2^31")
         if self.rope_rule not in RULES:
@@ -132,13 +133,9 @@ class RopeFields:
         fast, slow = self.rope_beta_fast, self.rope_beta_slow
         if self.rope_rule == "yarn" and not 0 < slow <= fast:
             raise ValueError(f"rope_beta_slow: {slow} should be above 0, at most {fast}")
-        if not 1 <= self.rope_original_seq_len < 2**31:
-            length = self.rope_original_seq_len
-            raise ValueError(f"rope_original_seq_len: {length} should be at least 1, below 2^31")
-        for name in ("rope_short_factors", "rope_long_factors"):
+        check_at_least(self, 1, "rope_original_seq_len")
+        for name in ("rope_short_factors", "rope_long_factors") if self.rope_rule == "longrope" else ():
             factors = getattr(self, name)
-            if self.rope_rule != "longrope":
-                continue
             if len(factors) != pairs or not all(0 < factor < 2**31 for factor in factors):
                 raise ValueError(f"{name}: should be {pairs} numbers above 0, one for each pair")
 

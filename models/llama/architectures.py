@@ -120,6 +120,15 @@ _COHERE: dict[str, Any] = {
     "parallel_block": True,
     "rope_interleaved": True,
 }
+_GLM: dict[str, Any] = {
+    "flags": {"attention_bias": _QKV},
+    "part": 0.5,
+    "fused": _GATE_UP,
+    "defaults": {"norm_eps": 1.5625e-7},
+    "true": ("attention_bias",),
+    "head_dim": 128,
+    "kv_heads": 2,
+}
 # Older files have words on images, on layers that share keys, and on special tokens.
 _HUNYUAN = """
 anyres_pooling_size anyres_vit_max_image_size anyres_vit_two_views attention_head_dim
@@ -282,17 +291,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults=_TIED | {"logit_scale": 0.0625},
         window=4096,
     ),
-    "glm": _row(
-        "GlmForCausalLM",
-        fixed={"rope_interleaved": True},
-        flags={"attention_bias": _QKV},
-        part=0.5,
-        fused=_GATE_UP,
-        defaults={"norm_eps": 1.5625e-7},
-        true=("attention_bias",),
-        head_dim=128,
-        kv_heads=2,
-    ),
+    "glm": _row("GlmForCausalLM", fixed={"rope_interleaved": True}, **_GLM),
     "glm4": _row(
         "Glm4ForCausalLM",
         fixed={"rope_interleaved": True, "norm_after": True},
@@ -300,13 +299,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attention_post_norm": "post_self_attn_layernorm",
             "ffn_post_norm": "post_mlp_layernorm",
         },
-        flags={"attention_bias": _QKV},
-        part=0.5,
-        fused=_GATE_UP,
-        defaults={"norm_eps": 1.5625e-7},
-        true=("attention_bias",),
-        head_dim=128,
-        kv_heads=2,
+        **_GLM,
     ),
     "exaone4": _row(
         "Exaone4ForCausalLM",

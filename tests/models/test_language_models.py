@@ -17,6 +17,7 @@ from compose.data.samples import random_batch
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from models.layers.attention import Documents
 from models.layers.router import Router
+from models.llama.architectures import ARCHITECTURES
 from tests.support.helpers import make_config, refusal, refused, tier
 from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import (
@@ -282,6 +283,14 @@ def test_document_mask() -> None:
     assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
 
 
+def of_family(name: str) -> llama.Config:
+    """A small model of an architecture of the llama family."""
+    row = ARCHITECTURES[name]
+    layers = {"window": 9, "layer_pattern": "wF" if "rotated" in row.layers else "w"}
+    sizes: dict[str, Any] = {"n_layers": 2, "head_dim": 10, "dim": 60, "architecture": name}
+    return llama.Config(**{**row.fixed, **sizes, **(layers if row.layers else {})})
+
+
 def debug(folder: Any, preset: str = "debug", **changes: Any) -> Any:
     return dataclasses.replace(folder.PRESETS[preset], **{"n_layers": 2} | changes)
 
@@ -291,6 +300,7 @@ def debug(folder: Any, preset: str = "debug", **changes: Any) -> Any:
     [
         ("llama", LLAMA),
         ("llama", debug(llama)),
+        *(("llama", of_family(name)) for name in ("arcee", "olmo3", "cohere2")),
         ("qwen3", QWEN3),
         ("qwen3", debug(qwen3)),
         ("qwen3", debug(qwen3, "debug_moe")),
