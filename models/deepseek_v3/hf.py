@@ -6,10 +6,12 @@ V3 under other names, and are written as one.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..layers.hf_names import EXPERTS, FEED_FORWARD, MODULES, SHARED_EXPERTS, in_layer
-from ..layers.published import keys, number, only, rope, shown, size, truth, unpublished
+from ..layers.kinds import Kind
+from ..layers.published import keys, only, rope, shown, size, truth, unpublished
 from ..layers.rope import yarn_magnitude, yarn_weight
 from .model import DeepSeekV3Config
 
@@ -30,7 +32,7 @@ _MODULES = (
         "attention.wkv_b": "self_attn.kv_b_proj",
     }
 )
-_SIZES = {
+_FIELDS = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -42,9 +44,6 @@ _SIZES = {
     "hidden_dim": "intermediate_size",
     "top_k": "num_experts_per_tok",
     "expert_dim": "moe_intermediate_size",
-}
-_FIELDS = {
-    **_SIZES,
     "n_dense_layers": "first_k_dense_replace",
     "q_rank": "q_lora_rank",
     "n_experts": "n_routed_experts",
@@ -59,35 +58,47 @@ _FIELDS = {
     "z_weight": "z_weight",
     "capacity_factor": "capacity_factor",
 }
+# Fields for which a null means none. If the key is absent, transformers uses its own default.
+_NULL = ("q_rank", "n_dense_layers", "n_shared_experts", "n_experts")
 _GROUPED = "group_limited_greedy"  # V2's method, where it has groups
 _GROUPS = {"n_groups": "n_group", "top_groups": "topk_group", "normalize_weights": "norm_topk_prob"}
 _READ = ("num_key_value_heads", "head_dim", "qk_head_dim", "num_local_experts", "num_experts")
-_ONLY = {"moe_layer_freq": (1,), "rope_interleave": (True,)}
+_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "rope_interleave": (True,)}
+_THIRD = _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_SECOND = _ONLY | {"scoring_func": ("softmax",), "topk_method": ("greedy", _GROUPED)}
 # The keys of layers that no model here has.
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
-KEYS = {
-    "deepseek_v3": keys(
-        _FIELDS | _GROUPS,
-        _READ,
-        _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        _PREDICTION,
+_DEFAULTS = {"tie_embeddings": False, "z_weight": 0.0, "capacity_factor": 0.0}
+_WRITES = {"moe_layer_freq": 1, "hidden_act": "silu", "attention_bias": False}
+_WRITES |= {"num_nextn_predict_layers": 0}
+_V3 = Kind(
+    "DeepseekV3ForCausalLM",
+    keys(_FIELDS | _GROUPS, _READ, _THIRD, _PREDICTION),
+    {"scoring": "sigmoid", "group_best": 2},
+    _MODULES,
+    # V3's report gives the weight, and its config.json does not: section 4.2 of arXiv:2412.19437.
+    _DEFAULTS | {"balance_weight": 1e-4, "bias_rate": 1e-3},
+    writes=_WRITES,
+)
+KINDS = {
+    "deepseek_v3": _V3,
+    "deepseek_v2": Kind(
+        "DeepseekV2ForCausalLM",
+        keys(
+            _FIELDS,
+            (*_READ, "n_group", "topk_group"),
+            _SECOND | {"norm_topk_prob": (False,)},
+            _PREDICTION,
+        ),
+        {"scoring": "softmax", "normalize_weights": False},
+        _MODULES,
+        _DEFAULTS | {"balance_weight": 1e-3, "bias_rate": 0.0},
+        writes=_WRITES,
     ),
-    "deepseek_v2": keys(
-        _FIELDS,
-        (*_READ, "n_group", "topk_group"),
-        _ONLY
-        | {"scoring_func": ("softmax",), "topk_method": ("greedy", _GROUPED)}
-        | {"norm_topk_prob": (False,)},
-        _PREDICTION,
-    ),
-    _LITE: keys(
-        _FIELDS | _GROUPS,
-        (*_READ, "mlp_layer_types"),
-        _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        _PREDICTION,
-    ),
+    _LITE: replace(_V3, keys=keys(_FIELDS | _GROUPS, (*_READ, "mlp_layer_types"), _THIRD, _PREDICTION)),
+    "kimi_k2": _V3,
 }
-KEYS["kimi_k2"] = KEYS["deepseek_v3"]
+KEYS = {name: kind.keys for name, kind in KINDS.items()}
 # The epsilon of the latents' norms in all published code, whatever rms_norm_eps says.
 _LATENT_EPS = 1e-6
 
@@ -132,32 +143,18 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
     # If one of the two is 0 and this key is absent, transformers takes the paper's magnitude.
     if not (c.rope_mscale and c.rope_mscale_all_dim) and c.rope_mscale != 1:
         rule["attention_factor"] = _growth(c.rope_factor, c.rope_mscale, c.rope_mscale_all_dim)
-    return {
-        "architectures": ["DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3" if third else "deepseek_v2",
-        **{theirs: getattr(c, ours) for ours, theirs in (_SIZES | _GROUPS).items()},
+    name = "deepseek_v3" if third else "deepseek_v2"
+    return KINDS[name].write(name, c) | {
+        **{theirs: getattr(c, ours) for ours, theirs in _GROUPS.items()},
         "first_k_dense_replace": c.n_dense_layers if c.n_experts else c.n_layers,
-        "moe_layer_freq": 1,
         "num_key_value_heads": c.n_heads,
         "q_lora_rank": c.q_rank or None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_theta,
         "rope_scaling": rule if c.rope_factor > 1 else None,
         "max_position_embeddings": round(c.rope_original_len * c.rope_factor),
-        "tie_word_embeddings": c.tie_embeddings,
-        "n_routed_experts": c.n_experts,
-        "n_shared_experts": c.n_shared_experts,
         "scoring_func": c.scoring,
-        "routed_scaling_factor": c.route_scale,
         "topk_method": "noaux_tc" if third else _GROUPED if c.n_groups > 1 else "greedy",
-        "num_nextn_predict_layers": 0,
-        "aux_loss_alpha": c.balance_weight,
         "seq_aux": c.balance_loss == "sequence",
-        "bias_rate": c.bias_rate,
-        "z_weight": c.z_weight,
-        "capacity_factor": c.capacity_factor,
     }
 
 
@@ -167,46 +164,30 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
     Raises ValueError, with key and value, for what a model here cannot have.
     """
     only(values, "model_type", *MODEL_TYPES)
-    known = KEYS[values.get("model_type") or "deepseek_v3"]
-    known.check(values)
-    third = values.get("model_type") != "deepseek_v2"
-    grouped = third or values.get("topk_method") == _GROUPED
-    if values.get("model_type") == _LITE:
+    name = values.get("model_type") or "deepseek_v3"
+    kind = KINDS[name]
+    kind.keys.check(values)
+    if name == _LITE:
         values = {**values, "first_k_dense_replace": _dense_layers(values)}
     theta, rule = rope(values, "yarn")
-    sizes = {ours: size(values, theirs) for ours, theirs in _SIZES.items()}
-    # A null means none. If the key is absent, transformers uses its own default.
-    counts = {
-        ours: size(values, theirs) if values.get(theirs, 0) is not None else 0
-        for ours, theirs in _FIELDS.items()
-        if ours in ("q_rank", "n_dense_layers", "n_shared_experts", "n_experts")
-    }
+    none = {key: 0 for key in map(_FIELDS.__getitem__, _NULL) if values.get(key, 0) is None}
+    result = kind.read(DeepSeekV3Config, {**values, **none}, ("balance_loss",))
     for key in ("num_local_experts", "num_experts"):
-        only(values, key, counts["n_experts"])
-    only(values, "num_key_value_heads", sizes["n_heads"])
-    only(values, "head_dim", sizes["rope_dim"])
-    only(values, "qk_head_dim", sizes["nope_dim"] + sizes["rope_dim"])
-    eps = number(values, "rms_norm_eps")
-    return known.build(
+        only(values, key, result["n_experts"])
+    only(values, "num_key_value_heads", result["n_heads"])
+    only(values, "head_dim", result["rope_dim"])
+    only(values, "qk_head_dim", result["nope_dim"] + result["rope_dim"])
+    if name == "deepseek_v2":
+        grouped = values.get("topk_method") == _GROUPED
+        result["n_groups"] = size(values, "n_group") if grouped else 1
+        result["top_groups"] = size(values, "topk_group") if grouped else 1
+        result["group_best"] = 1 if grouped else 2
+    return kind.keys.build(
         DeepSeekV3Config,
-        **sizes,
-        **counts,
-        norm_eps=eps,
-        latent_norm_eps=0.0 if eps == _LATENT_EPS else _LATENT_EPS,
+        **result,
+        latent_norm_eps=0.0 if result["norm_eps"] == _LATENT_EPS else _LATENT_EPS,
         rope_theta=theta,
-        tie_embeddings=truth(values, "tie_word_embeddings", False),
-        scoring="sigmoid" if third else "softmax",
-        normalize_weights=third and truth(values, "norm_topk_prob"),
-        route_scale=number(values, "routed_scaling_factor"),
-        n_groups=size(values, "n_group") if grouped else 1,
-        top_groups=size(values, "topk_group") if grouped else 1,
-        group_best=1 if grouped and not third else 2,
         balance_loss="sequence" if truth(values, "seq_aux", True) else "batch",
-        # V3's report gives the weight, and its config.json does not: section 4.2 of arXiv:2412.19437.
-        balance_weight=number(values, "aux_loss_alpha", 1e-4 if third else 1e-3),
-        bias_rate=number(values, "bias_rate", 1e-3 if third else 0),
-        z_weight=number(values, "z_weight", 0),
-        capacity_factor=number(values, "capacity_factor", 0),
         **_yarn(rule, "rope_scaling" if values.get("rope_scaling") else "rope_parameters"),
     )
 
