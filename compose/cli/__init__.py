@@ -1,5 +1,6 @@
 """The commands of train.py and compose: what each takes, and what its --help prints."""
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,13 @@ class Usage(NamedTuple):
     """Whether it takes FILE.toml and --table.key=value; then --help lists the keys too."""
 
 
+def _without_file(module: str, summary: str, text: str) -> Usage:
+    """Return a command without FILE.toml and keys, whose text begins with its flags."""
+    usage = re.split("\n\n|\ntorchrun", text)[0]
+    flags = dict(re.findall(r"(--[a-z-]+)(?![\w.-])(?: ([^\s|\]]+))?", usage))
+    return Usage(module, summary, flags, text, file=False)
+
+
 def _flags(text: str) -> Mapping[str, str]:
     return {flag: value for flag, _, value in (each.partition(" ") for each in text.split(", "))}
 
@@ -34,10 +42,9 @@ Trains what FILE describes, on one process or on the ranks that torchrun starts.
 """,
 )
 COMMANDS = {
-    "init": Usage(
+    "init": _without_file(
         "project",
         "Make a project: compose init DIR, with train.toml, train.py and a model to edit.",
-        {},
         """\
 compose init DIR
 
@@ -45,7 +52,6 @@ Makes DIR with train.toml, train.py, a copy of models/llama to edit in model/, a
 train.schema.json, by which an editor completes and checks the TOML files. A file that is there already
 is not written over.
 """,
-        file=False,
     ),
     "train": TRAIN,
     "verify": Usage(
@@ -118,11 +124,10 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
   --write       file for FILE with the best candidate's keys; with --against, for a corrected cluster
 """,
     ),
-    "convert": Usage(
+    "convert": _without_file(
         "commands",
         "Convert Hugging Face weights to a checkpoint or back:"
         " python -m compose convert SOURCE TARGET.",
-        _flags("--config FILE.toml, --original FOLDER, --dtype TYPE, --merged, --best"),
         """\
 python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
     [--merged] [--best]
@@ -138,20 +143,14 @@ that peft opens, or with --merged one of whole weights, with the adapters added 
   --merged    write whole weights, with the adapters of a run added to them
   --best      of a run's checkpoints the one with the lowest validation loss (checkpoint.keep_best)
 """,
-        file=False,
     ),
-    "tokenize": Usage(
+    "tokenize": _without_file(
         "commands",
         "Turn text or chats into ids: python -m compose tokenize --tokenizer FILE --out DIR FILES.",
-        _flags(
-            "--tokenizer FILE, --out DIR, --field NAME, --chat, --pairs, --end TOKEN, "
-            "--shape NAME, --fields NAME=FIELD[,...], --roles NAME=ROLE[,...], "
-            "--no-special-tokens, --skip-bad, --workers N"
-        ),
         """\
 python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [--chat | --pairs]
     [--shape NAME] [--fields NAME=FIELD,...] [--roles NAME=ROLE,...]
-    [--end TOKEN] [--no-special-tokens] [--skip-bad] FILES...
+    [--end TOKEN] [--no-special-tokens] [--skip-bad] [--workers N] FILES...
 
 Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
 .json file may hold them as one list, a .parquet or .arrow file, or the folder of a dataset that
@@ -176,16 +175,10 @@ document of UTF-8 text. Started again, it goes on where it was.
   --skip-bad   leave out rows that cannot be used, and say how many; else the first one ends the command
   --workers    processes; default: one for each core
 """,
-        file=False,
     ),
-    "generate": Usage(
+    "generate": _without_file(
         "generate",
         "Continue a text with a trained model, or make images: python -m compose generate CHECKPOINT.",
-        _flags(
-            "--prompt TEXT, --prompts FILE, --chat, --max-tokens N, --temperature T, "
-            "--top-p P, --seed S, --cache auto|on|off, --no-special-tokens, "
-            "--tokenizer FILE, --best"
-        ),
         """\
 python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [--max-tokens N]
     [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
@@ -213,12 +206,10 @@ it can be
   --tokenizer         tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes
   --best              of a run's checkpoints the one with the lowest validation loss
 """,
-        file=False,
     ),
-    "migrate": Usage(
+    "migrate": _without_file(
         "migrate",
         "Turn another trainer's config into a TOML: python -m compose migrate FILE...",
-        _flags("--world-size N, --steps N"),
         """\
 python -m compose migrate FILE... [--world-size N] [--steps N]
 
@@ -231,12 +222,10 @@ exit code is 2.
   --world-size  ranks, if no file says it
   --steps       optimizer steps, if they follow from the data; needed for a warm-up that is a ratio
 """,
-        file=False,
     ),
-    "measure": Usage(
+    "measure": _without_file(
         "measure",
         "Measure this machine for the planner: [torchrun] -m compose measure --out FILE.toml.",
-        _flags("--out FILE.toml"),
         """\
 python -m compose measure --out FILE.toml
 torchrun --nproc-per-node N -m compose measure --out FILE.toml
@@ -245,7 +234,6 @@ Times matrix products, attention and copies, and with several ranks each collect
 mesh can have, in under 2 minutes. Nothing else should run on the machine. The first rank writes the
 file, which `--cluster` takes.
 """,
-        file=False,
     ),
     "doctor": Usage(
         "doctor",
@@ -260,22 +248,19 @@ says ok, warn (it slows or harms a run) or fail (it stops one), and the cure. Ex
   --json     file for the lines
 """,
     ),
-    "schema": Usage(
+    "schema": _without_file(
         "project",
         "Print the JSON schema of a TOML file, for an editor.",
-        {},
         """\
 compose schema > train.schema.json
 
 Prints every table and key with type, default and meaning. The first line of a TOML file,
 `#:schema ./train.schema.json`, names it to Even Better TOML and Taplo.
 """,
-        file=False,
     ),
-    "completion": Usage(
+    "completion": _without_file(
         "project",
         "Print what a shell completes: source <(compose completion bash), or zsh, or fish.",
-        {},
         """\
 source <(compose completion bash)
 source <(compose completion zsh)
@@ -283,7 +268,6 @@ compose completion fish | source
 
 Commands, their flags and every key are completed.
 """,
-        file=False,
     ),
 }
 # The flags of all commands whose value is a path. Plain words are paths too.

@@ -71,11 +71,9 @@ class Command:
     """A command line that was read and checked."""
 
     job: Job
-    """The job to run."""
     data: OpenData | None
     """The opened data; None for a program that does not train, and for a dry run."""
     dry_run: bool
-    """Whether --dry-run was given."""
 
     @property
     def config(self) -> Config:

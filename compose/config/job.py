@@ -28,9 +28,8 @@ class Job:
     model: nn.Module
     """The whole model, on meta, with its adapters. Code that changes it must copy it first."""
     plan: Plan
-    """The model's plan for the degrees."""
     resolved: Resolved
-    """The plan, resolved for the model."""
+    """The plan, with the names of the model's modules."""
     islands: int = 1
     """Groups of ranks that train alone: the ranks of dp_replicate with [outer]. The tables are those of
     all; what is computed from them here is of one."""

@@ -21,10 +21,8 @@ _Check = TypeVar("_Check", bound=Callable[..., Any])
 class Target:
     """The devices that a run is planned for. They may be others than this machine's."""
 
-    device_type: str
-    """The type, "cpu" or "cuda"."""
-    float8: bool
-    """Whether they have products of 8 bits."""
+    device_type: str  # "cpu" or "cuda"
+    float8: bool  # whether they have products of 8 bits
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,10 @@ class Setup:
     model: nn.Module
     """The whole model, on any device."""
     resolved: Resolved
-    """The plan, resolved for the model."""
     options: Options
-    """The options; their degrees are known."""
+    """Their degrees are known."""
     world_size: int
-    """Number of ranks."""
     device_type: str
-    """The type of the ranks' devices."""
     micro_batches: int = 0
     """Micro-batches of one rank in a step; 0 if unknown."""
     float8: bool | None = None
@@ -62,9 +57,7 @@ class Rule(Generic[Asked]):
     """A condition that a :class:`Setup`, or a run, must meet."""
 
     condition: str
-    """The condition."""
     reason: str
-    """Why it must hold."""
     check: Check[Asked]
     """Yields a line for each problem, with the nearest legal change, or raises ConfigError."""
     upstream: str = ""

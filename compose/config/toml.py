@@ -22,6 +22,7 @@ from compose.errors import (
     did_you_mean,
     docs,
     local_path,
+    noted,
     open_own,
     refused_in,
     toml_value,
@@ -89,9 +90,9 @@ class Keys:
         """Return the raw values of a table."""
         return {key: value for (name, key), value in self.values.items() if name == table}
 
-    def problem(self, table: str, key: str, text: str) -> None:
-        """Note what is wrong with a key."""
-        self.problems.append(f"{self.origins[table, key]}: {table}.{key}: {text}")
+    def error(self, table: str, key: str, text: str) -> ConfigError:
+        """Return the error for what is wrong with a key."""
+        return ConfigError(f"{self.origins[table, key]}: {table}.{key}: {text}")
 
 
 def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = False) -> Config:
@@ -141,8 +142,11 @@ def _config(
     tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
     if tables["train"].epochs and ("train", "steps") in keys.values:
         both = f"{tables['train'].epochs:g} and train.steps = {tables['train'].steps}"
-        keys.problem("train", "epochs", f"{both} both say how long the run is; remove one of them")
-    model = _model(keys, tables["checkpoint"], "" if alone else tables["run"].dir, alone)
+        text = f"{both} both say how long the run is; remove one of them"
+        keys.problems += keys.error("train", "epochs", text).problems
+    model = Model()
+    with noted(keys.problems):
+        model = _model(keys, tables["checkpoint"], "" if alone else tables["run"].dir, alone)
     tables["model"] = dataclasses.replace(model, lora=tables.pop("model.lora"))
     for table, key in keys.values:
         if table not in TABLES:
@@ -248,7 +252,7 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
                 raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
             good[key] = typed(types[attribute(key)], value)
         except ValueError as error:
-            keys.problem(table, key, str(error))
+            keys.problems += keys.error(table, key, str(error)).problems
     return good
 
 
@@ -281,7 +285,8 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
     """Return the table [model]: name, preset, and the fields of that model's own config.
 
     ``begun`` is the table [checkpoint]; ``run`` is the folder of a run that may be resumed. A file that
-    stands ``alone`` has every field, and no folder is read for it.
+    stands ``alone`` has every field, and no folder is read for it. Raises ConfigError if there is no
+    such model.
     """
     given = keys.of("model")
     chosen = {key: given.pop(key) for key in list(given) if key in docs(Model)}
@@ -293,37 +298,25 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
     if path:
         path = folder_name(path)
         if problem := _path_problem(keys, words, path, alone):
-            keys.problem("model", "path", problem)
-            return Model()
+            raise keys.error("model", "path", problem)
         name = words["name"] = path
     elif os.path.isabs(name):
-        keys.problem("model", "name", f"{toml_value(name)} is a folder; set model.path to it")
-        return Model()
-    if preset == HF:
-        try:
-            own = None if alone else _described(begun, run, words, given)
-        except ConfigError as error:
-            key = ("checkpoint", "load_hf") if begun.load_hf else ("model", "preset")
-            keys.problems += [f"{keys.origins[key]}: {p}" for p in error.problems]
-            return Model()
+        raise keys.error("model", "name", f"{toml_value(name)} is a folder; set model.path to it")
+    if preset == HF and not alone:
+        key = ("checkpoint", "load_hf") if begun.load_hf else ("model", "preset")
+        with refused_in(keys.origins[key]):
+            own = _described(begun, run, words, given)
         name = own.name if own else name
     if name != words.get("name", name):
-        shown = (
-            f"{words['name']!r} is not what {begun.load_hf} holds; set it to {name}, or leave it out"
-        )
-        keys.problem("model", "name", shown)
-        return Model()
-    try:
+        text = f"is not what {begun.load_hf} holds; set it to {name}, or leave it out"
+        raise keys.error("model", "name", f"{words['name']!r} {text}")
+    with refused_in(keys.origins.get(("model", "path" if path else "name"), "model")):
         folder = find_model(name)
-    except ConfigError as error:
-        origin = keys.origins.get(("model", "path" if path else "name"), "model")
-        keys.problems += [f"{origin}: {p}" for p in error.problems]
-        return Model()
     if preset != HF and preset not in folder.presets:
         near = did_you_mean(preset, folder.presets)
         known = ", ".join(folder.presets)
-        keys.problem("model", "preset", f"unknown preset {preset!r} of {name}{near} (known: {known})")
-        return Model()
+        text = f"unknown preset {preset!r} of {name}{near} (known: {known})"
+        raise keys.error("model", "preset", text)
     values = _checked("model", folder.Config, keys, given)
     config = own.config if own else folder.Config() if preset == HF else folder.presets[preset]
     try:
@@ -333,9 +326,8 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
         origins = (keys.origins.get(("model", key)) for key in (blamed, *values))
         keys.problems.append(f"{next(filter(None, origins), 'model')}: model.{error}")
     if own and values and as_path(begun.load_hf).is_dir():
-        origin = keys.origins["checkpoint", "load_hf"]
-        problems = config_problems(as_path(begun.load_hf), name, config)
-        keys.problems += [f"{origin}: checkpoint.load_hf: {problem}" for problem in problems]
+        for problem in config_problems(as_path(begun.load_hf), name, config):
+            keys.problems += keys.error("checkpoint", "load_hf", problem).problems
     return Model(name, path, preset, config)
 
 

@@ -107,54 +107,45 @@ def odd_torch(patch: Patch) -> None:
     with_versions(patch, **{"nvidia-nccl-cu12": "2.30.1"})
 
 
-CASES: dict[str, tuple[str, Callable[[Patch, Path], object], str]] = {
+# What is broken, how, and the line that says so; FOLDER is where the test is.
+CASES: dict[str, tuple[Callable[[Patch, Path], object], str]] = {
     "torch is too old": (
-        "versions",
         lambda patch, folder: with_versions(patch, torch="2.9.1"),
-        "fail  versions  dtensor-compose asks for ASKED[torch], and 2.9.1 is installed;"
-        " pip install"
+        "fail  versions  dtensor-compose asks for ASKED[torch], and 2.9.1 is installed; pip install"
         " 'ASKED[torch]'",
     ),
     "a library is missing": (
-        "versions",
         lambda patch, folder: with_versions(patch, pillow=""),
-        "fail  versions  dtensor-compose asks for ASKED[pillow], and nothing is installed; pip install"
-        " 'ASKED[pillow]'",
+        "fail  versions  dtensor-compose asks for ASKED[pillow], and nothing is installed; pip"
+        " install 'ASKED[pillow]'",
     ),
     "an extra is too old": (
-        "versions",
         lambda patch, folder: with_versions(patch, torchao="0.3"),
         "warn  versions  dtensor-compose asks for ASKED[torchao], and 0.3 is installed; pip install"
         " 'ASKED[torchao]'",
     ),
     "another NCCL": (
-        "versions",
         lambda patch, folder: odd_torch(patch),
-        "warn  versions  torch asks for nvidia-nccl-cu12==2.27.5, and 2.30.1 is installed; pip install"
-        " 'nvidia-nccl-cu12==2.27.5'",
+        "warn  versions  torch asks for nvidia-nccl-cu12==2.27.5, and 2.30.1 is installed; pip"
+        " install 'nvidia-nccl-cu12==2.27.5'",
     ),
     "not installed": (
-        "versions",
         lambda patch, folder: patch.setattr(metadata, "requires", missing),
         "warn  versions  could not be looked at: No package metadata was found for dtensor-compose",
     ),
     "more ranks than GPUs": (
-        "devices",
         lambda patch, folder: (with_gpus(patch), patch.setenv("LOCAL_WORLD_SIZE", "8")),
         "fail  devices   8 ranks have 2 GPUs; torchrun --nproc-per-node 2",
     ),
     "a torch without CUDA": (
-        "devices",
         lambda patch, folder: (
             with_driver(patch),
             patch.setattr(doctor, "_built", lambda: "torch 2.13"),
         ),
-        "warn  devices   this machine has GPUs, which torch 2.13 cannot use; take the build"
-        " that fits the"
-        " driver (pytorch.org/get-started), or a newer driver",
+        "warn  devices   this machine has GPUs, which torch 2.13 cannot use; take the build that fits"
+        " the driver (pytorch.org/get-started), or a newer driver",
     ),
     "another user": (
-        "users",
         lambda patch, folder: (
             with_gpus(patch),
             with_driver(
@@ -163,19 +154,15 @@ CASES: dict[str, tuple[str, Callable[[Patch, Path], object], str]] = {
                 "GPU-1-f, 4711\nGPU-9-f, 4712\n",
             ),
         ),
-        "warn  users     GPU 1: 40000 of 81559 MiB are in use by processes 4711; end them,"
-        " or leave it out"
-        " of CUDA_VISIBLE_DEVICES",
+        "warn  users     GPU 1: 40000 of 81559 MiB are in use by processes 4711; end them, or leave"
+        " it out of CUDA_VISIBLE_DEVICES",
     ),
     "another container": (
-        "users",
         lambda patch, folder: (with_gpus(patch, 1), with_driver(patch, "GPU-0-f, 0, 2000, 81559\n")),
-        "warn  users     GPU 0: 2000 of 81559 MiB are in use by processes not seen from"
-        " here; end them, or"
-        " leave it out of CUDA_VISIBLE_DEVICES",
+        "warn  users     GPU 0: 2000 of 81559 MiB are in use by processes not seen from here; end"
+        " them, or leave it out of CUDA_VISIBLE_DEVICES",
     ),
     "shared memory of a container": (
-        "shm",
         lambda patch, folder: (
             with_gpus(patch),
             patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20)),
@@ -183,96 +170,49 @@ CASES: dict[str, tuple[str, Callable[[Patch, Path], object], str]] = {
         "warn  shm       /dev/shm has 0.1 GiB free, and NCCL wants 1; docker run --shm-size=8g or"
         " --ipc=host; in a pod an emptyDir of medium Memory",
     ),
-    "NFS without locks": (
-        "run.dir",
-        lambda patch, folder: with_mount(patch, "nfs4", "rw,hard,local_lock=all"),
-        "warn  run.dir   FOLDER is on nfs4, and locks hold on one node alone there; mount it"
-        " without nolock"
-        " and local_lock",
-    ),
-    "soft NFS": (
-        "run.dir",
-        lambda patch, folder: with_mount(patch, "nfs", "rw,soft"),
-        "warn  run.dir   FOLDER is on nfs, and a slow server loses writes there; mount it with hard",
-    ),
-    "Lustre": (
-        "run.dir",
-        lambda patch, folder: with_mount(patch, "lustre", "rw,localflock"),
-        "warn  run.dir   FOLDER is on lustre, and locks hold on one node alone there; mount"
-        " it with flock",
-    ),
-    "a container's layer": (
-        "run.dir",
-        lambda patch, folder: with_mount(patch, "overlay"),
-        "warn  run.dir   FOLDER is on overlay, and its files end with the container; mount a"
-        " volume there",
-    ),
-    "memory": (
-        "run.dir",
-        lambda patch, folder: with_mount(patch, "tmpfs"),
-        "warn  run.dir   FOLDER is on tmpfs, and its files are in memory; take a folder on a disk",
-    ),
-    "a bucket": (
-        "run.dir",
-        lambda patch, folder: with_mount(patch, "fuse.s3fs"),
-        "warn  run.dir   FOLDER is on fuse.s3fs, and it may copy where it should rename;"
-        " take a shared file"
-        " system",
-    ),
     "a slow disk": (
-        "run.dir",
         lambda patch, folder: slow_disk(patch),
-        "warn  run.dir   FOLDER takes 1 MB/s and 200 ms a flush, 3 GiB free; take a faster"
-        " disk, or save"
-        " more rarely",
+        "warn  run.dir   FOLDER takes 1 MB/s and 200 ms a flush, 3 GiB free; take a faster disk, or"
+        " save more rarely",
     ),
     "no locks": (
-        "run.dir",
         lambda patch, folder: no_locks(patch),
-        "warn  run.dir   FOLDER has no locks: a second run is not refused; give each run a"
-        " folder of its own",
+        "warn  run.dir   FOLDER has no locks: a second run is not refused; give each run a folder of"
+        " its own",
     ),
     "locks of nothing": (
-        "run.dir",
         lambda patch, folder: patch.setattr(doctor, "_LOCK", "pass"),
-        "warn  run.dir   FOLDER has no locks: a second run is not refused; give each run a"
-        " folder of its own",
+        "warn  run.dir   FOLDER has no locks: a second run is not refused; give each run a folder of"
+        " its own",
     ),
     "a full disk": (
-        "run.dir",
         lambda patch, folder: patch.setattr(os, "fsync", full),
-        "fail  run.dir   cannot write and rename in FOLDER: No space left on device; take a folder that"
-        " this user can write, with room",
+        "fail  run.dir   cannot write and rename in FOLDER: No space left on device; take a folder"
+        " that this user can write, with room",
     ),
     "no rename": (
-        "run.dir",
         lambda patch, folder: patch.setattr(Path, "rename", no_rename),
         "fail  run.dir   cannot write and rename in FOLDER: Function not implemented; take a folder"
         " that this user can write, with room",
     ),
     "few files": (
-        "limits",
         lambda patch, folder: with_limit(patch, resource.RLIMIT_NOFILE, 256),
         "fail  limits    nofile is 256; 1 ranks may need 528 files and sockets; ulimit -n 65536",
     ),
     "InfiniBand without memory": (
-        "limits",
         lambda patch, folder: (
             with_infiniband(patch, folder),
             with_limit(patch, resource.RLIMIT_MEMLOCK, 65536),
         ),
-        "fail  limits    memlock is 65536 bytes, and InfiniBand pins more; ulimit -l"
-        " unlimited; docker run"
-        " --ulimit memlock=-1",
+        "fail  limits    memlock is 65536 bytes, and InfiniBand pins more; ulimit -l unlimited;"
+        " docker run --ulimit memlock=-1",
     ),
     "core files": (
-        "limits",
         lambda patch, folder: with_limit(patch, resource.RLIMIT_CORE, resource.RLIM_INFINITY),
-        "warn  limits    core is unlimited: a crash may write all memory of a rank to disk;"
-        " ulimit -c 0",
+        "warn  limits    core is unlimited: a crash may write all memory of a rank to disk; ulimit -c"
+        " 0",
     ),
     "too many threads": (
-        "threads",
         lambda patch, folder: (
             patch.setenv("LOCAL_WORLD_SIZE", "4"),
             patch.setattr(doctor, "cores", lambda: 16),
@@ -281,13 +221,25 @@ CASES: dict[str, tuple[str, Callable[[Patch, Path], object], str]] = {
         "warn  threads   ranks x threads = 4 x 16 on 16 cores; OMP_NUM_THREADS=4",
     ),
     "too few cores": (
-        "threads",
         lambda patch, folder: (
             patch.setenv("LOCAL_WORLD_SIZE", "4"),
             patch.setattr(doctor, "cores", lambda: 2),
         ),
         "warn  threads   ranks x threads = 4 x 1 on 2 cores; OMP_NUM_THREADS=1 and fewer ranks",
     ),
+}
+# Mounts on which a run needs care: their type, their options, and what is said.
+MOUNTS = {
+    "NFS without locks": (
+        "nfs4",
+        "rw,hard,local_lock=all",
+        "locks hold on one node alone there; mount it without nolock and local_lock",
+    ),
+    "soft NFS": ("nfs", "rw,soft", "a slow server loses writes there; mount it with hard"),
+    "Lustre": ("lustre", "rw,localflock", "locks hold on one node alone there; mount it with flock"),
+    "a container's layer": ("overlay", "rw", "its files end with the container; mount a volume there"),
+    "memory": ("tmpfs", "rw", "its files are in memory; take a folder on a disk"),
+    "a bucket": ("fuse.s3fs", "rw", "it may copy where it should rename; take a shared file system"),
 }
 
 
@@ -324,7 +276,8 @@ def here(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_wrong(case: str, here: Path, monkeypatch: Patch) -> None:
-    check, breaks, line = CASES[case]
+    breaks, line = CASES[case]
+    check = line.split()[1]
     alone = {check: doctor.CHECKS[check]}
     monkeypatch.setattr(doctor, "CHECKS", alone)
     before = [text for text in lines_of(check, Config()) if "ms a flush" not in text]
@@ -337,8 +290,17 @@ def test_what_is_wrong(case: str, here: Path, monkeypatch: Patch) -> None:
     assert [path.name for path in here.iterdir() if path.name.startswith(".doctor")] == []
 
 
+@pytest.mark.parametrize(("kind", "options", "text"), MOUNTS.values(), ids=MOUNTS)
+def test_a_mount_that_needs_care(
+    kind: str, options: str, text: str, here: Path, monkeypatch: Patch
+) -> None:
+    with_mount(monkeypatch, kind, options)
+    shown = [line for line in lines_of("run.dir", Config()) if " ms a flush" not in line]
+    assert shown == [f"warn  run.dir   {here} is on {kind}, and {text}"]
+
+
 def test_every_check_is_broken() -> None:
-    assert {check for check, _, _ in CASES.values()} == set(doctor.CHECKS)
+    assert {line.split()[1] for _, line in CASES.values()} == set(doctor.CHECKS)
 
 
 def test_a_gpu_that_is_wanted() -> None:
@@ -424,11 +386,8 @@ def test_links(monkeypatch: Patch) -> None:
 def test_links_of_a_known_gpu(monkeypatch: Patch) -> None:
     """Within a node those of its file; between nodes no file is asked, for they differ."""
     with_gpus(monkeypatch)
-    first = next(
-        cluster
-        for cluster in map(doctor.load_cluster, doctor.cluster_names())
-        if cluster.device.name == GPU
-    )
+    known = map(doctor.load_cluster, doctor.cluster_names())
+    first = next(cluster for cluster in known if cluster.device.name == GPU)
     (line,) = links(monkeypatch, 1e9, 1e-5)
     assert f"not {first.within.usable / 1e9:.3g} GB/s" in line
     assert links(monkeypatch, 1e9, 1e-5, stride=2)[0].startswith("ok ")

@@ -6,7 +6,6 @@ foreign_configs/ has their keys and values, and what the program's own parser ma
 import json
 import math
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,15 +50,6 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def tables(values: dict[str, Any], above: str = "") -> Iterator[str]:
-    """A dictionary as TOML."""
-    yield f"[{above}]" if above else ""
-    yield from (f"{key} = {toml_value(v)}" for key, v in values.items() if not isinstance(v, dict))
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from tables(value, f"{above}.{key}".lstrip("."))
-
-
 def write(folder: Path, kind: str, leaves: dict[str, Any]) -> Path:
     """A file of a format with such leaves."""
     if kind == "megatron" or next(iter(leaves)).startswith(("--", "launcher")):
@@ -73,7 +63,7 @@ def write(folder: Path, kind: str, leaves: dict[str, Any]) -> Path:
         file.write_text("#!/bin/bash\n" + shlex.join(word for word in words if word) + "\n")
     elif kind == "torchtitan":
         file = folder / "train.toml"
-        file.write_text("\n".join(tables(nested(leaves))))
+        file.write_text("\n".join(f"{key} = {toml_value(value)}" for key, value in leaves.items()))
     else:
         file = folder / f"config.{'json' if kind == 'deepspeed' else 'yaml'}"
         file.write_text(json.dumps(nested(leaves)))  # JSON is YAML

@@ -157,52 +157,32 @@ def test_amounts_in_words() -> None:
 
 GPUS = "command line: --gpus:"
 MODEL = "command line: --model:"
-BAD = [
-    ("--model 7b", "command line: plan: needs --cluster; see --help"),
-    ("--model 7b --gpus 16", f"{GPUS} 16 is no number of devices of a cluster, as 16xa100_40gb"),
-    (
-        "--model 7b --gpus 0xh100",
-        f"{GPUS} 0xh100 is no number of devices of a cluster, as 16xa100_40gb",
-    ),
-    ("--model 7b --gpus h100", f"{GPUS} h100 is no number of devices of a cluster, as 16xa100_40gb"),
-    ("--model 7b --gpus 8xv100", f"{GPUS} v100 is no cluster; did you mean h100? ({CLUSTERS})"),
-    (
-        "--model 7b --gpus 8xa10",
-        f"{GPUS} a10 is no cluster; it may be a100_40gb or a100_80gb ({CLUSTERS})",
-    ),
-    ("--gpus 8xh100 --world-size 8", f"{GPUS} takes the place of --world-size; give one of them"),
-    ("train.toml --model 7b --gpus 8xh100", f"{MODEL} takes the place of train.toml; give one of them"),
-    (
-        "--model 34b --gpus 8xh100",
-        f"{MODEL} 34b is no model; did you mean 33b? (known: {', '.join(STANDARD)}; a preset, as"
-        " mixtral:8x7b; or a folder with Hugging Face's config.json)",
-    ),
-    (
-        "--model mixtral --gpus 8xh100",
-        f"{MODEL} mixtral names no preset of mixtral (known: mixtral:8x7b, mixtral:8x22b)",
-    ),
-    (
-        "--model gpt_oss:12b --gpus 8xh100",
-        f"{MODEL} gpt_oss:12b names no preset of gpt_oss; did you mean 120b? (known: gpt_oss:20b,"
-        " gpt_oss:120b)",
-    ),
-    (
-        "--model 4b --gpus 8xh100",
-        f"{MODEL} 4b is a preset of several models; say gemma3:4b or qwen3:4b",
-    ),
-    (
-        "--model a/shape.json --gpus 8xh100",
-        f"{MODEL} a/shape.json should be a config.json, or a folder with one",
-    ),
-    (
-        "--model 7b --gpus 8xh100 --batch 256,many",
-        "command line: --batch: 256,many is no number of samples a step, as 512 or 256,512,1024",
-    ),
-    ("--model 7b --gpus 8xh100 --seq-len 0", "command line: --seq-len: 0 is not a number of tokens"),
-]
+BAD = {
+    "--model 7b": "command line: plan: needs --cluster; see --help",
+    "--model 7b --gpus 16": f"{GPUS} 16 is no number of devices of a cluster, as 16xa100_40gb",
+    "--model 7b --gpus 0xh100": f"{GPUS} 0xh100 is no number of devices of a cluster, as 16xa100_40gb",
+    "--model 7b --gpus h100": f"{GPUS} h100 is no number of devices of a cluster, as 16xa100_40gb",
+    "--model 7b --gpus 8xv100": f"{GPUS} v100 is no cluster; did you mean h100? ({CLUSTERS})",
+    "--model 7b --gpus 8xa10": f"{GPUS} a10 is no cluster; it may be a100_40gb or a100_80gb"
+    f" ({CLUSTERS})",
+    "--gpus 8xh100 --world-size 8": f"{GPUS} takes the place of --world-size; give one of them",
+    "train.toml --model 7b --gpus 8xh100": f"{MODEL} takes the place of train.toml; give one of them",
+    "--model 34b --gpus 8xh100": f"{MODEL} 34b is no model; did you mean 33b? (known:"
+    f" {', '.join(STANDARD)}; a preset, as mixtral:8x7b; or a folder with Hugging Face's config.json)",
+    "--model mixtral --gpus 8xh100": f"{MODEL} mixtral names no preset of mixtral (known:"
+    " mixtral:8x7b, mixtral:8x22b)",
+    "--model gpt_oss:12b --gpus 8xh100": f"{MODEL} gpt_oss:12b names no preset of gpt_oss; did you"
+    " mean 120b? (known: gpt_oss:20b, gpt_oss:120b)",
+    "--model 4b --gpus 8xh100": f"{MODEL} 4b is a preset of several models; say gemma3:4b or qwen3:4b",
+    "--model a/shape.json --gpus 8xh100": f"{MODEL} a/shape.json should be a config.json, or a folder"
+    " with one",
+    "--model 7b --gpus 8xh100 --batch 256,many": "command line: --batch: 256,many is no number of"
+    " samples a step, as 512 or 256,512,1024",
+    "--model 7b --gpus 8xh100 --seq-len 0": "command line: --seq-len: 0 is not a number of tokens",
+}
 
 
-@pytest.mark.parametrize(("words", "line"), BAD)
+@pytest.mark.parametrize(("words", "line"), BAD.items())
 def test_bad_questions(words: str, line: str) -> None:
     assert refusal(ask, words) == line
 

@@ -105,22 +105,17 @@ def test_another_process_finds_it(mine: Path, pool: Pool) -> None:
     assert (layers, module) == (2, f"{compose.models.module_name(str(mine))}.config")
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('path = "nowhere"', 'model.path: "nowhere": no such folder'),
-        (
-            'path = "my-model.v2"\nname = "llama"',
-            'model.path: "my-model.v2" stands beside model.name = "llama"; remove one of them',
-        ),
-        ('name = "/a/b"', 'model.name: "/a/b" is a folder; set model.path to it'),
-        ('path = "empty"', "{}/empty: cannot be imported: ModuleNotFoundError: No module named '{}'"),
-        (
-            'path = "wrong"',
-            "{}/wrong: cannot be imported: SyntaxError: invalid syntax (model.py, line 1)",
-        ),
-    ],
-)
+MESSAGES = {
+    'path = "nowhere"': 'model.path: "nowhere": no such folder',
+    'path = "my-model.v2"\nname = "llama"': 'model.path: "my-model.v2" stands beside model.name ='
+    ' "llama"; remove one of them',
+    'name = "/a/b"': 'model.name: "/a/b" is a folder; set model.path to it',
+    'path = "empty"': "{}/empty: cannot be imported: ModuleNotFoundError: No module named '{}'",
+    'path = "wrong"': "{}/wrong: cannot be imported: SyntaxError: invalid syntax (model.py, line 1)",
+}
+
+
+@pytest.mark.parametrize(("text", "line"), MESSAGES.items())
 def test_message(mine: Path, text: str, line: str) -> None:
     Path("empty").mkdir()
     Path("wrong").mkdir()

@@ -146,6 +146,7 @@ def test_every_flag_is_of_a_path_or_of_a_word() -> None:
 
 COMMAND_LINES = [
     (["train", "s3://b/x.toml"], "s3://b/x.toml"),
+    (["train", "--run.dir=gs://b/run", "--train.stop_after=1"], 'run.dir: "gs://b/run"'),
     (["init", "s3://b/x"], "s3://b/x"),
     (["convert", "run", "gs://b/out"], "gs://b/out"),
     (["convert", "$HOME/run", "out"], "$HOME/run"),
@@ -179,13 +180,6 @@ def test_a_command_that_gets_no_path(home: Path, words: list[str], line: str) ->
 
 def test_every_command_is_tried() -> None:
     assert {words[0] for words, _ in COMMAND_LINES} == set(COMMANDS) - {"schema", "completion"}
-
-
-def test_a_run_in_no_folder(home: Path) -> None:
-    done = answered("train.py", "--run.dir=gs://bucket/run", "--train.stop_after=1")
-    assert done.returncode == 2
-    assert done.stderr == f'command line: run.dir: "gs://bucket/run" {DRIVER}\n'
-    assert [path.name for path in Path().iterdir()] == ["train.toml"]
 
 
 def test_a_checkpoint_of_a_run_that_was_in_no_folder(home: Path) -> None:

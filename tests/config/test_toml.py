@@ -37,80 +37,58 @@ def problems(*arguments: object) -> list[str]:
     return refusal(load, *arguments).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[parallel]\ntpp = 2", "parallel.tpp: unknown key; did you mean parallel.tp?"),
-        ("[train]\nlr = 1.0", "train.lr: unknown key; did you mean optimizer.lr?"),
-        ("[train]\nkwyjibo = 1", "train.kwyjibo: unknown key"),
-        ("[paralel]\ntp = 2", "paralel: unknown table; did you mean parallel?"),
-        ("seq_len = 2", "seq_len: unknown key; did you mean train.seq_len?"),
-        ('[train]\nsteps = "many"', 'train.steps: expected int, got "many"'),
-        ("[train]\nsteps = 2.5", "train.steps: expected int, got 2.5"),
-        ("[train]\nsteps = true", "train.steps: expected int, got true"),
-        ("[train]\nsteps = 0", "train.steps: 0 should be greater than or equal to 1"),
-        ("[optimizer]\nlr = false", "optimizer.lr: expected float, got false"),
-        ("[parallel]\nzero = 4", "parallel.zero: expected 0 | 1 | 2 | 3, got 4"),
-        ("[parallel]\nsequence = 1", "parallel.sequence: expected bool, got 1"),
-        (
-            '[optimizer]\nschedule = "cosin"',
-            'optimizer.schedule: expected "cosine" | "linear" | "constant", got "cosin"',
-        ),
-        (
-            '[model]\nname = "lama"',
-            "model.name: unknown model 'lama'; did you mean llama? (known: deepseek_v3, dit, gemma3,"
-            " gpt2, gpt_oss, llama, mixtral, qwen3)",
-        ),
-        (
-            '[model]\npreset = "9b"',
-            "model.preset: unknown preset '9b' of llama (known: debug, 1b, 3b, 8b, 70b, 405b)",
-        ),
-        ("[model]\nn_head = 4", "model.n_head: unknown key; did you mean model.n_heads?"),
-        ('[model]\ndim = "wide"', 'model.dim: expected int, got "wide"'),
-        ("[model]\ndim = 100", "model.dim: 100 is not a multiple of 2 * n_heads = 16"),
-        ("[model]\nn_kv_heads = 3", "model.n_kv_heads: 3 does not divide n_heads 8"),
-        ("[model]\nn_layers = 0", "model.n_layers: 0 should be at least 1, below 2^12"),
-        ("[model]\nrope_scaling = 0", "model.rope_scaling: 0.0 should be above 0"),
-        ("[model]\npreset = [1]", "model.preset: expected str, got [1]"),
-        ("[model]\nname = 5", "model.name: expected str, got 5"),
-        ("[optimizer]\nlr = inf", "optimizer.lr: inf should be a finite number"),
-        ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1: 1.0 should be less than 1"),
-        (
-            f"[train]\nseed = {2**63}",
-            f"train.seed: {2**63} should be less than {2**63}",
-        ),
-        ("[oops]", "oops: unknown table"),
-        ("extends = 3", 'extends: expected a file name in quotes, as "base.toml"'),
-        ('extends = "train.toml"', "extends itself"),
-        ('extends = ""', 'extends: expected a file name in quotes, as "base.toml"'),
-        ("train = 5", "train: unknown key; it is a table: --train.key=value, or [train] in a file"),
-        ("[[train]]", "train: unknown key; it is a table: --train.key=value, or [train] in a file"),
-        ("steps = 5", "steps: unknown key; did you mean train.steps?"),
-        (
-            "[optimizer]\neps = 1e-400",
-            "optimizer.eps: 1e-400 is too near 0 for a float, which would be 0",
-        ),
-        (
-            "[data]\nweights = [1.0, 1e-999]",
-            "data.weights: 1e-999 is too near 0 for a float, which would be 0",
-        ),
-        (
-            "[optimizer]\neps = 1e-50",
-            "optimizer.eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
-        ),
-        (
-            "[model]\nnorm_eps = 1e-50",
-            "model.norm_eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
-        ),
-        ("[train]\nsteps = 2020-01-01", "train.steps: expected int, got 2020-01-01"),
-        ("[train]\nsteps = {a = 1}", "train.steps: expected int, got {a = 1}"),
-        ('[train]\n"xyzzy\\u001b[2J" = 3', "train.xyzzy\\x1b[2J: unknown key"),
-        (
-            "[train]\nsteps = 3\u2028",
-            "line 2: TOML syntax: Expected newline or end of document after a statement: steps = 3",
-        ),
-    ],
-)
+MESSAGES = {
+    "[parallel]\ntpp = 2": "parallel.tpp: unknown key; did you mean parallel.tp?",
+    "[train]\nlr = 1.0": "train.lr: unknown key; did you mean optimizer.lr?",
+    "[train]\nkwyjibo = 1": "train.kwyjibo: unknown key",
+    "[paralel]\ntp = 2": "paralel: unknown table; did you mean parallel?",
+    "seq_len = 2": "seq_len: unknown key; did you mean train.seq_len?",
+    '[train]\nsteps = "many"': 'train.steps: expected int, got "many"',
+    "[train]\nsteps = 2.5": "train.steps: expected int, got 2.5",
+    "[train]\nsteps = true": "train.steps: expected int, got true",
+    "[train]\nsteps = 0": "train.steps: 0 should be greater than or equal to 1",
+    "[optimizer]\nlr = false": "optimizer.lr: expected float, got false",
+    "[parallel]\nzero = 4": "parallel.zero: expected 0 | 1 | 2 | 3, got 4",
+    "[parallel]\nsequence = 1": "parallel.sequence: expected bool, got 1",
+    '[optimizer]\nschedule = "cosin"': 'optimizer.schedule: expected "cosine" | "linear" |'
+    ' "constant", got "cosin"',
+    '[model]\nname = "lama"': "model.name: unknown model 'lama'; did you mean llama? (known:"
+    " deepseek_v3, dit, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3)",
+    '[model]\npreset = "9b"': "model.preset: unknown preset '9b' of llama (known: debug, 1b, 3b, 8b,"
+    " 70b, 405b)",
+    "[model]\nn_head = 4": "model.n_head: unknown key; did you mean model.n_heads?",
+    '[model]\ndim = "wide"': 'model.dim: expected int, got "wide"',
+    "[model]\ndim = 100": "model.dim: 100 is not a multiple of 2 * n_heads = 16",
+    "[model]\nn_kv_heads = 3": "model.n_kv_heads: 3 does not divide n_heads 8",
+    "[model]\nn_layers = 0": "model.n_layers: 0 should be at least 1, below 2^12",
+    "[model]\nrope_scaling = 0": "model.rope_scaling: 0.0 should be above 0",
+    "[model]\npreset = [1]": "model.preset: expected str, got [1]",
+    "[model]\nname = 5": "model.name: expected str, got 5",
+    "[optimizer]\nlr = inf": "optimizer.lr: inf should be a finite number",
+    "[optimizer]\nbeta1 = 1.0": "optimizer.beta1: 1.0 should be less than 1",
+    f"[train]\nseed = {2**63}": f"train.seed: {2**63} should be less than {2**63}",
+    "[oops]": "oops: unknown table",
+    "extends = 3": 'extends: expected a file name in quotes, as "base.toml"',
+    'extends = "train.toml"': "extends itself",
+    'extends = ""': 'extends: expected a file name in quotes, as "base.toml"',
+    "train = 5": "train: unknown key; it is a table: --train.key=value, or [train] in a file",
+    "[[train]]": "train: unknown key; it is a table: --train.key=value, or [train] in a file",
+    "steps = 5": "steps: unknown key; did you mean train.steps?",
+    "[optimizer]\neps = 1e-400": "optimizer.eps: 1e-400 is too near 0 for a float, which would be 0",
+    "[data]\nweights = [1.0, 1e-999]": "data.weights: 1e-999 is too near 0 for a float, which would"
+    " be 0",
+    "[optimizer]\neps = 1e-50": "optimizer.eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
+    "[model]\nnorm_eps = 1e-50": "model.norm_eps: 1e-50 is 0 in float32, which has nothing below"
+    " 1.2e-38",
+    "[train]\nsteps = 2020-01-01": "train.steps: expected int, got 2020-01-01",
+    "[train]\nsteps = {a = 1}": "train.steps: expected int, got {a = 1}",
+    '[train]\n"xyzzy\\u001b[2J" = 3': "train.xyzzy\\x1b[2J: unknown key",
+    "[train]\nsteps = 3\u2028": "line 2: TOML syntax: Expected newline or end of document after a"
+    " statement: steps = 3",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), MESSAGES.items())
 def test_message(write: Write, text: str, message: str) -> None:
     assert problems(write(text)) == [f"train.toml: {message}"]
 
