@@ -30,7 +30,7 @@ setup(
     },
     package_data={
         "compose": ["py.typed"],
-        "compose.cli": ["foreign_keys/*.toml"],
+        "compose.cli": ["migrate_keys/*.toml"],
         "compose.planner": ["page.css", "page.js"],
         **{f"compose.{name}": ["*.toml"] for name in DATA},
     },

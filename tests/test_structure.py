@@ -445,10 +445,9 @@ NO_TEST_MODULE = {
     "checkpoint/loading": "train/test_run_folder",
     "checkpoint/local_shards": "checkpoint/test_dcp_storage",
     "checkpoint/safetensors_files": "checkpoint/test_hf_folder",
-    "cli/foreign": "cli/test_migrate",
-    "cli/foreign_files": "cli/test_foreign_input",
-    "cli/foreign_meaning": "cli/test_migrate",
     "cli/measure": "planner/test_measure",
+    "cli/migrate_meaning": "cli/test_migrate",
+    "cli/migrate_tables": "cli/test_migrate",
     "cli/train": "train/test_trainer",
     "composition": "test_structure",
     "compression/gather": "compression/test_reduce",
@@ -488,7 +487,6 @@ NO_TEST_MODULE = {
 }
 # Test modules in the folder of a package that bear the name of no module, and why.
 NAMED_OTHERWISE = {
-    "cli/test_foreign_input": "what is wrong with the files of other trainers, of every format",
     "cli/test_prompts": "prompts come from several modules: generate and the data's",
     "config/test_paths": "every key and flag that names a path, of all commands",
     "planner/test_textbook": "questions of textbooks, as the table of docs/planning.md has them",

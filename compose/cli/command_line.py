@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
     world_size = world_size_of(given) or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
-    say_source("checkpoint.load_hf: ", config.checkpoint.load_hf)
+    _say_source(config.checkpoint.load_hf)
     problems, of_data = list[str](), list[str]()
     if trains and (config.train.epochs or not dry_run):
         with noted(of_data):
@@ -213,12 +213,12 @@ def model_path(text: str, flag: str = "") -> Path:
     return as_path(folder)
 
 
-def say_source(where: str, folder: str) -> None:
+def _say_source(folder: str) -> None:
     """Say which folder of the hub's cache a model comes from, and which of its layers are left out."""
     if name := hub_name(folder):
-        _warn(f"{where}{name} of the hub's local cache: {folder}")
+        _warn(f"checkpoint.load_hf: {name} of the hub's local cache: {folder}")
     if folder and (line := left_out(as_path(folder))):
-        _warn(f"{where}{line}")
+        _warn(f"checkpoint.load_hf: {line}")
 
 
 def _warn(line: str) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compose.cli.command_line import flag_error, number_of, read_flags, world_size_of
-from compose.cli.foreign import FORMATS, Entry, Facts, Format, load_formats
-from compose.cli.foreign_files import Leaves, read_leaves
-from compose.cli.foreign_meaning import work_out
+from compose.cli.migrate_files import Leaves, read_leaves
+from compose.cli.migrate_meaning import work_out
+from compose.cli.migrate_tables import FORMATS, Entry, Facts, Format, load_formats
 from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.tables import TABLES

@@ -1,6 +1,6 @@
 """Public configs of five other trainers, read as people have them.
 
-foreign_configs/ has their keys and values, and what the program's own parser makes of them.
+migrate_configs/ has their keys and values, and what the program's own parser makes of them.
 """
 
 import json
@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 
 from compose.cli import migrate as command
-from compose.cli.foreign import FORMATS, Facts, load_formats
+from compose.cli.migrate_tables import FORMATS, Facts, load_formats
 from compose.config.tables import Config
 from compose.config.toml import load
 from compose.errors import toml_value
 from compose.optim.lr_schedule import learning_rate
 
-FOLDER = Path(__file__).parent / "foreign_configs"
+FOLDER = Path(__file__).parent / "migrate_configs"
 FILES: dict[str, dict[str, Any]] = {
     kind: json.loads((FOLDER / f"{kind}.json").read_text())["files"] for kind in FORMATS
 }

@@ -1,7 +1,7 @@
 """Keys of other trainers by tables: what each becomes here, is not needed, or is refused.
 
-``foreign_keys/*.toml`` has a table for each format. A row gives our key, or a fact, such as
-``train.steps~samples``, which :mod:`compose.cli.foreign_meaning` works out with others. Whatever its
+``migrate_keys/*.toml`` has a table for each format. A row gives our key, or a fact, such as
+``train.steps~samples``, which :mod:`compose.cli.migrate_meaning` works out with others. Whatever its
 section, a row is read as cases: a pattern of the value, and what is set or said then.
 """
 
@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, NamedTuple, get_type_hints
 
-from compose.cli.foreign_files import Leaves, shown, unset
+from compose.cli.migrate_files import Leaves, shown, unset
 from compose.config.tables import TABLES
 from compose.config.toml import tomllib, typed
 from compose.errors import Fraction, NonNegative, Positive, attribute, toml_value
@@ -123,7 +123,7 @@ class Format:
 @functools.cache
 def load_formats() -> dict[str, Format]:
     """Return the table of each format."""
-    folder, results = files("compose.cli") / "foreign_keys", {}
+    folder, results = files("compose.cli") / "migrate_keys", {}
     for name in FORMATS:
         table = tomllib.loads((folder / f"{name}.toml").read_text("utf-8"))
         results[name] = Format(rows=_rows(table), **table)

@@ -6,7 +6,7 @@ Each function takes facts, as ``train.steps~samples``, and puts our keys in thei
 import math
 from collections.abc import Iterable, Mapping
 
-from compose.cli.foreign import Fact, Facts, Format
+from compose.cli.migrate_tables import Fact, Facts, Format
 from compose.errors import toml_value
 
 BATCH, MICRO = "train.global_batch", "train.micro_batch"

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from compose.cli.foreign_files import command_line, read_leaves
 from compose.cli.migrate import migrated
+from compose.cli.migrate_files import command_line, read_leaves
 from compose.config.toml import load
 from compose.optim.lr_schedule import learning_rate
 from tests.support.command_lines import answered
