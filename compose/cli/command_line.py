@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from compose.checkpoint.store import newest_first
 from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage
 from compose.config import rules
 from compose.config.hugging_face import hub_name, left_out, model_folder
@@ -34,8 +33,6 @@ from compose.errors import (
     whole_number,
 )
 from compose.objects import Remote, any_path, as_path
-from compose.train.run_folder import strangers
-from compose.train.trackers import missing_libraries
 
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}
@@ -274,6 +271,10 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     problems: list[str] = []
     if not is_first_rank():
         return problems
+    # What reads checkpoints and writes metrics takes long to import, and --help needs none of it.
+    from compose.checkpoint.store import newest_first
+    from compose.train.trackers import missing_libraries
+
     keep = config.checkpoint
     # A run of whole weights goes on without the folder that it began with.
     gone = keep.resume == "auto" and not as_path(keep.load_hf).is_dir() and not config.model.lora.rank
@@ -293,6 +294,9 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
 
 
 def _run_dir(config: Config) -> list[str]:
+    from compose.checkpoint.store import newest_first
+    from compose.train.run_folder import strangers
+
     folder, keep = as_path(config.run.dir or "runs"), config.checkpoint
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
     resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
