@@ -45,7 +45,8 @@ class AttentionOptions:
 def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions) -> None:
     """Raise ConfigError, in one line, if attention cannot be computed."""
     heads, groups = q.shape[2], k.shape[2]
-    check_window(options.window)
+    if options.window is not None and options.window < 1:
+        raise ConfigError(f"attention: window {options.window} should be at least 1, or None for all")
     if options.window is not None and not options.causal:
         raise ConfigError("attention: a window needs causal = True")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
@@ -69,12 +70,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Attent
             f"attention: {q.shape[1]} queries and {k.shape[1]} keys are not one sequence; causal"
             " attention needs as many"
         )
-
-
-def check_window(window: int | None, name: str = "attention: window") -> None:
-    """Raise ConfigError if a window holds not even the query's own key."""
-    if window is not None and window < 1:
-        raise ConfigError(f"{name} {window} should be at least 1, or None for all")
 
 
 def check_documents(documents: Documents | None, rows: int, length: int) -> None:

@@ -167,11 +167,7 @@ def row_starts(task: AttentionTask, rows: int, device: torch.device) -> tuple[tu
     """
     if task.bounds is None or device.type == "meta" or task.bounds.is_meta:
         return ((0,),) * rows
-    return _row_starts(task.bounds.numpy().tobytes(), rows)
-
-
-def _row_starts(bounds: bytes, rows: int) -> tuple[tuple[int, ...], ...]:
-    places = memoryview(bounds).cast("i")
+    places = task.bounds.numpy().data
     length = (len(places) - 1) // rows
     results: list[list[int]] = [[] for _ in range(rows)]
     for place in places:

@@ -13,7 +13,6 @@ of these styles takes part in that sum.
 import inspect
 import re
 from collections.abc import Iterable
-from copy import copy
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
-from compose.ops.tensors import place_parameters
+from compose.ops.tensors import local_weight, place_parameters
 from compose.parallel.lora_parallel import AdapterParallel
 from compose.parallel.stream_messages import SendsActivations, Style, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
@@ -128,7 +127,7 @@ class LocalRowwise(PlainActivations, SendsActivations, RowwiseParallel):
         def sent(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             output = output if send is None else send(output)
             bias = cast(Tensor | None, module.bias)
-            return output if bias is None else output + _local(bias, Partial() if sharded else None)
+            return output if bias is None else output + local_weight(bias, partial=sharded)
 
         module.register_forward_hook(sent)
         return distribute_module(module, device_mesh, self._partition_linear_fn)
@@ -233,10 +232,7 @@ class LocalVector(PlainActivations, Style):
     """A style for a module that returns its only parameter (N,): each rank gets its part of the N."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def local(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            return _local(output)
-
-        module.register_forward_hook(local)
+        module.register_forward_hook(lambda *given: local_weight(given[-1]))
         place = partial(place_parameters, Shard(0), self.src_data_rank)
         return distribute_module(module, device_mesh, place)
 
@@ -270,13 +266,13 @@ def by_dtensors(styles: Iterable[tuple[str, ParallelStyle]]) -> list[tuple[str, 
 
 class _ColumnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, _local(self.weight), None if self.bias is None else _local(self.bias))
+        return F.linear(input, local_weight(self.weight), local_weight(self.bias))
 
 
 class _RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # The bias is added after the sum over ranks.
-        return F.linear(input, _local(self.weight))
+        return F.linear(input, local_weight(self.weight))
 
 
 class _HeadLinear(nn.Linear):
@@ -284,8 +280,8 @@ class _HeadLinear(nn.Linear):
     head: int
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else _local(self.bias, Partial())
-        heads = F.linear(input, _local(self.weight, Partial()), bias)
+        bias = local_weight(self.bias, partial=True)
+        heads = F.linear(input, local_weight(self.weight, partial=True), bias)
         return heads.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
 
 
@@ -293,14 +289,13 @@ class _TokenLinear(nn.Linear):
     product = staticmethod(F.linear)
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else _local(self.bias, Partial())
-        return self.product(input, _local(self.weight, Partial()), bias)
+        bias = local_weight(self.bias, partial=True)
+        return self.product(input, local_weight(self.weight, partial=True), bias)
 
 
 class _LocalRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else _local(self.weight, Partial())
-        return self.normalized(x, weight)
+        return self.normalized(x, local_weight(self.weight, partial=True))
 
 
 class _LocalWideNorm(RMSNorm):
@@ -310,7 +305,7 @@ class _LocalWideNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
-        weight = _local(self.weight, Partial()).narrow(0, self.part * width, width)
+        weight = local_weight(self.weight, partial=True).narrow(0, self.part * width, width)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
         total = send_stream("sum", "sum", self.group, squares) / self.copies
@@ -320,8 +315,7 @@ class _LocalWideNorm(RMSNorm):
 
 class _LocalLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        weight = None if self.weight is None else _local(self.weight, Partial())
-        bias = None if self.bias is None else _local(self.bias, Partial())
+        weight, bias = (local_weight(p, partial=True) for p in (self.weight, self.bias))
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -332,28 +326,7 @@ class _LocalPositions(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         length = input.shape[1] // self.ranks
         mine = input.narrow(1, self.rank * length, length)
-        return F.embedding(mine, _local(self.weight, Partial()))
-
-
-def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's part of a parameter; ``gradient`` is its gradient's layout if another."""
-    assert isinstance(parameter, DTensor)
-    if gradient is None and not torch.compiler.is_compiling():
-        return cast(Tensor, _Local.apply(parameter))
-    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
-
-
-class _Local(torch.autograd.Function):
-    """DTensor.to_local of a weight, in half the time: the gradient's layout is known to be its own."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> DTensor:
-        return DTensor(grads[0].contiguous(), copy(ctx.spec), requires_grad=False)
+        return F.embedding(mine, local_weight(self.weight, partial=True))
 
 
 def _become(

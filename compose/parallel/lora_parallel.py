@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.ops.tensors import local_region, local_tensor
+from compose.ops.tensors import local_region, local_tensor, local_weight
 from compose.parallel.stream_messages import send_plain
 
 TINY = 1e-30  # a row of zeros has the magnitude 0 too, and stays zeros
@@ -160,8 +160,8 @@ class _CutAdapter(Adapter):
         if isinstance(x, DTensor):  # as PyTorch's styles hand on: it tracks what is still to be summed
             return super().forward(x)
         _, sum_a, _, sum_b = _PLACES[self.cut]
-        h = F.linear(x, _local(self.A, sum_a))
-        return self.mine(self.scale * F.linear(h, _local(self.B, sum_b)))
+        h = F.linear(x, local_weight(self.A, sum_a))
+        return self.mine(self.scale * F.linear(h, local_weight(self.B, sum_b)))
 
     def held(self, layer: nn.Module, x: Tensor) -> tuple[Any, ...]:
         weight, bias, a, b, magnitude = super().held(layer, x)
@@ -169,7 +169,7 @@ class _CutAdapter(Adapter):
             return weight, bias, a, b, magnitude
         if bias is not None:  # a layer that is cut by columns adds it after the sum over ranks
             bias = None if self.cut == "columns" else local_tensor(bias)
-        magnitude = _local(magnitude, _PLACES[self.cut][3])
+        magnitude = local_weight(magnitude, _PLACES[self.cut][3])
         return local_tensor(weight), bias, local_tensor(a), local_tensor(b), magnitude
 
     def summed(self, squares: Tensor) -> Tensor:
@@ -195,9 +195,3 @@ def without_adapter(layer: nn.Module) -> Iterator[None]:
     finally:
         for name, child in adapters:
             layer.add_module(name, child)
-
-
-def _local(parameter: Tensor, partial: bool) -> Tensor:
-    """Return this rank's part; ``partial``: this rank finds a part of its gradient."""
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local(grad_placements=[Partial()] if partial else None)

@@ -239,7 +239,8 @@ def apply_tensor_parallel(
         # BERT's output has its bias' name too: a module without a style may hold what another uses.
         first, *others = sorted(names, key=lambda name: not _placed(model, name))
         for other in others:
-            placements = [_placements(model.get_parameter(name)) for name in (first, other)]
+            tied = (model.get_parameter(name) for name in (first, other))
+            placements = [getattr(parameter, "placements", "not at all") for parameter in tied]
             holder = model.get_submodule(other.rpartition(".")[0])
             used = _placed(model, other) or isinstance(holder, (nn.Linear, nn.Embedding))
             if used and placements[0] != placements[1]:
@@ -261,10 +262,6 @@ def _uneven_input(mesh: DeviceMesh, columns: int, module: nn.Module, inputs: tup
     whole = torch.empty((*inputs[0].shape[:-1], columns), device="meta")
     how: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
     return DTensor.from_local(inputs[0], mesh, [Shard(-1)], **how), *inputs[1:]
-
-
-def _placements(parameter: nn.Parameter) -> Any:
-    return getattr(parameter, "placements", "not at all")
 
 
 class _WholeRMSNorm(RMSNorm):

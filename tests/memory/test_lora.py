@@ -330,20 +330,20 @@ def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
 # the loss is right.
 FAULTS: dict[str, tuple[str, str, set[str]]] = {
     "A not summed": (
-        "_local(self.A, sum_a)",
-        '_local(self.A, sum_a and self.cut != "rows")',
+        "local_weight(self.A, sum_a)",
+        'local_weight(self.A, sum_a and self.cut != "rows")',
         {"wq.lora.A", "w1.lora.A", "w3.lora.A"},
     ),
     "B not summed": (
-        "_local(self.B, sum_b)",
-        '_local(self.B, sum_b and self.cut != "columns")',
+        "local_weight(self.B, sum_b)",
+        'local_weight(self.B, sum_b and self.cut != "columns")',
         {"wo.lora.B", "w2.lora.B"},
     ),
     # All ranks of a row-parallel layer add the whole output, before the layer's sum.
     "added on every rank": (
-        "F.linear(h, _local(self.B, sum_b))",
+        "F.linear(h, local_weight(self.B, sum_b))",
         "F.linear(DTensor.from_local(h, self.A.device_mesh, [Partial()]).full_tensor()"
-        ' if self.cut == "columns" else h, _local(self.B, sum_b))',
+        ' if self.cut == "columns" else h, local_weight(self.B, sum_b))',
         set(),
     ),
     "no scale": ("self.scale * F.linear", "F.linear", set()),
@@ -360,8 +360,8 @@ OTHER_FAULTS = {
     ),
     "the vector's gradient not summed": (
         "compose.parallel.lora_parallel:_CutAdapter.held",
-        "_local(magnitude, _PLACES[self.cut][3])",
-        "_local(magnitude, False)",
+        "local_weight(magnitude, _PLACES[self.cut][3])",
+        "local_weight(magnitude, False)",
         "tp 4",
     ),
     "a bias is scaled": (

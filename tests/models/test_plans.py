@@ -16,6 +16,7 @@ import models.gemma3.model
 import models.qwen3.model
 from compose import Parallel
 from compose.config.rules import meshes
+from compose.ops.tensors import local_weight
 from compose.parallel import local_parallel
 from compose.parallel.local_parallel import _LocalRMSNorm
 from compose.plan import resolve
@@ -370,7 +371,7 @@ def a_bias_is_added_before_the_sum() -> Iterator[None]:
     row = local_parallel._RowLinear
 
     def fake(self: Any, input: Tensor) -> Tensor:
-        return F.linear(input, local_parallel._local(self.weight), local_parallel._local(self.bias))
+        return F.linear(input, local_weight(self.weight), local_weight(self.bias))
 
     with mock.patch.object(row, "forward", fake):
         yield

@@ -85,7 +85,7 @@ LocalHeads: a rank takes another's head | parallel__tp=4 train__global_batch=4 |
     device_mesh.get_local_rank() * self.n_heads // size => device_mesh.get_local_rank() % self.n_heads
 LocalNorm: its gradient stays a part | TP | gradient | layers.*.attention_norm.weight
     in compose.parallel.local_parallel:_LocalRMSNorm.forward with untouched='gradient/layers.*.attention.w?.weight'
-    _local(self.weight, Partial()) => _local(self.weight)
+    local_weight(self.weight, partial=True) => local_weight(self.weight)
 loss parallel: the loss is averaged over ranks | TP | loss | step 1
     in compose.ops.cross_entropy:_CrossEntropy.forward
     - (log_zs - target).masked_fill_(ignored, 0.0)

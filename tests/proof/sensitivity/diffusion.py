@@ -28,7 +28,7 @@ a sample's time is cut with its patches | CP model__image_size=8 train__seq_len=
     +
 LocalLinear: its gradient stays a part | TP | gradient | *.projection.weight
     in compose.parallel.local_parallel:_TokenLinear.forward with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
-    _local(self.weight, Partial()) => _local(self.weight)
+    local_weight(self.weight, partial=True) => local_weight(self.weight)
 the modulation's gradient stays a part | TP | gradient | layers.*.condition.*
     in compose.parallel.tensor_parallel:_summed_gradient with ranks=3 untouched='gradient/layers.*.attention.w?.weight'
     [Partial()] => [Replicate()]
