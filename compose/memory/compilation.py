@@ -124,27 +124,3 @@ def graphs_compiled() -> int:
     from torch._dynamo.utils import counters  # what compiles nothing starts faster
 
     return counters["stats"]["unique_graphs"]
-
-
-class GraphCount:
-    """Counts the compiled graphs of a run for its reports; without a compiler it counts nothing."""
-
-    def __init__(self, mode: str) -> None:
-        self.on, self.steps, self.known = mode != "off", 0, 0
-
-    def after_step(self, say: Callable[[str], None]) -> int | None:
-        """Return the number of graphs so far, or None without a compiler.
-
-        If a graph is compiled after the first two steps, ``say`` is called: shapes or types have
-        changed.
-        """
-        if not self.on:
-            return None
-        before, self.known = self.known, graphs_compiled()
-        self.steps += 1
-        if self.steps > 2 and self.known > before:
-            say(
-                f"torch.compile compiled {self.known - before} more graphs, {self.known} in all:"
-                " TORCH_LOGS=recompiles tells why"
-            )
-        return self.known

@@ -13,6 +13,7 @@ A device without the instructions emulates them: operands are rounded alike, and
 import functools
 import importlib.util
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,9 +80,7 @@ class Choice:
         how = "emulated here, for no gain in speed" if self.emulated else "by the device"
         count = len(self.converted)
         text = f"float8 {self.recipe} ({how}): {count} of {count + len(self.left)} linear layers"
-        reasons: dict[str, int] = {}
-        for reason in self.left.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
+        reasons = Counter(self.left.values())
         return "; ".join([text, *(f"{count} left out: {reason}" for reason, count in reasons.items())])
 
 

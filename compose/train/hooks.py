@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
-from compose.memory.compilation import GraphCount
+from compose.memory.compilation import graphs_compiled
 from compose.ops.tensors import gathered_objects, local_tensor
 from compose.parallel.mesh import AXES
 from compose.train.processes import TrainingError
@@ -175,7 +175,9 @@ class Hook(HasState):
 def hooks_of(trainer: "Trainer") -> list[Hook]:
     """Return the hooks of a run, in the order in which they act; the add-ons' are among them."""
     config = trainer.config
-    results: list[Hook] = [Graphs(trainer), Offload(trainer)]
+    results: list[Hook] = [Offload(trainer)]
+    if config.compile.mode != "off":
+        results.append(Graphs(trainer))
     if config.comm.check_every:
         results.append(ReplicaCheck(trainer))
     if config.metrics.noise_scale:
@@ -192,15 +194,24 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
 
 
 class Graphs(Hook):
-    """Reports how many graphs torch.compile has made."""
+    """Reports how many graphs torch.compile has made.
+
+    A graph that is compiled after the first two steps is said: shapes or types have changed.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
-        self.worker, self.count = trainer.worker, GraphCount(trainer.config.compile.mode)
+        self.say, self.steps, self.known = trainer.worker.say, 0, 0
 
     def metrics(self) -> dict[str, Any]:
-        """Return ``recompiles``; nothing without a compiler."""
-        graphs = self.count.after_step(self.worker.say)
-        return {} if graphs is None else {"recompiles": graphs}
+        """Return ``recompiles``."""
+        before, self.known = self.known, graphs_compiled()
+        self.steps += 1
+        if self.steps > 2 and self.known > before:
+            self.say(
+                f"torch.compile compiled {self.known - before} more graphs, {self.known} in all:"
+                " TORCH_LOGS=recompiles tells why"
+            )
+        return {"recompiles": self.known}
 
 
 class Offload(Hook):

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from compose import forward_backward
 from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
-from compose.memory.compilation import Compile, GraphCount, compiled_parts, graphs_compiled
+from compose.memory.compilation import Compile, compiled_parts, graphs_compiled
 from compose.proof.one_process import EXACT
 from tests.support.helpers import (
     Keys,
@@ -159,18 +159,6 @@ def test_parts_leave_out_what_is_opaque() -> None:
         "0.feed_forward",
         "1",
     ]
-
-
-def test_graphs_compiled_late_are_told() -> None:
-    said: list[str] = []
-    count = GraphCount("block")
-    counters["stats"]["unique_graphs"] = 3
-    assert [count.after_step(said.append) for _ in range(3)] == [3, 3, 3]
-    counters["stats"]["unique_graphs"] = 5
-    assert count.after_step(said.append) == 5
-    assert said == ["torch.compile compiled 2 more graphs, 5 in all: TORCH_LOGS=recompiles tells why"]
-    assert GraphCount("off").after_step(said.append) is None
-    counters.clear()
 
 
 REFUSED: list[tuple[Keys, str]] = [

@@ -1,10 +1,12 @@
-"""Copies that must be bitwise equal: one flipped bit is named, and clean steps give no alarm."""
+"""Copies that must be bitwise equal: one flipped bit is named, clean steps give no alarm. Graphs."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from compose import Composition, Parallel
@@ -12,7 +14,7 @@ from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data.samples import random_batch
 from compose.train import hooks as replica_check
-from compose.train.hooks import checksum, replica_mismatches
+from compose.train.hooks import Graphs, checksum, hooks_of, replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.checkpoints import shards
 from tests.support.helpers import Keys, keys_in, make_job, share_of
@@ -164,3 +166,22 @@ def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> Non
     assert [line.get("skipped", 0) for line in there] == [0, 0, 1, 1, 1]
     two, three, four = (shards(tmp_path / "checkpoints" / store.name_of(step)) for step in (2, 3, 4))
     assert two == three != four
+
+
+def test_graphs_compiled_late_are_told() -> None:
+    said: list[str] = []
+    hook = Graphs(mock.Mock(worker=mock.Mock(say=said.append)))
+    counters["stats"]["unique_graphs"] = 3
+    assert [hook.metrics() for _ in range(3)] == [{"recompiles": 3}] * 3
+    counters["stats"]["unique_graphs"] = 5
+    assert hook.metrics() == {"recompiles": 5}
+    assert said == ["torch.compile compiled 2 more graphs, 5 in all: TORCH_LOGS=recompiles tells why"]
+    counters.clear()
+
+
+@pytest.mark.parametrize("mode", ["off", "block"])
+def test_only_a_compiler_has_graphs(mode: str) -> None:
+    trainer = mock.Mock(config=make_job(1, compile__mode=mode).config)
+    with mock.patch.object(replica_check, "brought", return_value=()):
+        graphs = [hook for hook in hooks_of(trainer) if isinstance(hook, Graphs)]
+    assert len(graphs) == (mode == "block")

@@ -76,7 +76,7 @@ no activation is worth a copy | LARGE activation_checkpoint__offload=True | opti
     in compose.memory.activation_offload:_Unit.pack with ranks=1
     local.nbytes < LEAST or => True or
 activations are rounded on their way to the host | LARGE activation_checkpoint__offload=True | gradient | layers.*
-    in compose.memory.activation_offload:ActivationOffload.out_of with ranks=1 untouched='loss/step 1'
+    in compose.memory.activation_offload:ActivationOffload._copied with ranks=1 untouched='loss/step 1'
     copy = tensor.clone() => copy = tensor.bfloat16().to(tensor.dtype)
 
 [parallel.offload]
