@@ -14,7 +14,7 @@ from compose.compression.activations import LARGEST_FLOAT8, RowCode, Sends
 from compose.compression.codec import Blocks, block_scales, block_steps, top_code
 from compose.compression.gather import QuantizedGather, Sender, gathered
 from compose.compression.packing import Packing
-from compose.compression.reduce import BlockSum, GradientCode
+from compose.compression.reduce import BlockSum, GradientCode, TopK
 from compose.ops.torch_versions import REDUCE_SCATTER
 
 _FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
@@ -83,6 +83,18 @@ class Losses:
                 getattr(dist, REDUCE_SCATTER)(own.view(-1), rows.contiguous().view(-1), group=group)
                 rows = own
         self.missing = rows.clone() if self.missing is None else self.missing + rows
+
+    def selected(
+        self, code: TopK, rows: Tensor, wanted: Tensor, group: dist.ProcessGroup, whole: bool
+    ) -> None:
+        """Note that of rows (R, S) with their residual the largest elements are sent; a collective."""
+        sent = wanted.clone()
+        for piece, count in zip(code.layout.pieces(sent), code.counts, strict=True):
+            if count:
+                largest = torch.zeros_like(piece, dtype=torch.bool)
+                largest.scatter_(1, piece.abs().topk(count, 1, sorted=False).indices, True)
+                piece.copy_(torch.where(largest, piece.bfloat16(), 0))
+        self.loses(rows - sent.to(rows.dtype), [group], whole)
 
     def ends(self, code: GradientCode, scale: float) -> None:
         """Note that residuals have been kept."""

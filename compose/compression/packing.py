@@ -73,6 +73,10 @@ class UnitLayout:
         """Return views of rows (..., S), one for each parameter, in order."""
         return rows.split([part.numel for part in self.parts], -1)
 
+    def plain(self, rows: Tensor) -> list[Tensor]:
+        """Return those of :meth:`pieces` that travel as they are."""
+        return [x for part, x in zip(self.parts, self.pieces(rows), strict=True) if not part.compressed]
+
     def among(self, ranks: int) -> "UnitLayout":
         """Return the layout of one row, cut once more over ``ranks``."""
         parts = (Part((-(-part.numel // ranks),), part.compressed) for part in self.parts)
@@ -143,11 +147,10 @@ class Packing:
                 codes = encode(run.blocks_of(rows, self.code.size), run.first)
                 out[:, run.first * width : (run.first + run.blocks) * width] = codes.flatten(1)
         done = self.blocks * width
-        for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
-            if not part.compressed:
-                result = piece.contiguous().view(torch.uint8)
-                out[:, done : done + result.shape[1]] = result
-                done += result.shape[1]
+        for piece in self.layout.plain(rows):
+            result = piece.contiguous().view(torch.uint8)
+            out[:, done : done + result.shape[1]] = result
+            done += result.shape[1]
         return out
 
     def unpack(self, messages: Tensor, out: Tensor, base: bool = False) -> None:
@@ -184,12 +187,11 @@ class Packing:
                 if run.padding:
                     run.put_back(out, blocks)
         done = self.blocks * width
-        for part, piece in zip(self.layout.parts, self.layout.pieces(out), strict=True):
-            if not part.compressed:
-                end = done + part.numel * dtype.itemsize
-                terms = numbers(messages[..., done:end], dtype)
-                piece.copy_(terms[0] if len(terms) == 1 else terms.sum(0, dtype=out.dtype))
-                done = end
+        for piece in self.layout.plain(out):
+            end = done + piece.shape[1] * dtype.itemsize
+            terms = numbers(messages[..., done:end], dtype)
+            piece.copy_(terms[0] if len(terms) == 1 else terms.sum(0, dtype=out.dtype))
+            done = end
 
     @cached_property
     def runs(self) -> list[_Run]:
@@ -228,9 +230,8 @@ class Packing:
     def compressed_only(self, rows: Tensor) -> Tensor:
         """Return a copy of rows (R, S) with zeros in place of what is plain."""
         rows = rows.clone()
-        for part, piece in zip(self.layout.parts, self.layout.pieces(rows), strict=True):
-            if not part.compressed:
-                piece.zero_()
+        for piece in self.layout.plain(rows):
+            piece.zero_()
         return rows
 
     @cached_property

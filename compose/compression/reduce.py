@@ -283,7 +283,7 @@ class TopK(GradientCode):
         wanted = self.feedback.added_to(rows, scale) if self.feedback else rows
         messages = self.pack(wanted, rows.dtype)
         if self.observer:
-            self.observer.loses(rows - self._largest(wanted).to(rows.dtype), [group], whole)
+            self.observer.selected(self, rows, wanted, group, whole)
         if self.feedback:
             wanted.sub_(self.unpack(messages, rows.dtype))
             self.feedback.keep(scale)
@@ -291,16 +291,6 @@ class TopK(GradientCode):
             self.observer.ends(self, scale)
         self.traffic.count("gradients", messages.shape[1], group.size())
         return messages
-
-    def _largest(self, rows: Tensor) -> Tensor:
-        """Return what messages should hold of rows, by the definition."""
-        result = rows.clone()
-        for piece, count in zip(self.layout.pieces(result), self.counts, strict=True):
-            if count:
-                sent = torch.zeros_like(piece, dtype=torch.bool)
-                sent.scatter_(1, piece.abs().topk(count, 1, sorted=False).indices, True)
-                piece.copy_(torch.where(sent, piece.bfloat16(), 0))
-        return result
 
     def _sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -331,10 +321,9 @@ class TopK(GradientCode):
             places = numbers(at, torch.int32).long()
             out.scatter_(1, places, numbers(values, torch.bfloat16).to(dtype))
         rest, begin = numbers(plain, dtype), 0
-        for part, piece in zip(self.layout.parts, self.layout.pieces(out), strict=True):
-            if not part.compressed:
-                piece.copy_(rest[:, begin : begin + part.numel])
-                begin += part.numel
+        for piece in self.layout.plain(out):
+            piece.copy_(rest[:, begin : begin + piece.shape[1]])
+            begin += piece.shape[1]
         return out
 
 

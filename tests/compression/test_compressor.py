@@ -105,22 +105,6 @@ def _rows(keys: Keys) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("ranks", "keys"),
-    [
-        pytest.param(3, {"parallel__dp_shard": 3, **INT4}, marks=pytest.mark.slow),
-        (2, {"parallel__dp_replicate": 2, "parallel__zero": 0, **comm("powersgd")}),
-    ],
-    ids=["int4", "powersgd"],
-)
-def test_twice_is_bitwise_the_same(pool: Pool, ranks: int, keys: Keys) -> None:
-    shape: Keys = {"train__global_batch": 12, "train__seq_len": 16}
-    one, other = (
-        pool.run(take_steps, ranks, given(keys) | shape, 3, True)[0].gradients for _ in range(2)
-    )
-    assert all(torch.equal(one[n], other[n]) for n in one)
-
-
 def test_off_is_what_it_was(pool: Pool) -> None:
     """No part of it is attached, and until start_step gradients are bitwise those of plain messages."""
     mesh = {"parallel__dp_shard": 2}

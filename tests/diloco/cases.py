@@ -5,8 +5,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from compose.composition import Composition
+from compose.config.job import Job
+from compose.diloco.loop import OuterLoop
+from compose.diloco.options import Outer
 from compose.diloco.proof import prove_outer_loop
 from compose.proof.report import Report
+from compose.train.workers import Worker
 from tests.support.helpers import Keys, make_job, parallel, ranks_in
 from tests.support.pool import Pool, make_mesh
 
@@ -33,6 +38,12 @@ def proof(islands: int, keys: Keys, missed: bool = False) -> Report:
     job = make_job(dist.get_world_size() * islands, parallel__dp_replicate=islands, **keys)
     misses: Any = every_other if missed else (lambda *_: False)
     return prove_outer_loop(job, make_mesh(job.degrees), torch.device("cpu"), misses)
+
+
+def loop_of(job: Job, composition: Composition, options: Outer, worker: Worker, last: int) -> OuterLoop:
+    """The outer loop of a composition up to step ``last``."""
+    layers, timeout = list(job.resolved.checkpoint), job.config.comm.first_step_timeout
+    return OuterLoop(options, composition, layers, worker, timeout, last)
 
 
 def outer(**keys: object) -> Keys:

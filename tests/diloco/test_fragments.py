@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from compose.diloco.fragments import Part, rows_of, shares
-from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
 from compose.diloco.proof import messages_of
 from compose.train.workers import Worker
-from tests.diloco.cases import INSIDE
+from tests.diloco.cases import INSIDE, loop_of
 from tests.support.helpers import Keys, built, ranks_in, tiered
 from tests.support.pool import Pool
 
@@ -86,10 +85,7 @@ def test_have_every_nth_layer() -> None:
 
 def _messages(keys: Keys) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], dict[str, int]]:
     job, composition = built(keys)
-    options = Outer(every=4, fragments=1)
-    layers = list(job.resolved.checkpoint)
-    timeout = job.config.comm.first_step_timeout
-    loop = OuterLoop(options, composition, layers, Worker(), timeout, 1)
+    loop = loop_of(job, composition, Outer(every=4, fragments=1), Worker(), 1)
     results = [[list(message) for message in fragment] for fragment in messages_of(loop)]
     return results, {name: p.numel() for name, p in job.model.named_parameters()}
 

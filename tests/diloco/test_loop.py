@@ -1,7 +1,6 @@
 """The outer loop: exchanges that equal data parallel, what goes on inside a worker, and corruption."""
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.composition import Composition
-from compose.diloco.loop import OuterLoop
 from compose.diloco.options import Outer
 from compose.parallel.mesh import batch_share
 from compose.proof.comparison import whole
@@ -22,7 +19,7 @@ from compose.train.processes import TrainingError
 from compose.train.step import forward_backward
 from compose.train.trainer import Trainer
 from compose.train.workers import this_worker
-from tests.diloco.cases import BATCH, INSIDE, STREAMING, outer, proof
+from tests.diloco.cases import BATCH, INSIDE, STREAMING, loop_of, outer, proof
 from tests.support.helpers import Keys, built, make_job, parallel, ranks_in, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
@@ -37,7 +34,9 @@ def trained(keys: Keys, outer: dict[str, Any] | None, same_samples: bool = False
     islands = this_worker()
     job, composition = built(keys)
     optimizer = torch.optim.SGD(composition.model.parameters(), lr=0.1, foreach=False)
-    loop = _loop(composition, list(job.resolved.checkpoint), outer) if outer else None
+    loop = loop_of(job, composition, Outer(**outer), islands, STEPS) if outer else None
+    if loop:
+        loop.start(0)
     index, count = batch_share(composition.mesh)
     if not same_samples:
         index, count = islands.index * count + index, islands.count * count
@@ -55,12 +54,6 @@ def trained(keys: Keys, outer: dict[str, Any] | None, same_samples: bool = False
         loop.close(failed=False)
     weights = {name: whole(parameter) for name, parameter in composition.named_parameters()}
     return weights | {"losses": torch.stack(losses)}
-
-
-def _loop(composition: Composition, layers: list[str], outer: dict[str, Any]) -> OuterLoop:
-    loop = OuterLoop(Outer(**outer), composition, layers, this_worker(), timedelta(minutes=1), STEPS)
-    loop.start(0)
-    return loop
 
 
 # Routers count the samples of their island alone.

@@ -9,13 +9,12 @@ from torch import Tensor
 from compose.build import build
 from compose.cli.dry_run import describe
 from compose.compression.codec import Blocks
-from compose.diloco.loop import OuterLoop
 from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, TopK, code_of
 from compose.diloco.options import ROW, Outer
 from compose.diloco.proof import received
 from compose.proof.observers import allowed
 from compose.train.workers import this_worker
-from tests.diloco.cases import INSIDE, outer
+from tests.diloco.cases import INSIDE, loop_of, outer
 from tests.support.helpers import Keys, make_job, ranks_in, tiered
 from tests.support.pool import Pool, make_mesh
 
@@ -46,17 +45,12 @@ def sent(code: Code, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", CODES)
-def test_zeros_stay_zeros(name: str, length: int) -> None:
-    assert not sent(CODES[name], torch.zeros(length)).any()
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", CODES)
 def test_is_what_the_proof_expects(name: str, length: int) -> None:
     """Bit for bit, and with the loss that it expects; also where blocks are zeros."""
     options = Outer(every=1, dtype=name)  # type: ignore[arg-type]
+    assert not sent(CODES[name], torch.zeros(length)).any()
     x = drawn(length).double()
-    x[300:700] = 0
+    x[300:900] = 0
     right, expected = received(options, x)
     result = sent(code_of(options, torch.float64), x)
     assert torch.equal(result, right)
@@ -76,16 +70,6 @@ def test_e3m0_takes_the_nearest_of_its_values(length: int) -> None:
         right = (block.abs()[:, None] - grid).abs().amin(1)
         got = (block - result[begin : begin + BLOCK]).abs()
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("length", LENGTHS[1:])
-def test_int8_is_within_half_a_step(length: int) -> None:
-    x = drawn(length)
-    apart = (x - sent(CODES["int8"], x)).abs()
-    for begin in range(0, length, BLOCK):
-        step = x[begin : begin + BLOCK].abs().max() / 127
-        # The scale is rounded to bfloat16.
-        assert (apart[begin : begin + BLOCK] <= step * 0.5 + 127 * step * 2.0**-8).all()
 
 
 @pytest.mark.parametrize("length", LENGTHS[1:])
@@ -126,14 +110,12 @@ ODD: Keys = {"model__n_layers": 5, "model__hidden_dim": 90, "train__global_batch
 
 def _sent(keys: Keys) -> list[int]:
     """Return this rank's bytes of each fragment."""
-    job, islands = make_job(**keys), this_worker()  # type: ignore[arg-type]
+    job = make_job(**keys)  # type: ignore[arg-type]
     composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
-    options, layers = job.config.outer, list(job.resolved.checkpoint)
-    timeout = job.config.comm.first_step_timeout
-    loop = OuterLoop(options, composition, layers, islands, timeout, 1000)
+    loop = loop_of(job, composition, job.config.outer, this_worker(), 1000)
     loop.start(0)
     results = []
-    for step in range(1, options.every + 1):
+    for step in range(1, job.config.outer.every + 1):
         loop.after_update(step)
         if size := loop.metrics()["outer"]["bytes"]:
             results.append(int(size))

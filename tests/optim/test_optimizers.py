@@ -24,16 +24,11 @@ from compose.optim.optimizers import (
     make_state,
 )
 from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, refusal, train_on
-from tests.support.helpers import Keys, built, make_job
+from tests.support.helpers import HALF, Keys, built, make_job
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines
 
 MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "model__n_layers": 3}
-HALF: Keys = {
-    "precision__param": "bfloat16",
-    "precision__master": "bfloat16",
-    "precision__optimizer_state": "bfloat16",
-}
 KINDS: dict[str, Keys] = {
     "fused": {"optimizer__implementation": "fused"},
     "foreach": {"optimizer__implementation": "foreach"},
@@ -96,31 +91,25 @@ def test_state_that_there_is_stays() -> None:
             assert torch.equal(optimizer.state[parameter][key], value), key
 
 
-def _seeds(keys: Keys) -> list[int]:
+def _seeds_and_options(keys: Keys) -> tuple[list[int], list[dict[str, object]]]:
     job, composition = built(keys)
     optimizer = build_optimizer(composition, job)
     parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    return [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
+    seeds = [part.seed for part in parts if isinstance(part, (AdamW, Muon))]
+    return seeds, [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_roundings_seed_is_the_runs(pool: Pool, name: str) -> None:
-    keys = HALF | {"optimizer__name": name, "train__seed": 5, "model__n_layers": 1}
-    assert pool.run(_seeds, 1, keys)[0] == [5] * (1 if name == "adamw" else 2)
-
-
-def _options(keys: Keys) -> list[dict[str, object]]:
-    job, composition = built(keys)
-    optimizer = build_optimizer(composition, job)
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-@pytest.mark.parametrize("name", ["fused", "bfloat16", "muon", "offload to memory"])
-def test_options_are_the_configs(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "seeded"),
+    [("fused", 0), ("bfloat16", 1), ("muon", 1), ("muon in bfloat16", 2), ("offload to memory", 0)],
+)
+def test_options_are_the_configs(pool: Pool, name: str, seeded: int) -> None:
+    """So is the seed of rounding, in each optimizer that may round."""
     keys = KINDS[name] | {"model__n_layers": 1, "optimizer__beta1": 0.7, "optimizer__beta2": 0.8}
     keys |= {"optimizer__eps": 0.01, "optimizer__momentum": 0.6, "optimizer__lr": 0.25}
-    keys |= {"optimizer__lr_scale": '["output=0.5"]', "optimizer__weight_decay": 0.5}
-    groups = pool.run(_options, 1, keys)[0]
+    keys |= {"optimizer__lr_scale": '["output=0.5"]', "optimizer__weight_decay": 0.5, "train__seed": 5}
+    seeds, groups = pool.run(_seeds_and_options, 1, keys)[0]
+    assert seeds == [5] * seeded
     assert {group["lr"] for group in groups} == {0.25, 0.125}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.5}
     for group in groups:

@@ -43,6 +43,8 @@ FLOAT8_SHAPE: Keys = {
     "precision__float8": "tensorwise",
 }
 
+HALF: Keys = {f"precision__{key}": "bfloat16" for key in ("param", "master", "optimizer_state")}
+
 
 def parallel(**keys: object) -> Keys:
     """Keys of ``[parallel]``: ``tp=2`` is ``parallel__tp=2``."""
