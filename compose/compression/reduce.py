@@ -18,6 +18,7 @@ from torch import Tensor
 from compose.compression.codec import Blocks, numbers
 from compose.compression.gather import Levels, Sender, Traffic, gathered
 from compose.compression.packing import BlockFeedback, Feedback, Packing, Part, Scratch, UnitLayout
+from compose.ops.tensors import at_least_float32
 from compose.ops.torch_versions import REDUCE_SCATTER
 from compose.parallel.comm import Comm
 
@@ -180,8 +181,7 @@ class LowRank(GradientCode):
         """Write the sum for this rank."""
         if self.observer:
             self.observer.begins(self, rows)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        wanted = self.feedback.added_to(rows, scale) if self.feedback else rows.to(wide)
+        wanted = self.feedback.added_to(rows, scale) if self.feedback else at_least_float32(rows)
         pieces = self.layout.pieces(wanted)
         # (R, m / R, c): a rank's rows lie apart, and a copy would cost as much as a product.
         matrices = {i: pieces[i].unflatten(1, (m // len(rows), c)) for i, (m, c) in self.shapes.items()}

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.ops.tensors import gathered_objects, local_region, local_tensor
@@ -150,8 +149,6 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
 
 def region_of(parameter: Tensor) -> Region:
     """Return the region of a parameter that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return tuple((0, size) for size in parameter.shape)
     return tuple((cut.start, cut.stop) for cut in local_region(parameter))
 
 

@@ -42,7 +42,7 @@ from compose.diloco.messages import (
     outer_dtype,
 )
 from compose.diloco.options import Outer, best_lr
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import gathered, local_tensor
 from compose.train.hooks import Hook
 from compose.train.processes import TrainingError
 from compose.train.workers import Worker
@@ -230,9 +230,7 @@ class OuterLoop(Hook):
             # The last ranks of a span have less of it.
             padded = [nn.functional.pad(part, (0, span.each - len(part))) for span, part in parts]
             mine = torch.cat(padded).to(self.composition.mesh.device_type)
-            everyone = [torch.empty_like(mine) for _ in range(group.size())]
-            dist.all_gather(everyone, mine, group=group)
-            at = 0
+            everyone, at = gathered(mine, group), 0
             for span, _ in parts:
                 pieces = [one[at : at + span.each] for one in everyone]
                 at += span.each

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from compose.errors import ConfigError
+from compose.ops.tensors import tied_names
 from compose.optim.optimizers import OPTIMIZERS, Optimizer, ParameterRule
 from compose.parallel.expert_parallel import routers
 from compose.parallel.name_patterns import inside, matching
@@ -22,11 +23,9 @@ def parameter_rules(model: nn.Module, plan: Plan, options: Optimizer) -> dict[st
     stacks of vectors. Patterns are those of a Plan. They name parameters, or modules, which stands for
     all parameters inside. If several match, the last one counts.
     """
-    names: dict[str, list[str]] = {}
-    by_id: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[name] = by_id.setdefault(id(parameter), [])
-        names[name].append(name)
+    names = {name: [name] for name, _ in model.named_parameters(remove_duplicate=False)}
+    for tied in tied_names(model):
+        names |= dict.fromkeys(tied, tied)
     known = [name for name, _ in model.named_modules() if name] + list(names)
     problems: list[str] = []
 
