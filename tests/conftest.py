@@ -36,8 +36,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    lines = (Path(__file__).parent / "long_cases.txt").read_text().splitlines()[1:]
-    tiers = {name: tier for tier, name in (line.split(" ", 1) for line in lines)}
+    tiers, tier, test = dict[str, str](), "", ""
+    for line in (Path(__file__).parent / "long_cases.txt").read_text().splitlines()[1:]:
+        if line.startswith("    "):
+            tiers[f"{test}[{line.strip()}]"] = tier
+            continue
+        tier, _, test = line.removesuffix(":").partition(" ")
+        if not line.endswith(":"):
+            tiers[test] = tier
     for item in items:
         if tier := tiers.pop(item.nodeid, ""):
             item.add_marker(tier)

@@ -40,10 +40,19 @@ PLACEMENTS = [mesh for mesh in MESHES if mesh.get("zero", 3) in (0, 3) and mesh.
 PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+# Each mesh comes once below the full tier, in turn with tied embeddings and without.
 @pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(m, marks=tier(slow=i % 2 == 1), id=name_of(m)) for i, m in enumerate(PLACEMENTS)],
+    ("mesh", "tied"),
+    [
+        pytest.param(
+            mesh,
+            tied,
+            marks=tier(slow=i % 2 == 1, full=tied != (i % 4 < 2)),
+            id=f"{name_of(mesh)}-{'tied' if tied else 'untied'}",
+        )
+        for i, mesh in enumerate(PLACEMENTS)
+        for tied in (True, False)
+    ],
 )
 def test_bitwise_equal(
     pool: Pool, alone: dict[bool, dict[str, str]], mesh: dict[str, int | bool], tied: bool
