@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case_number" in metafunc.fixturenames:
         metafunc.parametrize("case_number", range(int(metafunc.config.getoption("--cases") or 0)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that a collection looks at what tests have made alone
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

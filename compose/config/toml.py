@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import os
 import sys
 import typing
@@ -240,7 +241,7 @@ def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
 
 def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``values`` that have the type of their field; note a problem for others."""
-    types, known = typing.get_type_hints(kind, include_extras=True), list(docs(kind))
+    types, known = _types(kind), list(docs(kind))
     good = {}
     for key, value in values.items():
         several = value if isinstance(value, list) else [value]
@@ -250,10 +251,26 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
                 raise ValueError(f"unknown key{nearest_key(key, table, known)}")
             if vanished:
                 raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
-            good[key] = typed(types[attribute(key)], value)
+            good[key] = _valid(types[attribute(key)], _reader(kind, attribute(key)), value, text=False)
         except ValueError as error:
             keys.problems += keys.error(table, key, str(error)).problems
     return good
+
+
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    """Return the types of a table's fields."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+@functools.cache
+def _reader(kind: type, field: str) -> TypeAdapter[Any]:
+    """Return what reads a table's field. To make one takes longer than to read a whole file with it."""
+    return _reader_of(_types(kind)[field], text=False)
+
+
+def _reader_of(kind: Any, text: bool) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=not text, allow_inf_nan=False))
 
 
 def typed(kind: Any, value: Any, text: bool = False) -> Any:
@@ -261,11 +278,14 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
 
     Raises ValueError, which says what is wrong with the value.
     """
+    return _valid(kind, _reader_of(kind, text), value, text)
+
+
+def _valid(kind: Any, reader: TypeAdapter[Any], value: Any, text: bool) -> Any:
     # A frozen dataclass has tuples for TOML's arrays.
     given = tuple(value) if isinstance(value, list) else value
-    settings = ConfigDict(strict=not text, allow_inf_nan=False)
     try:
-        return TypeAdapter(kind, config=settings).validate_python(given)
+        return reader.validate_python(given)
     except ValidationError as error:
         detail = error.errors()[0]
     shown = value if text else toml_value(value)
