@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
 from compose.ops.torch_versions import ALL_GATHER
-from compose.parallel.hpz import check_hpz, hpz_experts
+from compose.parallel.hpz import hpz_experts
 from tests.support.command_lines import answered
-from tests.support.helpers import Keys, parallel, proofs, refused
+from tests.support.helpers import Keys, parallel, proofs, refusals
 from tests.support.pool import Pool, make_mesh
 
 NEAR = parallel(zero3_reshard=2) | {"train__micro_batch": 1, "train__global_batch": 8}
@@ -165,32 +165,29 @@ def test_experts_of_the_same_span() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("near", "zero", "ranks", "problem"),
-    [
-        (3, 3, 8, "3 does not divide dp_shard x cp = 8, the ranks that share parameters; nearest: 2"),
-        (16, 3, 8, "16 does not divide dp_shard x cp = 8, the ranks that share parameters; nearest: 8"),
-        (2, 3, 1, "2 does not divide dp_shard x cp = 1, the ranks that share parameters; nearest: 0"),
-        (1, 3, 8, "1 would keep every parameter whole, as parallel.zero = 2 does; nearest: 2"),
-        (
-            2,
-            2,
-            8,
-            "2 is where parameters are between forward and backward, and parallel.zero = 2 keeps them"
-            " whole; use parallel.zero = 3, or parallel.zero3_reshard = 0",
-        ),
-    ],
-)
-def test_what_cannot_be(near: int, zero: int, ranks: int, problem: str) -> None:
-    assert refused(check_hpz, near, zero, ranks) == [f"parallel.zero3_reshard: {problem}"]
-
-
-def test_refused_before_it_starts() -> None:
-    done = answered(
-        "train.py", "--dry-run", "--world-size=8", "--parallel.cp=2", "--parallel.zero3_reshard=3"
-    )
-    assert done.returncode == 2
-    assert "parallel.zero3_reshard: 3 does not divide dp_shard x cp = 8" in done.stderr
+KEY = "parallel.zero3_reshard"
+SHARED = "the ranks that share parameters; nearest:"
+REFUSED: list[tuple[Keys, str]] = [
+    (
+        parallel(dp_shard=4, cp=2, zero3_reshard=3),
+        f"{KEY}: 3 does not divide dp_shard x cp = 8, {SHARED} 2",
+    ),
+    (
+        parallel(dp_shard=8, zero3_reshard=16),
+        f"{KEY}: 16 does not divide dp_shard x cp = 8, {SHARED} 8",
+    ),
+    (parallel(zero3_reshard=2), f"{KEY}: 2 does not divide dp_shard x cp = 1, {SHARED} 0"),
+    (
+        parallel(dp_shard=8, zero3_reshard=1),
+        f"{KEY}: 1 would keep every parameter whole, as parallel.zero = 2 does; nearest: 2",
+    ),
+    (
+        parallel(dp_shard=8, zero=2, zero3_reshard=2),
+        f"{KEY}: 2 is where parameters are between forward and backward, and parallel.zero = 2 keeps"
+        " them whole; use parallel.zero = 3, or parallel.zero3_reshard = 0",
+    ),
+]
+test_refused = refusals(REFUSED, {"train__micro_batch": 1})
 
 
 def test_dry_run_counts_what_is_kept() -> None:
