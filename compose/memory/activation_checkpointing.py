@@ -210,7 +210,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
-        # Storages are told apart by address, so those seen must stay alive.
+        # Storages are known by address, so those seen must stay alive.
         self.seen = {storage._cdata: storage for storage in (t.untyped_storage() for t in given)}
         self.unit: UnitCost | None = None
 

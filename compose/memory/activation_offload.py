@@ -108,11 +108,11 @@ class ActivationOffload:
         self.seconds += time.perf_counter() - begun
         return copy
 
-    def wait(self, copy: Tensor, there: Any) -> None:
-        """Let the device's computing stream wait for a copy, complete after the event ``there``."""
+    def wait(self, copy: Tensor, event: Any) -> None:
+        """Let the device's computing stream wait for a copy, complete after ``event``."""
         self.let_go()
-        if there is not None:
-            self._wait(copy, there)
+        if event is not None:
+            self._wait(copy, event)
 
     def _wait(self, tensor: Tensor, event: Any) -> None:
         own = torch.cuda.current_stream(tensor.device)
@@ -140,8 +140,8 @@ class _Kept:
         """Return the tensor on the device, once it is complete."""
         self.fetch()
         assert self.here is not None
-        copy, there = self.here
-        self.offload.wait(copy, there)
+        copy, event = self.here
+        self.offload.wait(copy, event)
         self.left -= 1
         if not self.left:
             self.here = None

@@ -7,7 +7,8 @@ Weights stay in their own type. Each operand is scaled and rounded when it is us
     rowwise        a scale for each row of an operand: an outlier harms its own row only
     rowwise_gw_hp  the same, and the weight's gradient in the type of forward and backward
 
-A device without the instructions emulates them: operands are rounded alike, and products are float32's.
+A device without the instructions emulates them: it rounds operands as they do, and
+its products are float32's.
 """
 
 import functools

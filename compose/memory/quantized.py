@@ -24,7 +24,7 @@ from compose.memory.float8 import import_quietly
 
 Base = Literal["full", "int8", "nf4"]
 BLOCK = 64  # elements of nf4 that share a scale
-_AT_ONCE = 2**20  # elements that are coded at a time: torchao compares each with all 16 codes
+_AT_ONCE = 2**20  # elements that are quantized at a time: torchao compares each with all 16 codes
 
 
 class QuantizedLinear(nn.Linear):
@@ -114,9 +114,9 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters; quantized ones count as what they stand for."""
-    coded = quantized_layers(model)
+    quantized = quantized_layers(model)
     return sum(
-        weight_shape(coded[name]).numel() if name in coded else p.numel()
+        weight_shape(quantized[name]).numel() if name in quantized else p.numel()
         for name, p in model.named_parameters()
     )
 

@@ -143,8 +143,8 @@ def _counts(parts: Sequence[Block], what: str, rows: int, length: int) -> np.nda
 class PlainParts(Parts):
     """Tiles of queries with all keys that they may reach, by plain products.
 
-    Documents are told apart by a mask that is made for each tile on the device, so nothing is waited
-    for. A tile has so few queries that its scores take at most ``_PLAIN_SCORES`` elements.
+    A mask separates documents. It is made for each tile on the device, so nothing is waited for. A tile
+    has so few queries that its scores take at most ``_PLAIN_SCORES`` elements.
     """
 
     def __init__(self, task: AttentionTask, q: Tensor, k: Tensor) -> None:

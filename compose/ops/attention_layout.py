@@ -37,7 +37,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class AttentionTask:
-    """One attention, apart from its tensors of queries, keys and values."""
+    """One attention without its tensors of queries, keys and values."""
 
     pieces: Pieces
     scale: float

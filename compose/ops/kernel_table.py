@@ -127,8 +127,8 @@ def kernel_of(device: Gpu, problem: Problem) -> Kernel:
 
 def widths_of(kernel: Kernel, device: Gpu, problem: Problem) -> tuple[int, int]:
     """Return the widths to which queries and keys, and values, are padded for the kernel."""
-    apart = device.flash == "FA4" and device.capability[0] == 10
-    if kernel == "flash" and not (apart and problem.widths == LATENT):
+    narrower_values = device.flash == "FA4" and device.capability[0] == 10
+    if kernel == "flash" and not (narrower_values and problem.widths == LATENT):
         return max(problem.widths), max(problem.widths)
     return problem.widths
 

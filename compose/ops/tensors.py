@@ -47,7 +47,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def local_weight(parameter: Tensor | None, partial: bool = False) -> Any:
     """Return this rank's part of a DTensor, with its gradient; None of None.
 
-    ``partial`` says that a rank finds a part of the gradient, which is summed over the axis.
+    ``partial`` says that a rank computes a part of the gradient, which is summed over the axis.
     """
     if parameter is None:
         return None

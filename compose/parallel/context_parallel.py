@@ -48,7 +48,7 @@ Method = Literal["ring", "allgather", "ulysses"]
 
 
 class HasIds(Protocol):
-    """Anything that tells documents apart by ``ids``."""
+    """Anything that distinguishes documents by ``ids``."""
 
     ids: Tensor
     """This rank's part (B, L); the tokens of one document are a run of equal ids."""

@@ -175,11 +175,11 @@ def _complete(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.grad, DTensor)
-        there, here = parameter.grad.placements, parameter.placements
-        if there == (Partial(),) and here[0].is_replicate():
+        placed, wanted = parameter.grad.placements, parameter.placements
+        if placed == (Partial(),) and wanted[0].is_replicate():
             whole.setdefault(parameter.device_mesh, []).append(parameter)
-        elif there != here:
-            parameter.grad = parameter.grad.redistribute(placements=here)
+        elif placed != wanted:
+            parameter.grad = parameter.grad.redistribute(placements=wanted)
     for mesh, partial_sums in whole.items():
         flat = _flat(partial_sums)
         dist.all_reduce(flat, group=mesh.get_group())

@@ -203,7 +203,7 @@ class LocalPositions(_WholeWeights):
     """A style for a table of positions, an nn.Embedding (P, D), before a stream of layout Shard(1).
 
     The table is whole on every rank. Its input (B, L) is too, and each rank looks up its own part of
-    the L: (B, L / ranks, D). Each rank finds a part of the table's gradient, so it is summed over the
+    the L: (B, L / ranks, D). Each rank has a part of the table's gradient, so it is summed over the
     axis. Before a stream that is whole on every rank, the table belongs into ``replicate``.
     """
 

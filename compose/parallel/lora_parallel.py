@@ -35,7 +35,7 @@ from compose.parallel.stream_messages import send_plain
 TINY = 1e-30  # a row of zeros has the magnitude 0 too, and stays zeros
 Cut = Literal["rows", "columns", "heads", "nothing"]
 
-# The placements of A and B, and whether each rank finds only a part of their gradients.
+# The placements of A and B, and whether each rank has only a part of their gradients.
 _PLACES: dict[Cut, tuple[Placement, bool, Placement, bool]] = {
     "rows": (Replicate(), True, Shard(0), False),
     "columns": (Shard(1), False, Replicate(), True),

@@ -107,7 +107,7 @@ class HeadParallel(Style):
 class SharedByHeads(Style):
     """A style for a tensor that all heads read: it is whole on every rank, which has some heads.
 
-    It is for a module without parameters (nn.Identity) whose output is that tensor. Each rank finds the
+    It is for a module without parameters (nn.Identity) whose output is that tensor. Each rank has the
     gradient of its own heads, so the gradient is summed over the axis (an all-reduce).
     """
 

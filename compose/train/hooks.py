@@ -135,8 +135,8 @@ _COLLECT_EVERY = 100  # steps between two collections of garbage
 class Hook(HasState):
     """A feature around each step and at a run's ends; here its methods do nothing.
 
-    All ranks make the same hooks, and call them alike. Steps are counted from 1. No hook holds the
-    trainer: a cycle would keep a run's memory until garbage is collected.
+    All ranks make the same hooks, and call them in the same order. Steps are counted from 1. No
+    hook holds the trainer: a cycle would keep a run's memory until garbage is collected.
     """
 
     def start(self, done: int) -> None:
