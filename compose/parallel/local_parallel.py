@@ -33,6 +33,7 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import local_weight, place_parameters
 from compose.parallel.lora_parallel import AdapterParallel
+from compose.parallel.name_patterns import inside
 from compose.parallel.stream_messages import SendsActivations, Style, send_stream
 from compose.parallel.tensor_parallel import HeadParallel
 
@@ -243,7 +244,7 @@ def unfit(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]) -> list
     inputs = {name for name, style in placed.items() if isinstance(style, LocalInput)}
     problems = []
     for name, module in model.named_modules():
-        style, around = placed.get(name), any(name.startswith(f"{outer}.") for outer in inputs)
+        style, around = placed.get(name), inside(name, inputs)
         has_weights = any(True for _ in module.parameters(recurse=False))
         if around and has_weights and not isinstance(style, (PlainActivations, AdapterParallel)):
             problems.append(

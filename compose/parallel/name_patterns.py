@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence, Set
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from compose.errors import did_you_mean
 
@@ -12,6 +13,7 @@ def matching(pattern: str, names: Sequence[str]) -> tuple[list[str], str]:
     return results, "" if results else did_you_mean(pattern, _as_patterns(names, pattern))
 
 
+@lru_cache(maxsize=1 << 17)  # the planner resolves plans of one model many times
 def _matches(name: str, pattern: str) -> bool:
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

@@ -8,6 +8,7 @@ named schedules are those of ``torch.distributed.pipelining``.
 """
 
 import csv
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -97,7 +98,7 @@ def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int)
         check_table(table, schedule)
         return table
     try:
-        return _table_of_torch(schedule, pp, per_rank, micro_batches)
+        return [*map(list, _table_of_torch(schedule, pp, per_rank, micro_batches))]
     except ValueError as error:
         reason = str(error).strip().rstrip(".")
     raise ConfigError(
@@ -138,9 +139,12 @@ def _exists(schedule: str, pp: int, per_rank: int, micro_batches: int) -> bool:
     return True
 
 
-def _table_of_torch(schedule: str, pp: int, per_rank: int, micro_batches: int) -> Table:
+@functools.lru_cache(maxsize=64)  # the planner asks for one table many times
+def _table_of_torch(
+    schedule: str, pp: int, per_rank: int, micro_batches: int
+) -> tuple[Sequence[Action], ...]:
     if schedule in _SINGLE:
-        return [_SINGLE[schedule](rank, pp, micro_batches) for rank in range(pp)]
+        return tuple(_SINGLE[schedule](rank, pp, micro_batches) for rank in range(pp))
     from torch.distributed.pipelining.schedules import get_schedule_class  # it imports the compiler
 
     # A schedule reads only these numbers of its stages until it runs.
@@ -151,7 +155,7 @@ def _table_of_torch(schedule: str, pp: int, per_rank: int, micro_batches: int) -
     without = {"_prepare_schedule_with_comms": lambda *unused: None}
     kind: Any = type(schedule, (get_schedule_class(schedule),), without)
     order = kind([stage] * per_rank, micro_batches).pipeline_order
-    return [_own_actions(order[rank]) for rank in range(pp)]
+    return tuple(_own_actions(order[rank]) for rank in range(pp))
 
 
 def _gpipe(rank: int, pp: int, micro_batches: int) -> list[Action]:

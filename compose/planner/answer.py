@@ -25,7 +25,7 @@ from compose.planner.candidates import (
 )
 from compose.planner.cluster import load_cluster
 from compose.planner.explain import neighbours, promise
-from compose.planner.quick_estimate import micro_batches
+from compose.planner.quick_memory import micro_batches
 from compose.planner.report import in_columns, recomputation, seconds
 from compose.planner.search import record_all
 

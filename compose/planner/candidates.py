@@ -3,6 +3,7 @@
 import copy
 import heapq
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from compose.config.tables import Config
 from compose.parallel.mesh import AXES, Parallel
 from compose.pipeline.schedules import stages_per_rank
 from compose.planner.cluster import Cluster
-from compose.planner.estimate import Estimate
-from compose.planner.node import lack_of_host
-from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, micro_batches, quick
+from compose.planner.estimate import Estimate, lack_of_host
+from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, quick
+from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import ModelShape, shape_of
 
 
@@ -215,6 +216,7 @@ def _of_mesh(
 ) -> Iterator[Candidate]:
     """Yield the candidates of one mesh."""
     config, room = space.config, capacity(space.cluster)
+    most = math.inf if anyway else room * MEMORY_ERROR
     of_parallel = [key for key in free if key.startswith("parallel.")]
     modes = free.get("activation_checkpoint.mode", (config.activation_checkpoint.mode,))
     micros = free.get("train.micro_batch", (config.train.micro_batch,))
@@ -231,8 +233,8 @@ def _of_mesh(
                 )
                 if micro in sure or not _divides(one, shape):
                     continue
-                rough = quick(shape, one, space.cluster)
-                if not anyway and rough.memory > room * MEMORY_ERROR:
+                rough = quick(shape, one, space.cluster, most)
+                if rough.memory > most:
                     break  # a larger micro-batch takes more
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
@@ -350,7 +352,7 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
 
 def shape_for(space: Space) -> ModelShape:
     """Return the shape of the space's model."""
-    return shape_of(space.config)
+    return shape_of(space.config, space.cache)
 
 
 def describe(candidate: Candidate) -> str:

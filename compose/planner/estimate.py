@@ -3,20 +3,26 @@
 Pipeline ranks whose stages are equal have equal estimates, so one of them is recorded.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.pipeline.schedules import Action, build_table
 from compose.pipeline.timeline import Slot, simulate
-from compose.planner import costs, node
+from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.memory import STEP, peak, place_of
+from compose.planner.quick_units import stream_bytes
 from compose.planner.record_pool import JobRecords, OtherProgram, RankCosts, costs_of_ranks, rank_costs
 from compose.planner.step_time import PART, PROCESSOR, Seconds, no_wait, seconds_of
+
+_JOULES = 3.6e6  # of a kWh
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Estimate:
     host_bytes: int = 0
     """Bytes of host memory that offload takes of the fullest node."""
     kwh: float | None = None
-    """Energy of a step of all devices and hosts (node.py); None: unknown."""
+    """Energy of a step of all devices and hosts; None: unknown."""
 
 
 def schedule_rows(job: Job) -> list[list[Action]]:
@@ -102,57 +108,64 @@ def _estimate(
     of_stage = {a.stage: ranks[rank] for rank, row in enumerate(rows) for a in row}
     exchange = other.exchange if other and job.degrees.pp > 1 else 0.0
 
-    def seconds(action: Action) -> float:
-        return _of(of_stage[action.stage], action, count)["all"] + exchange
+    @cache
+    def known(stage: int, kind: str, place: str) -> _Timed:
+        parts = seconds_of(of_stage[stage].seconds, (stage, kind, place))
+        return _Timed(parts, parts["all"] + exchange, no_wait(parts, kind))
 
-    def parts(action: Action) -> tuple[float, float]:
-        return no_wait(_of(of_stage[action.stage], action, count), action.kind)
+    def timed(action: Action) -> _Timed:
+        return known(action.stage, action.kind, place_of(action.micro_batch, count))
 
-    message, sharing = _message(job, cluster), cluster.device.sharing
-    slots = simulate(rows, seconds, message, parts, sharing)
+    def simulated(message: float) -> list[Slot]:
+        sharing = cluster.device.sharing
+        return simulate(rows, lambda a: timed(a).seconds, message, lambda a: timed(a).no_wait, sharing)
+
+    message = _message(job, cluster)
+    slots = simulated(message)
     # A rank waits for other stages even if messages take no time. The rest is their time.
-    at_once = simulate(rows, seconds, 0.0, parts, sharing) if message else slots
-    shortest = max(slot.end for slot in at_once)
-    return _summary(job, cluster, (rows, ranks, peaks), slots, shortest)
+    shortest = max(slot.end for slot in (simulated(0.0) if message else slots))
+    of_rows = [[timed(action).parts for action in row] for row in rows]
+    return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, shortest)
 
 
-def _of(rank: RankCosts, action: Action, count: int) -> Seconds:
-    return seconds_of(rank.seconds, (action.stage, action.kind, place_of(action.micro_batch, count)))
+class _Timed(NamedTuple):
+    """The time of an action."""
+
+    parts: Seconds
+    seconds: float
+    no_wait: tuple[float, float]
+    """The parts of it that need no input yet, and that come after its result."""
 
 
 def _message(job: Job, cluster: Cluster) -> float:
     """Return the seconds of a message between two ranks of the pipeline."""
     if job.degrees.pp == 1:
         return 0.0
-    train, parallel = job.config.train, job.degrees
-    tokens = train.micro_batch * train.seq_len / parallel.cp
-    # With sequence parallel each rank of tp sends its part of the stream.
-    tokens /= parallel.tp if parallel.tp > 1 and parallel.sequence else 1
-    width = getattr(job.config.model.config, "dim", 0)
-    size = tokens * width * job.config.precision.param_dtype.itemsize
-    stride = job.world_size // parallel.pp
-    return costs.collective_seconds(cluster, "p2p", size, 2, stride)
+    stride = job.world_size // job.degrees.pp
+    return costs.collective_seconds(cluster, "p2p", stream_bytes(job.config), 2, stride)
 
 
 def _summary(
     job: Job,
     cluster: Cluster,
-    of_ranks: tuple[list[list[Action]], list[RankCosts], list[RankPeak]],
+    of_ranks: tuple[list[list[Action]], list[list[Seconds]], list[RankCosts], list[RankPeak]],
     slots: list[Slot],
     shortest: float,
 ) -> Estimate:
-    """Return the estimate; ``shortest`` is the pipeline's time if its messages took none."""
-    rows, ranks, peaks = of_ranks
+    """Return the estimate; ``shortest`` is the pipeline's time if its messages took none.
+
+    ``of_ranks`` has for each rank its actions, their times, its costs and its peak.
+    """
+    rows, timed, ranks, peaks = of_ranks
     count, train = job.micro_batches, job.config.train
     length = max(slot.end for slot in slots)
     update = max(rank.seconds[STEP]["all"] for rank in ranks)
-    busy = [sum(_of(rank, a, count)["all"] for a in row) for rank, row in zip(ranks, rows, strict=True)]
+    busy = [sum(parts["all"] for parts in row) for row in timed]
     slowest = max(range(len(rows)), key=lambda i: busy[i])
     exposed: dict[str, float] = defaultdict(float)
     work = dict.fromkeys(("product", "attention", "memory"), 0.0)
-    actions = [_of(ranks[slowest], action, count) for action in rows[slowest]]
     last = ranks[slowest].seconds[STEP]
-    for seconds in [*actions, last]:
+    for seconds in [*timed[slowest], last]:
         for name, value in seconds.items():
             if name.startswith("exposed "):
                 exposed[name.removeprefix("exposed ")] += value
@@ -161,10 +174,10 @@ def _summary(
             elif name == PROCESSOR and seconds is not last:
                 exposed["host"] += value
     hosts, computed = [], []
-    for rank, row, of_device in zip(ranks, rows, peaks, strict=True):
+    for rank, row, times, of_device in zip(ranks, rows, timed, peaks, strict=True):
         hosts.append(_on_host(cluster, peak(rank.host, row, count)[0], of_device))
-        parts = [*(_of(rank, a, count) for a in row), rank.seconds[STEP]]
         kinds = ("product", "attention", "memory", PART)
+        parts = [*times, rank.seconds[STEP]]
         computed.append(sum(part.get(kind, 0.0) for part in parts for kind in kinds))
     if length > shortest:
         exposed["pp"] += length - shortest
@@ -182,8 +195,8 @@ def _summary(
         work | {"optimizer": exposed["optimizer"]},
         dict(exposed),
         slots,
-        node.host_bytes(cluster, job.world_size, hosts),
-        node.step_kwh(cluster, job.world_size, step, computed),
+        host_bytes(cluster, job.world_size, hosts),
+        step_kwh(cluster, job.world_size, step, computed),
     )
 
 
@@ -191,3 +204,39 @@ def _on_host(cluster: Cluster, moved: int, of_device: RankPeak) -> int:
     """Return the bytes of host memory of a rank that has ``moved`` so many there."""
     # A CPU's ranks have all in one memory.
     return moved + of_device.reserved if moved and cluster.backend == "gloo" else moved
+
+
+def host_bytes(cluster: Cluster, world_size: int, by_rank: Sequence[int]) -> int:
+    """Return the bytes of host memory that the fullest node's ranks take.
+
+    ``by_rank`` are those of a rank of each pipeline rank. The ranks of one follow one another.
+    """
+    each = world_size // len(by_rank)
+    of_ranks = [by_rank[rank // each] for rank in range(world_size)]
+    nodes = range(0, world_size, cluster.node)
+    return max(sum(of_ranks[first : first + cluster.node]) for first in nodes)
+
+
+def lack_of_host(cluster: Cluster, needed: float) -> str:
+    """Return that a node lacks host memory, in words; empty if it does not, or if it is not known."""
+    has = cluster.host_memory
+    if not has or needed <= has:
+        return ""
+    return f"needs {needed / 2**30:,.0f} GiB of host memory, a node has {has / 2**30:,.0f}"
+
+
+def step_kwh(cluster: Cluster, world_size: int, step: float, busy: Sequence[float]) -> float | None:
+    """Return the kWh of a step of ``step`` seconds; None if the power of a device is not known.
+
+    ``busy`` are the seconds in which a device of each pipeline rank computes. It then takes the power
+    that the efficiencies were measured at, or the limit below it. While it waits, it takes that of an
+    idle device, which is too little where it waits for messages. Each node takes ``host_power``
+    besides, and 0 if that is unknown. Cooling of the building is not counted.
+    """
+    device = cluster.device
+    if device.power == 1.0:  # Device's default
+        return None
+    load = min(device.power, device.power_limit) - device.power_idle
+    joules = world_size * (device.power_idle * step + load * sum(busy) / len(busy))
+    joules += math.ceil(world_size / cluster.node) * cluster.host_power * step
+    return joules / _JOULES

@@ -18,7 +18,9 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.estimate import Estimate
-from compose.planner.quick_estimate import ModelShape, micro_batches, quick
+from compose.planner.quick_estimate import quick
+from compose.planner.quick_memory import micro_batches
+from compose.planner.quick_units import ModelShape
 from compose.planner.report import seconds
 from compose.planner.search import record_all
 

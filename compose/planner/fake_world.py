@@ -1,14 +1,10 @@
 """One rank of a world that is not there: a composition runs on meta tensors, and messages do nothing.
 
-Every change of PyTorch that this takes is in this file. The names are private in torch 2.11 to 2.15.
+Every change of PyTorch that this takes is in this file and in fake_host.py. The names are private in
+torch 2.11 to 2.15.
 
 FSDP gets streams that only tell the recorder what happens on them, all tensors are made on meta, and
 the objects that the first rank broadcast are handed in.
-
-Tensors on meta have no device, so the recorder keeps which of them stand for host memory. Those do not
-count as the device's. Copies to the device count. On a CPU there is but one memory. What a GPU's run
-has in host memory is not counted there either, as in benchmarks/allocations.py; but nothing is copied
-that is there already.
 """
 
 import importlib
@@ -25,114 +21,16 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compose.memory import activation_offload
-from compose.memory.activation_offload import ActivationOffload
 from compose.ops import operators
-from compose.ops.tensors import local_tensor
-from compose.optim import offload
-from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
-from compose.optim.offload_files import UNIT
-from compose.planner.memory import ACTIVATIONS, GRADIENTS
+from compose.planner.fake_host import host_memory, nothing
+from compose.planner.memory import GRADIENTS
 from compose.planner.recorder import Recorder
-
-
-@contextmanager
-def _host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
-    """Let offload run in a fake world; activations are copied out and back each on their own stream."""
-    state_of, post_backward = OffloadedAdamW.state_of, FSDPParamGroup.post_backward
-    get_rng_state, streams = torch.get_rng_state, list[int]()
-
-    @contextmanager
-    def on_stream(number: int, *events: int) -> Iterator[None]:
-        """Be on a stream of copies, which waits for what was computed and for events."""
-        if not streams:
-            streams.extend(recorder.new_stream() for _ in range(2))
-        ready = recorder.record()
-        with recorder.on_stream(streams[number]):
-            for event in (ready, *events):
-                recorder.wait(recorder.stream, event)
-            yield
-
-    def out_of(offload: ActivationOffload, tensor: Tensor) -> tuple[Tensor, Any]:
-        if kernels != "cuda":
-            with _disable_current_modes():
-                copy = torch.empty_like(tensor)
-            recorder.to_host([copy], ACTIVATIONS, pinned=False)
-            return copy, None
-        with on_stream(0):
-            copy = recorder.copied_out(tensor, ACTIVATIONS)
-            stored = recorder.record()
-        offload.leaving[-1].append((tensor, stored))
-        return copy, stored
-
-    def back(offload: Any, host: Tensor, stored: Any, device: Any) -> tuple[Tensor, Any]:
-        if kernels != "cuda":
-            return host.clone(), None
-        with on_stream(1, stored):
-            return recorder.copied_in(host), recorder.record()
-
-    def wait(offload: Any, tensor: Tensor, event: Any) -> None:
-        recorder.wait(recorder.stream, event)
-
-    def reduced(group: Any, *args: Any) -> None:
-        post_backward(group, *args)
-        if any(parameter.offload_to_cpu for parameter in group.fsdp_params):
-            gradients = (parameter.sharded_param.grad for parameter in group.fsdp_params)
-            recorder.to_host((g for g in gradients if g is not None), GRADIENTS, kernels == "cuda")
-
-    def rng_state() -> Tensor:
-        state = get_rng_state()
-        recorder.hold(state.untyped_storage())  # no operator made it
-        return state
-
-    def state_on_meta(optimizer: OffloadedAdamW, parameter: Any) -> dict[str, Any]:
-        with torch.device("meta"):
-            return state_of(optimizer, parameter)
-
-    with ExitStack() as stack:
-        for owner, name, other in (
-            (FSDPParamGroup, "_validate_cpu_offload_params", _nothing),
-            (FSDPParamGroup, "post_backward", reduced),
-            (OffloadedAdamW, "state_of", state_on_meta),
-            (activation_offload, "_address", _address),
-            (ActivationOffload, "out_of", out_of),
-            (ActivationOffload, "back", back),
-            (ActivationOffload, "_wait", wait),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, other))
-        if kernels == "cpu":  # recomputation keeps the state of the CPU's random numbers
-            stack.enter_context(mock.patch.object(torch, "get_rng_state", rng_state))
-        yield
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def slots(optimizer: torch.optim.Optimizer, kernels: str, nvme: bool) -> list[Tensor]:
-    """Return the memory through which an optimizer's offloaded state passes, on the device."""
-    parts = getattr(optimizer, "parts", [optimizer])
-    if not any(isinstance(part, OffloadedAdamW) for part in parts):
-        return []
-    size = offload.CHUNK
-    if kernels == "cpu":
-        if not nvme:
-            return []
-        size += UNIT  # to begin at the start of a page
-    return [torch.empty(size, device="meta") for _ in range(SLOTS * len(MEANS))]
-
-
-def _address(tensor: Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local_tensor(local).untyped_storage()._cdata
-
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _TRIES = "_propagate_tensor_meta_non_cached"
@@ -220,8 +118,10 @@ class OnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        given = tuple(kwargs.values())
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of a property, as a tensor's shape
+            return func(*args, **kwargs)
+        given = tuple(kwargs.values())
         # A number stays on the host: AdamW counts its steps there.
         value: Any = args[0] if args else None
         number = func is torch.tensor and not isinstance(value, (list, tuple))
@@ -418,13 +318,13 @@ def fake_world(
             file = importlib.import_module(f"{_FSDP}.{name}")
             stack.enter_context(mock.patch.object(file, "_get_device_handle", return_value=streams))
         for owner, name, other in (
-            (FSDPParamGroup, "_validate_no_meta_params", _nothing),
-            (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", _nothing),
+            (FSDPParamGroup, "_validate_no_meta_params", nothing),
+            (importlib.import_module("torch.optim.adam"), "_device_dtype_check_for_fused", nothing),
             (torch.cuda, "get_device_capability", lambda *args: (9, 0) if float8 else (8, 0)),
             (torch.autograd, "_engine_run_backward", backward),
             (torch.accelerator, "current_stream", streams.current_stream),
             # Optimizers ask a machine's GPU whether its current stream captures a graph.
-            (torch.accelerator, "current_accelerator", _nothing),
+            (torch.accelerator, "current_accelerator", nothing),
             (dist, "broadcast_object_list", broadcast),
             (dist, "batch_isend_irecv", send),
             (schedules, "_batch_p2p", send),
@@ -438,7 +338,7 @@ def fake_world(
             (ShardingPropagator, _TRIES, _unseen(getattr(ShardingPropagator, _TRIES))),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
-        stack.enter_context(_host_memory(recorder, kernels))
+        stack.enter_context(host_memory(recorder, kernels))
         stack.enter_context(fake_group(rank, world_size))
         # DTensor's cache of an operator holds a mesh, and this one's groups end here.
         stack.callback(_clear_sharding_prop_cache)

@@ -7,7 +7,7 @@ something else: the next unit's gather begins in the one before it.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -115,16 +115,23 @@ def reduced(job: Job, runs: LayerRuns, kept: LayerRuns) -> nn.Module:
     """Return a copy of the job's model on meta, with fewer layers."""
     pipeline: Pipeline | None = job.resolved.pipeline
     assert pipeline is not None
-    names, gone, start = layer_names(job.model, pipeline), [], 0
+    names, gone, start = layer_names(job.model, pipeline), list[str](), 0
     for lengths, counts in zip(runs.lengths, kept.lengths, strict=True):
         for length, count in zip(lengths, counts, strict=True):
             gone += names[start + count : start + length]
             start += length
-    model = copy.deepcopy(job.model)
-    container = model.get_submodule(pipeline.layers)
-    for name in gone:
-        del container._modules[name]
-    return model
+    return without_layers(job.model, pipeline.layers, gone)
+
+
+def without_layers(model: nn.Module, layers: str, names: Container[str]) -> nn.Module:
+    """Return a copy of a model without some of the modules in ``layers``, which are not copied."""
+    container = model.get_submodule(layers)
+    every = container._modules
+    container._modules = {name: layer for name, layer in every.items() if name not in names}
+    try:
+        return copy.deepcopy(model)
+    finally:
+        container._modules = every
 
 
 def places(job: Job, runs: LayerRuns, kept: LayerRuns) -> dict[str, list[str]]:
@@ -150,7 +157,7 @@ def linear(
     """Return the figures of the whole runs."""
     result = dict(base)
     for more, figures in longer:
-        for key in {*base, *figures}:
+        for key in {**base, **figures}:
             step = figures.get(key, 0.0) - base.get(key, 0.0)
             result[key] = result.get(key, 0.0) + more * step
     return result

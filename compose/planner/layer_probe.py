@@ -15,7 +15,6 @@ from unittest import mock
 
 from torch import nn
 
-from compose.apply import apply
 from compose.config.job import Job, make_job
 from compose.config.tables import Config
 from compose.errors import ConfigError
@@ -25,8 +24,7 @@ from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor, tied_names
 from compose.parallel.mesh import init_mesh
 from compose.planner.cluster import Cluster
-from compose.planner.fake_world import OnMeta, fake_world
-from compose.planner.few_layers import kind_of
+from compose.planner.few_layers import kind_of, without_layers
 from compose.planner.memory import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -36,9 +34,8 @@ from compose.planner.memory import (
     categorize,
 )
 from compose.planner.record import Message, Operator, Record, Wait
-from compose.planner.recorder import Recorder
+from compose.planner.record_cache import packed_rows
 from compose.planner.step_time import NO_KERNEL, axis_of, joined
-from compose.planner.trace import buffers_on_meta, forward_and_backward, marks, packed_rows, step_batch
 
 PRIME = 17
 """A divisor of a probe's tokens, and of no usual width."""
@@ -87,21 +84,17 @@ def small(job: Job) -> Small:
     layers = job.model.get_submodule(pipeline.layers)._modules
     units = dict.fromkeys(pipeline.first, FIRST) | dict.fromkeys(pipeline.last, LAST)
     kinds: dict[Any, str] = {}
-    kept: dict[str, nn.Module | None] = {}
-    order = []
+    order, gone = [], set[str]()
     for name, layer in layers.items():
         assert layer is not None
         kind = kind_of(layer)
-        if kind not in kinds:
+        if kind in kinds:
+            gone.add(name)
+        else:
             kinds[kind] = str(len(kinds))
             units[f"{pipeline.layers}.{name}"] = kinds[kind]
-            kept[name] = layer
         order.append(kinds[kind])
-    job.model.get_submodule(pipeline.layers)._modules = kept
-    try:
-        model = copy.deepcopy(job.model)
-    finally:
-        job.model.get_submodule(pipeline.layers)._modules = layers
+    model = without_layers(job.model, pipeline.layers, gone)
     return Small(model, units, dict(Counter(order)), tuple(order))
 
 
@@ -113,8 +106,8 @@ def batch_of(seq_len: int) -> tuple[int, int]:
     return max(1, _TOKENS // seq_len), seq_len // unit * unit
 
 
-def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluster: Cluster) -> Figures:
-    """Return the figures of each unit on a mesh of tp, cp and ep, else as ``config`` says."""
+def config_of_probe(config: Config, degrees: tuple[int, ...]) -> Config:
+    """Return ``config`` on a mesh of tp, cp and ep, without what a probe does not look at."""
     tp, cp, ep = degrees
     parallel = replace(
         config.parallel,
@@ -133,13 +126,25 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     train = replace(
         config.train, seq_len=seq_len, micro_batch=samples, global_batch=samples * ep, loss_chunk=0
     )
-    config = replace(
+    return replace(
         config,
         parallel=parallel,
         train=train,
         activation_checkpoint=ActivationCheckpoint(),
         compile=replace(config.compile, mode="off", async_tp=False),
     )
+
+
+def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluster: Cluster) -> Figures:
+    """Return the figures of each unit on a mesh of tp, cp and ep, else as ``config`` says."""
+    # Probes that were kept in files do without these and torch._dynamo.
+    from compose.apply import apply
+    from compose.planner.fake_world import OnMeta, fake_world
+    from compose.planner.recorder import Recorder
+    from compose.planner.trace import buffers_on_meta, forward_and_backward, marks, step_batch
+
+    tp, cp, ep = degrees
+    config = config_of_probe(config, degrees)
     job = make_job(config, tp * cp * ep, job.model)
     device_type = "cpu" if cluster.backend == "gloo" else "cuda"
     model, recorder = buffers_on_meta(copy.deepcopy(few.model)), Recorder(device_type)
@@ -149,7 +154,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     planned = kernel_table.planned_for(cluster.device.capability, packed_rows(config.data))
     choice = mock.patch.object(kernel_table, "planned", return_value=planned)
     with choice, fake_world(0, job.world_size, recorder, device_type, None, float8):
-        mesh = init_mesh(parallel, device_type)
+        mesh = init_mesh(config.parallel, device_type)
         with OnMeta(["cuda"], kernels="cpu"):
             composition = apply(model, resolved, mesh, job.options)
         weights = dict(composition.named_parameters())

@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from compose.pipeline.schedules import Action
@@ -181,30 +182,37 @@ def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[li
 def peak(rank: RankMemory, row: Sequence[Action], micro_batches: int) -> tuple[int, Mapping[str, int]]:
     """Return the most bytes at a time over a step, and how categories shared them."""
     most, at = 0, {}
-    for size, live, above in bytes_over_step(rank, row, micro_batches):
+    for size, live, above in bytes_over_step(rank, row, micro_batches, fullest=True):
         if size > most:
             most, at = size, dict(live + above)
     return most, at
 
 
 def bytes_over_step(
-    rank: RankMemory, row: Sequence[Action], micro_batches: int
+    rank: RankMemory, row: Sequence[Action], micro_batches: int, fullest: bool = False
 ) -> Iterator[tuple[int, Bytes, Bytes]]:
     """Yield the peak of each segment of a step in order: bytes, those before the action, what it adds.
 
-    The counters change when the next are asked for.
+    With ``fullest`` only the first of each action's largest segments is yielded. The counters change
+    when the next are asked for.
     """
     live = Counter(rank.start)
     for category, size in rank.buffers.items():
         live[category] += size * micro_batches
     yield live.total(), live, Counter()
+    added = {
+        key: [(above.total(), above) for above in memory.peaks.values()]
+        for key, memory in rank.actions.items()
+    }
+    if fullest:
+        added = {key: [max(peaks, key=itemgetter(0))] for key, peaks in added.items() if peaks}
     keys = [(a.stage, a.kind, place_of(a.micro_batch, micro_batches)) for a in row]
     for key in (*keys, STEP):
         for each in stand_ins(key, rank.actions):
-            memory = rank.actions[each]
-            for above in memory.peaks.values():
-                yield live.total() + above.total(), live, above
-            for category, change in memory.delta.items():
+            now = live.total()
+            for size, above in added.get(each, ()):
+                yield now + size, live, above
+            for category, change in rank.actions[each].delta.items():
                 live[category] += change
 
 

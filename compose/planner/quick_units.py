@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from compose.config.job import Job, make_job
@@ -14,8 +15,19 @@ from compose.memory.activation_checkpointing import ActivationCheckpoint, unit_c
 from compose.parallel.mesh import AXES, Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster
-from compose.planner.layer_probe import LAST, Figures, Part, Small, batch_of, combined, probe, small
+from compose.planner.layer_probe import (
+    LAST,
+    Figures,
+    Part,
+    Small,
+    batch_of,
+    combined,
+    config_of_probe,
+    probe,
+    small,
+)
 from compose.planner.record import Operator
+from compose.planner.record_cache import BROKEN, CacheFile, packed_rows, sources, tables_of
 from compose.planner.step_time import dispatch, operator_seconds
 
 
@@ -42,6 +54,8 @@ class ModelShape:
     """The axes of tp, cp, pp and ep that the model's plan can cut."""
     job: Job
     few: Small
+    cache: Path | None = None
+    """The folder of probes that were made before; None: none is used."""
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
     """Results of parts of quick estimates, by what decides them."""
 
@@ -59,13 +73,13 @@ class _Asked:
     config: Config = field(compare=False)
 
 
-def shape_of(config: Config) -> ModelShape:
+def shape_of(config: Config, cache: Path | None = None) -> ModelShape:
     """Return what a quick estimate takes of a config's model; it holds the model's probes."""
-    return _shape_of(_Asked(repr((config.model, config.train.seq_len, config.data)), config))
+    return _shape_of(_Asked(repr((config.model, config.train.seq_len, config.data)), config), cache)
 
 
 @lru_cache(8)
-def _shape_of(asked: _Asked) -> ModelShape:
+def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
     alone = replace(asked.config.parallel, **dict.fromkeys((*AXES, "ep"), 1))
     job = make_job(replace(asked.config, parallel=alone), 1)
     few = small(job)
@@ -94,7 +108,7 @@ def _shape_of(asked: _Asked) -> ModelShape:
     )
     top_k = getattr(job.config.model.config, "top_k", 1)
     axes = frozenset(axis for axis, cut in cuts.items() if cut)
-    return ModelShape(tuple(kinds), whole - layers, top_k, axes, job, few)
+    return ModelShape(tuple(kinds), whole - layers, top_k, axes, job, few, cache)
 
 
 class Unit(NamedTuple):
@@ -136,7 +150,7 @@ def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[s
                 for unit, rows in _figures(shape, config, cluster).items()
             }
         kept = _kept_groups(shape, config.activation_checkpoint)
-        stream = stream_bytes(shape, config)
+        stream = stream_bytes(config)
         shape.known[key] = {
             unit: _unit(priced, config, cluster, kept.get(unit, _NOTHING_AGAIN), stream, unit == LAST)
             for unit, priced in shape.known[own].items()
@@ -162,11 +176,7 @@ def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _
 
         def made(*degrees: int) -> Figures:
             if (degrees, own) not in shape.known:
-                try:
-                    result: Any = probe(shape.job, config, shape.few, degrees, cluster)
-                except ConfigError as error:
-                    result = error
-                shape.known[degrees, own] = result
+                shape.known[degrees, own] = _probed(shape, config, degrees, cluster)
             if isinstance(shape.known[degrees, own], ConfigError):
                 raise shape.known[degrees, own]
             return shape.known[degrees, own]
@@ -180,6 +190,40 @@ def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _
         scaled = (v * factor if g else v for v, g in zip(values, grows, strict=True))
         by_unit.setdefault(part.unit, {})[part] = tuple(scaled)
     return by_unit
+
+
+def _probed(
+    shape: ModelShape, config: Config, degrees: tuple[int, ...], cluster: Cluster
+) -> Figures | ConfigError:
+    """Return the figures of a probe, by its file if there is one, or why the model cannot be cut."""
+    if not shape.cache:
+        return _made(shape, config, degrees, cluster)
+    of = config_of_probe(config, degrees)
+    model, parallel, device = of.model, of.parallel, cluster.device.capability
+    played = cluster.backend, device, cluster.target.float8
+    decides = repr((model, parallel, of.train.seq_len, packed_rows(of.data), played, tables_of(of)))
+    file = CacheFile(shape.cache, "probe", sources(model.name, planner=True), decides)
+    try:
+        rows, problems = file.read()
+        figures = {
+            Part(unit, phase, what, number, tuple(form), tuple(grows)): tuple(values)
+            for (unit, phase, what, number, form, grows), values in rows
+        }
+        return ConfigError(*problems) if problems else figures
+    except BROKEN:
+        made = _made(shape, config, degrees, cluster)
+        refused = isinstance(made, ConfigError)
+        file.write(((), made.problems) if refused else ([*made.items()], ()))
+        return made
+
+
+def _made(
+    shape: ModelShape, config: Config, degrees: tuple[int, ...], cluster: Cluster
+) -> Figures | ConfigError:
+    try:
+        return probe(shape.job, config, shape.few, degrees, cluster)
+    except ConfigError as error:
+        return error
 
 
 _Ways = tuple[tuple[float, tuple[str, ...] | None], ...]
@@ -278,9 +322,8 @@ def _unit(
     spent, sent, issued, size = priced
     forward = sum(v for (phase, _), v in spent.items() if phase == "F")
     backward = sum(v for (phase, _), v in spent.items() if phase == "B")
-    every = defaultdict(
-        float, {axis: sent["F"][axis] + sent["B"][axis] for axis in {*sent["F"], *sent["B"]}}
-    )
+    axes = dict.fromkeys((*sent["F"], *sent["B"]))  # sums depend on their order
+    every = defaultdict(float, {axis: sent["F"][axis] + sent["B"][axis] for axis in axes})
     kept, working = 0.0, size["backward"]
     again = issued_again = 0.0
     segment = config.activation_checkpoint.segment
@@ -334,10 +377,11 @@ def _message(cluster: Cluster, parallel: Parallel, kind: str, axis: str, size: f
     return costs.collective_seconds(cluster, kind, size, 2 if kind == "p2p" else ranks, stride)
 
 
-def stream_bytes(shape: ModelShape, config: Config) -> float:
+def stream_bytes(config: Config) -> float:
     """Return the bytes of what stages send for a micro-batch."""
     parallel, train = config.parallel, config.train
     tokens = train.micro_batch * train.seq_len / parallel.cp
+    # With sequence parallel each rank of tp sends its part of the stream.
     share = parallel.tp if parallel.sequence else 1
-    width = getattr(shape.job.config.model.config, "dim", 0)
+    width = getattr(config.model.config, "dim", 0)
     return tokens / share * width * config.precision.param_dtype.itemsize

@@ -1,6 +1,7 @@
 """A record of a rank's step: operators, messages, waits and memory, in the order of issue."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", "optimizer"
 
@@ -106,3 +107,12 @@ class Record:
     def of_host(self) -> "Record":
         """Return the record of the host's memory."""
         return Record(self.segments, allocations=self.host_allocations, changes=self.host_changes)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The record of one rank's step."""
+
+    record: Record
+    broadcast: list[Any]
+    """The objects that the rank broadcast, for the other ranks of its pipeline."""

@@ -1,8 +1,9 @@
-"""Records on disk, so that a composition of equal layers is recorded once.
+"""Files of what the planner has worked out: records, what they cost, and probes.
 
-A file's name is a hash of all that decides a record: shapes and options of the layers, degrees, keys of
-the config, versions, and the sources of the code. Neither the depth of the model nor a cluster's speeds
-decide it. A file is JSON, compressed, with its own hash before it; one that is broken is made anew.
+A file's name is a hash of all that decides its content. That of a record has shapes and options of the
+layers, degrees, keys of the config, versions, and the sources of the code. Neither the depth of the
+model nor a cluster's speeds decide it, so that a composition of equal layers is recorded once. A file
+is JSON, compressed, with its own hash before it; one that is broken is made anew.
 """
 
 import contextlib
@@ -22,13 +23,18 @@ import torch
 
 from compose.config.job import Job
 from compose.config.models import PACKAGE, module_of
+from compose.config.tables import Config, Data
 from compose.errors import write_whole
 from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
-from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
-from compose.planner.trace import Traced
+from compose.planner.record import Allocation, Message, Operator, Record, Segment, Traced, Wait
 
 _LIMIT = 512 * 2**20  # bytes of all files; the oldest go first
 _LENGTH = 32  # of the hash before the content
+# Files of this folder that make a record; the others read one.
+_OF_RECORDS = ("trace", "fake_world", "fake_host", "record", "record_cache", "recorder")
+_OF_RECORDS += ("operator_figures", "few_layers", "memory")
+BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error)
+"""The errors of a file that is not there, or that holds something else."""
 # Tables and keys that do not decide what a step does on meta.
 _TABLES = ("run", "data", "checkpoint", "metrics", "profile", "source", "model", "parallel")
 _KEYS = {
@@ -37,13 +43,10 @@ _KEYS = {
     "compile": "mode",
 }
 _DEPTH = "n_layers"
-# Files of this folder that make a record; the others read one.
-_OF_RECORDS = ("trace", "fake_world", "record", "record_cache", "recorder", "operator_figures")
-_OF_RECORDS += ("few_layers", "memory")
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of records of this user, made if need be; None if it cannot be written."""
+    """Return the folder of this user's files, made if need be; None if it cannot be written."""
     home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(home) / "dtensor-compose" / "records"
     try:
@@ -51,6 +54,71 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     except (OSError, ValueError):
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+class CacheFile:
+    """One file; ``path`` is None if its content is another in each process, so that none is kept."""
+
+    def __init__(self, folder: Path, ending: str, *decides: str) -> None:
+        """``decides`` are texts of all that decides the content."""
+        whole = "\n".join(decides)
+        # The address of an object in a text is another in each process.
+        self.path = None if " at 0x" in whole else folder / f"{_digest(whole)}.{ending}"
+
+    def read(self) -> Any:
+        """Return the content; None if there is no file, or if it is not whole."""
+        if self.path is None:
+            return None
+        try:
+            content = self.path.read_bytes()
+            data = content[_LENGTH:]
+            if hashlib.sha256(data).digest() != content[:_LENGTH]:
+                return None
+            os.utime(self.path)
+            return json.loads(zlib.decompress(data))
+        except BROKEN:
+            return None
+
+    def write(self, content: Any) -> None:
+        """Keep the content. If the file cannot be written, nothing happens."""
+        if self.path is None:
+            return
+        data = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 1)
+        with contextlib.suppress(OSError):
+            write_whole(self.path, hashlib.sha256(data).digest() + data)
+            _remove_oldest(self.path.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove the files that were not used for the longest time, if all are too large together."""
+    files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
+    size = sum(stat.st_size for stat, _ in files)
+    for stat, path in sorted(files, key=lambda each: each[0].st_mtime):
+        if size <= _LIMIT:
+            break
+        size -= stat.st_size
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+@functools.cache
+def sources(name: str, planner: bool = False) -> str:
+    """Return a hash of PyTorch's version and of the sources that make records of a model.
+
+    With ``planner`` those that read records are among them.
+    """
+    of_packages = (importlib.import_module(PACKAGE), importlib.import_module(module_of(name)))
+    folders = [Path(__file__).parents[1]]
+    folders += [Path(place) for package in of_packages for place in getattr(package, "__path__", ())]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    files = [path for path in files if path.parent.name != "cli"]
+    if not planner:
+        files = [p for p in files if p.parent.name != "planner" or p.stem in _OF_RECORDS]
+    return _digest(torch.__version__ + "".join(_digest(path.read_bytes()) for path in files))
+
+
+def _digest(content: bytes | str) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 class RecordFile:
@@ -66,44 +134,21 @@ class RecordFile:
         row = few_rows(job)[rank] if job.degrees.pp > 1 else []
         layers = _layers(job, kept, sorted({action.stage for action in row} or {0}))
         self._names = {name: number for number, name in enumerate(chain.from_iterable(layers))}
-        whole = "\n".join([*_texts(job, self._names), repr(([*map(len, layers)], others))])
-        # The address of an object in a text is another in each process.
-        self._path = None if " at 0x" in whole else folder / f"{_digest(whole)}.record"
+        self.decides = *_texts(job, self._names), repr(([*map(len, layers)], others))
+        """Texts of all that decides the record."""
+        self.file = CacheFile(folder, "record", *self.decides)
 
     def read(self) -> Traced | None:
         """Return the record; None if there is none, or if its file is not whole."""
-        if self._path is None:
-            return None
         try:
-            content = self._path.read_bytes()
-            data = content[_LENGTH:]
-            if hashlib.sha256(data).digest() != content[:_LENGTH]:
-                return None
-            os.utime(self._path)
-            return _traced(json.loads(zlib.decompress(data)), list(self._names))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):
+            return _traced(self.file.read(), list(self._names))
+        except BROKEN:
             return None
 
     def write(self, traced: Traced) -> None:
         """Keep a record. If the file cannot be written, nothing happens."""
-        if self._path is None:
-            return
-        data = zlib.compress(json.dumps(_data(traced, self._names), separators=(",", ":")).encode(), 1)
-        with contextlib.suppress(OSError):
-            write_whole(self._path, hashlib.sha256(data).digest() + data)
-            _remove_oldest(self._path.parent)
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Remove the files that were not used for the longest time, if all are too large together."""
-    files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]
-    size = sum(stat.st_size for stat, _ in files)
-    for stat, path in sorted(files, key=lambda each: each[0].st_mtime):
-        if size <= _LIMIT:
-            break
-        size -= stat.st_size
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        if self.file.path:
+            self.file.write(_data(traced, self._names))
 
 
 def _layers(job: Job, kept: LayerRuns | None, stages: Sequence[int]) -> list[list[str]]:
@@ -128,12 +173,23 @@ def _layers(job: Job, kept: LayerRuns | None, stages: Sequence[int]) -> list[lis
     return result
 
 
-def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
-    """Return all that decides the record of a rank, as texts."""
-    config, pipeline, resolved = job.config, job.resolved.pipeline, job.resolved
+def packed_rows(data: Data) -> bool:
+    """Return whether rows of the data hold several documents: those of a text, or with a separator."""
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    return data.separator >= 0 or any(not path.endswith((".bin", ".npy")) for path in paths)
+
+
+def tables_of(config: Config) -> dict[str, Any]:
+    """Return the tables, but for those of the model and the mesh, without what decides no step."""
     tables = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _TABLES}
     for table, keys in _KEYS.items():
         tables[table] = {k: v for k, v in asdict(tables[table]).items() if k not in keys.split()}
+    return tables
+
+
+def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
+    """Return all that decides the record of a rank, as texts."""
+    config, pipeline, resolved = job.config, job.resolved.pipeline, job.resolved
     shape = config.model.config
     depth = (_DEPTH,) if pipeline else ()
     shape = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in depth}
@@ -164,29 +220,12 @@ def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
         parts.append((part.name, value))
     rows = few_rows(job) if job.degrees.pp > 1 else len(few_micro_batches(job))
     return [
-        _sources(config.model.name),
-        torch.__version__,
+        sources(config.model.name),
         config.model.name,
-        repr((job.world_size, degrees, tables, shape, asdict(config.model.lora))),
+        repr((job.world_size, degrees, tables_of(config), shape, asdict(config.model.lora))),
+        repr(packed_rows(config.data)),  # it decides the kernel of attention
         repr((modules, ends, parts, rows)),
     ]
-
-
-@functools.cache
-def _sources(name: str) -> str:
-    """Return a hash of the sources that make records of a model."""
-    of_packages = (importlib.import_module(PACKAGE), importlib.import_module(module_of(name)))
-    folders = [Path(__file__).parents[1]]
-    folders += [Path(place) for package in of_packages for place in getattr(package, "__path__", ())]
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    files = [
-        path for path in files if path.parent.name not in ("cli", "planner") or path.stem in _OF_RECORDS
-    ]
-    return _digest("".join(_digest(path.read_bytes()) for path in files))
-
-
-def _digest(content: bytes | str) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
@@ -197,28 +236,40 @@ def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
         return f"#{names[name]}" if name in names else name
 
     def work(one: Operator | Message | Wait) -> list[Any]:
-        row = [getattr(one, name) for name in one.__slots__]
+        row = _row(one)
         if isinstance(one, Message):
             row[_RANKS] = groups.setdefault(one.ranks, len(groups))
         return [_KINDS.index(type(one)), *row]
 
     rows = [work(one) for one in record.work]
-    sent = [
-        (list(shape), str(dtype).removeprefix("torch."), outputs)
-        for shape, dtype, outputs in traced.broadcast[:1]
-    ]
     return {
         "segments": [(s.action, s.phase, unit(s.unit)) for s in record.segments],
         "work": rows,
         "groups": [_packed(ranks) for ranks in groups],
         "events": list(record.events.items()),
         "event_streams": list(record.event_streams.items()),
-        "allocations": [[getattr(a, name) for name in a.__slots__] for a in record.allocations],
+        "allocations": [_row(one) for one in record.allocations],
         "changes": record.changes,
-        "host_allocations": [[getattr(a, n) for n in a.__slots__] for a in record.host_allocations],
+        "host_allocations": [_row(one) for one in record.host_allocations],
         "host_changes": record.host_changes,
-        "sent": sent,
+        "sent": sent_as_data(traced.broadcast),
     }
+
+
+def sent_as_data(sent: Sequence[Any]) -> list[Any]:
+    """Return what the first rank of a pipeline broadcast as data for JSON."""
+    return [
+        (list(shape), str(dtype).removeprefix("torch."), outputs) for shape, dtype, outputs in sent[:1]
+    ]
+
+
+def sent_from_data(data: Any) -> list[Any]:
+    """Return what :func:`sent_as_data` made data of."""
+    return [(torch.Size(shape), getattr(torch, dtype), outputs) for shape, dtype, outputs in data]
+
+
+def _row(one: Operator | Message | Wait | Allocation) -> list[Any]:
+    return [getattr(one, name) for name in one.__slots__]
 
 
 _KINDS: tuple[Callable[..., Operator | Message | Wait], ...] = (Operator, Message, Wait)
@@ -268,7 +319,4 @@ def _traced(data: Any, names: Sequence[str]) -> Traced:
         [Allocation(*row) for row in data["host_allocations"]],
         [(segment, place, change) for segment, place, change in data["host_changes"]],
     )
-    sent = [
-        (torch.Size(shape), getattr(torch, dtype), outputs) for shape, dtype, outputs in data["sent"]
-    ]
-    return Traced(record, sent)
+    return Traced(record, sent_from_data(data["sent"]))

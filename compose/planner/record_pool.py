@@ -8,15 +8,15 @@ import os
 import queue
 import signal
 import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import BaseContext
 from multiprocessing.pool import Pool
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -25,20 +25,25 @@ from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.pipeline.schedules import Action
 from compose.planner.cluster import Cluster
-from compose.planner.few_layers import (
-    FEWEST,
-    LayerRuns,
-    few_micro_batches,
-    linear,
-    places,
-    reduced,
-    runs_of,
+from compose.planner.few_layers import FEWEST, LayerRuns, few_micro_batches, places, reduced, runs_of
+from compose.planner.memory import categorize, rank_memory, replay
+from compose.planner.rank_costs import RankCosts, as_data, from_data, renamed, with_all_layers
+from compose.planner.record import Record, Traced
+from compose.planner.record_cache import (
+    BROKEN,
+    CacheFile,
+    RecordFile,
+    sent_as_data,
+    sent_from_data,
+    sources,
 )
-from compose.planner.memory import ActionMemory, Key, RankMemory, categorize, rank_memory, replay
-from compose.planner.record import Record
-from compose.planner.record_cache import RecordFile
-from compose.planner.step_time import Seconds, action_seconds, grown, in_pieces
-from compose.planner.trace import RankStep, Traced, trace
+from compose.planner.step_time import action_seconds, in_pieces
+
+if TYPE_CHECKING:
+    from compose.planner.trace import RankStep
+
+
+_TRACE = "compose.planner.trace"  # and torch._dynamo with it, which records from files do without
 
 
 class RecordPool:
@@ -71,6 +76,7 @@ class RecordPool:
 
         self._running += 1
         if not self._pool:
+            import_module(_TRACE)  # once, for all forked processes
             self._pool = _processes().Pool(self._workers, _begin, (), 1)
         self._pool.apply_async(function, args, callback=ended, error_callback=ended)
 
@@ -98,7 +104,7 @@ def _processes() -> BaseContext:
     if not torch.cuda.is_available():
         return get_context("fork")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["compose.planner.estimate"])
+    context.set_forkserver_preload([_TRACE])
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
     return context
@@ -110,74 +116,6 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-
-
-@dataclass
-class RankCosts:
-    """The memory and the time of a pipeline rank, action by action."""
-
-    memory: RankMemory
-    surplus: int = 0
-    """Bytes that the allocator has beyond the tensors, at the peaks of the record."""
-    seconds: dict[Key, Seconds] = field(default_factory=dict)
-    host: RankMemory = field(default_factory=RankMemory)
-    """Its bytes in host memory, in place of a GPU's."""
-
-
-def renamed(rank: RankCosts, stage: Mapping[int, int]) -> RankCosts:
-    """Return the costs of a rank with other numbers of its stages."""
-
-    def key(of: Key) -> Key:
-        return stage.get(of[0], of[0]), of[1], of[2]
-
-    memory, host = (
-        replace(one, actions={key(k): of_one for k, of_one in one.actions.items()})
-        for one in (rank.memory, rank.host)
-    )
-    seconds = {key(k): of_one for k, of_one in rank.seconds.items()}
-    return replace(rank, memory=memory, seconds=seconds, host=host)
-
-
-def with_all_layers(
-    base: RankCosts, runs: LayerRuns, longer: Sequence[tuple[int, RankCosts]]
-) -> RankCosts:
-    """Return the costs with all layers of all runs."""
-    stages = sorted({key[0] for key in base.seconds if key[0] >= 0})
-
-    def more(place: int, stage: int) -> float:
-        if stage >= 0:
-            return runs.more(stage, place)
-        # Work of no stage grows with all of the rank's. Each of them is one layer longer in the second
-        # record.
-        added = [runs.more(s, place) for s in stages]
-        return sum(added) / max(1, sum(n > 0 for n in added))
-
-    def whole(old: RankMemory, others: Sequence[tuple[int, RankMemory]]) -> RankMemory:
-        memory = RankMemory(buffers=Counter(old.buffers))
-        memory.start = _grow(old.start, [(more(p, -1), one.start) for p, one in others])
-        for key, action in old.actions.items():
-            steps = [(more(p, key[0]), one.actions[key]) for p, one in others]
-            larger = ActionMemory(_grow(action.delta, [(n, m.delta) for n, m in steps]))
-            for segment, above in action.peaks.items():
-                if all(segment in m.peaks for _, m in steps):
-                    larger.peaks[segment] = _grow(above, [(n, m.peaks[segment]) for n, m in steps])
-            memory.actions[key] = larger
-        return memory
-
-    seconds = {
-        key: grown(one, [(more(p, key[0]), rank.seconds[key]) for p, rank in longer])
-        for key, one in base.seconds.items()
-    }
-    # The gaps between tensors serve the next layer too. What differs between two records is chance, the
-    # sizes that fit into gaps, and no growth: the mean stands for all layers.
-    surplus = (base.surplus + sum(rank.surplus for _, rank in longer)) // (1 + len(longer))
-    memory = whole(base.memory, [(p, rank.memory) for p, rank in longer])
-    host = whole(base.host, [(p, rank.host) for p, rank in longer])
-    return RankCosts(memory, surplus, seconds, host)
-
-
-def _grow(base: Counter[str], steps: Sequence[tuple[float, Counter[str]]]) -> Counter[str]:
-    return Counter({key: round(value) for key, value in linear(base, steps).items()})
 
 
 @dataclass(frozen=True)
@@ -271,12 +209,11 @@ def costs_of_ranks(
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
             plan, name = plans[place], (place, rank, number)
             asked = Asked(plan.job, cluster, other, rank, plan.kept[rank][number], stream)
-            of = rank, stream, other is None, *_played(cluster, other).items()
-            file = RecordFile(cache, asked.job, asked.kept, *of) if cache else None
-            if traced := file and file.read():
-                pool.known(name, _priced(traced, asked))
+            files = _Files(cache, asked) if cache else None
+            if known := files and files.read():
+                pool.known(name, known)
             else:
-                pool.submit(name, _recorded, asked, file)
+                pool.submit(name, _recorded, asked, files)
 
         for place in left:
             for number in range(len(plans[place].kept[0])):
@@ -334,8 +271,42 @@ class Asked(NamedTuple):
     """The messages between stages, as the first rank of the pipeline broadcast them."""
 
 
-def step_of(asked: Asked, micro_batches: int) -> RankStep:
+class _Files:
+    """The files of a record, and of what it costs on a cluster."""
+
+    def __init__(self, folder: Path, asked: Asked) -> None:
+        cluster, other, compile = asked.cluster, asked.other, asked.job.config.compile
+        of = asked.pp_rank, asked.stream, other is None, *_played(cluster, other).items()
+        self._asked, self.record = asked, RecordFile(folder, asked.job, asked.kept, *of)
+        priced = repr((cluster, other, compile.mode != "off"))
+        read_by = sources(asked.job.config.model.name, planner=True)
+        self._costs = CacheFile(folder, "costs", *self.record.decides, priced, read_by)
+
+    def read(self) -> tuple[RankCosts, Any] | None:
+        """Return what the record costs, and the stream; None if there is no record."""
+        try:
+            costs, sent = self._costs.read()
+            return from_data(costs), _stream(self._asked, sent_from_data(sent))
+        except BROKEN:
+            traced = self.record.read()
+            return traced and self.priced(traced)
+
+    def priced(self, traced: Traced) -> tuple[RankCosts, Any]:
+        """Return what a record costs, and the stream, and keep it."""
+        costs, stream = _priced(traced, self._asked)
+        self._costs.write((as_data(costs), sent_as_data(traced.broadcast)))
+        return costs, stream
+
+
+def _stream(asked: Asked, sent: Sequence[Any]) -> Any:
+    """Return the messages between stages, which the first rank has ``sent``."""
+    return sent[0] if asked.stream is None and sent else asked.stream
+
+
+def step_of(asked: Asked, micro_batches: int) -> "RankStep":
     """Return the step that is traced for a record."""
+    from compose.planner.trace import RankStep
+
     job, runs, kept, options = asked.job, runs_of(asked.job), asked.kept, dict[str, Any]()
     if runs and kept:
         options["model"] = reduced(job, runs, kept)
@@ -351,17 +322,19 @@ def step_of(asked: Asked, micro_batches: int) -> RankStep:
     )
 
 
-def _recorded(asked: Asked, file: RecordFile | None) -> tuple[RankCosts, Any]:
-    """Make the record of a rank, put it into ``file``, and return what it costs, and the stream."""
+def _recorded(asked: Asked, files: _Files | None) -> tuple[RankCosts, Any]:
+    """Make the record of a rank, put it into ``files``, and return what it costs, and the stream."""
+    from compose.planner.trace import trace
+
     traced = trace(step_of(asked, len(few_micro_batches(asked.job))))
-    if file:
-        file.write(traced)
-    return _priced(traced, asked)
+    if files:
+        files.record.write(traced)
+    return files.priced(traced) if files else _priced(traced, asked)
 
 
 def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
-    job, cluster, other, _, kept, stream = asked
-    record, sent, count = traced.record, traced.broadcast, len(few_micro_batches(job))
+    job, cluster, other, _, kept, _ = asked
+    record, count = traced.record, len(few_micro_batches(job))
     if other:
         other.change(record, job)
     categorize(record, job.resolved.output)
@@ -373,10 +346,9 @@ def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
     seconds = action_seconds(record, cluster, job.degrees, count, fused, compiled=other is None)
     grows = cluster.backend == "nccl"  # as train/processes.py sets the allocator
     peaks = replay(((place, change) for _, place, change in record.changes), grows)
-    surplus = peaks.reserved - peaks.allocated
     memory, host = (rank_memory(one, count, where) for one in (record, record.of_host))
-    costs_of = RankCosts(memory, surplus, seconds, host)
-    return costs_of, sent[0] if stream is None and sent else stream
+    costs = RankCosts(memory, peaks.reserved - peaks.allocated, seconds, host)
+    return costs, _stream(asked, traced.broadcast)
 
 
 def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:

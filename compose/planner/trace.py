@@ -17,31 +17,23 @@ from compose.build import build_optimizer, loss_function
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.models import batch_on_meta
-from compose.config.tables import Data
 from compose.data.datasets import task_of
 from compose.ops import kernel_table
 from compose.ops.dropout import DropoutKey
 from compose.optim.optimizers import make_state
 from compose.parallel.mesh import init_mesh
 from compose.plan import Resolved, resolve
-from compose.planner.fake_world import OnMeta, fake_world, slots
+from compose.planner.fake_host import slots
+from compose.planner.fake_world import OnMeta, fake_world
 from compose.planner.few_layers import few_micro_batches, few_rows
 from compose.planner.memory import STATE, WEIGHTS
-from compose.planner.record import Record
+from compose.planner.record import Traced
+from compose.planner.record_cache import packed_rows
 from compose.planner.recorder import Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
 
 if TYPE_CHECKING:
     from compose.compression.compressor import Compression
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The record of one rank's step."""
-
-    record: Record
-    broadcast: list[Any]
-    """The objects that the rank broadcast, for the other ranks of its pipeline."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +123,6 @@ def trace(step: RankStep) -> Traced:
             optimizer.zero_grad()
         recorder.end()
     return Traced(recorder.record_of, sent)
-
-
-def packed_rows(data: Data) -> bool:
-    """Return whether rows of the data hold several documents: those of a text, or with a separator."""
-    paths = [data.path] if isinstance(data.path, str) else data.path
-    return data.separator >= 0 or any(not path.endswith((".bin", ".npy")) for path in paths)
 
 
 def buffers_on_meta(model: nn.Module) -> nn.Module:

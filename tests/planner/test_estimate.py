@@ -1,6 +1,7 @@
 """Estimates do not depend on the GPU of the machine that makes them; few layers stand for all."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +11,10 @@ from compose.config.rules import check
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import _estimate, estimate
 from compose.planner.memory import STEP, RankMemory
-from compose.planner.record_pool import Asked, RankCosts, _recorded
+from compose.planner.quick_estimate import quick
+from compose.planner.quick_units import _shape_of, shape_of
+from compose.planner.rank_costs import RankCosts
+from compose.planner.record_pool import Asked, RecordPool, _recorded
 from tests.support.helpers import make_job, parallel
 
 SLOW = pytest.mark.slow
@@ -51,6 +55,32 @@ def test_reserved_bytes_are_those_of_all_layers(mode: str) -> None:
     whole, _ = _recorded(Asked(job, cluster, None, 0, None, None), None)
     (one,) = estimate(job, cluster).peaks
     assert one.reserved == pytest.approx(one.allocated + whole.surplus, rel=0.03)
+
+
+def test_what_was_worked_out_is_not_worked_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two clusters with equal devices records are shared, and prices are not."""
+    keys = {"model__n_layers": 4, "train__global_batch": 8, "train__micro_batch": 2}
+    job = make_job(2, **parallel(pp=2), **keys, activation_checkpoint__mode="full")
+    fast = replace(load_cluster("h100_sxm"), node=1)
+    slow = replace(fast, between=replace(fast.between, latency=0.5))
+
+    def made() -> list[object]:
+        _shape_of.cache_clear()
+        shape = shape_of(job.config, tmp_path)
+        of_clusters = (estimate(job, cluster, 2, cache=tmp_path) for cluster in (fast, slow, fast))
+        return [*of_clusters, quick(shape, job.config, fast)]
+
+    first = made()
+    assert first[0] != first[1]
+    assert first[0] == first[2]
+    monkeypatch.setattr(RecordPool, "submit", None)
+    monkeypatch.setattr("compose.planner.quick_units.probe", None)
+    assert made() == first
+    for path in tmp_path.glob("*.costs"):
+        path.unlink()
+    assert made() == first
 
 
 def test_messages_of_a_pipeline_are_no_bubble() -> None:

@@ -10,8 +10,7 @@ from compose.config.toml import load
 from compose.planner.candidates import Candidate, Space, fits, lack_of_node
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.costs import host_seconds, processor_seconds
-from compose.planner.estimate import Estimate, estimate
-from compose.planner.node import host_bytes, lack_of_host, step_kwh
+from compose.planner.estimate import Estimate, estimate, host_bytes, lack_of_host, step_kwh
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import shape_of
 from compose.planner.report import in_words, table

@@ -11,8 +11,9 @@ import pytest
 from compose.config.job import Job
 from compose.planner import record_cache
 from compose.planner.few_layers import LayerRuns, few_micro_batches, runs_of
-from compose.planner.record_cache import RecordFile, default_folder
-from compose.planner.trace import RankStep, Traced, trace
+from compose.planner.record import Traced
+from compose.planner.record_cache import CacheFile, RecordFile, default_folder
+from compose.planner.trace import RankStep, trace
 from tests.support.helpers import keys_in, make_job
 
 SMALL = "dp_shard=2 model.n_layers=6 model.dim=64 train.seq_len=64 train.global_batch=16"
@@ -25,7 +26,7 @@ def of(keys: str = "", ranks: int = 2) -> Job:
 
 def name_of(folder: Path, job: Job, rank: int = 0) -> Path | None:
     runs = runs_of(job)
-    return RecordFile(folder, job, runs and runs.fewest(), rank)._path
+    return RecordFile(folder, job, runs and runs.fewest(), rank).file.path
 
 
 def made(job: Job) -> Traced:
@@ -39,18 +40,8 @@ def test_what_was_written_is_read_bitwise(tmp_path: Path) -> None:
     file.write(traced)
     assert file.read() == traced
     assert traced.broadcast
-    [path] = tmp_path.iterdir()
-    whole = path.read_bytes()
-    foreign = zlib.compress(json.dumps({"segments": 3}).encode())
-    for broken in (b"", whole[:-5], whole[:40] + b"x" + whole[41:], _signed(foreign), _signed(b"no")):
-        path.write_bytes(broken)
-        assert file.read() is None
-    file.write(traced)
-    assert path.read_bytes() == whole
-
-
-def _signed(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest() + content
+    file.file.write({"segments": 3})
+    assert file.read() is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ def test_a_layer_more_in_one_stage_or_another_is_another_record(tmp_path: Path) 
     assert runs
     assert runs.lengths == ((1, 4), (5,), (5,), (4, 1))
     more = [((1, 4), (3,), (3,), (3, 1)), ((1, 3), (3,), (3,), (4, 1))]
-    names = [RecordFile(tmp_path, job, LayerRuns(lengths), 0)._path for lengths in more]
+    names = [RecordFile(tmp_path, job, LayerRuns(lengths), 0).file.path for lengths in more]
     assert names[0] != names[1]
 
 
@@ -101,8 +92,35 @@ def test_what_decides_a_record_is_in_its_name(tmp_path: Path) -> None:
 
 def test_other_code_makes_other_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = name_of(tmp_path, of())
-    monkeypatch.setattr(record_cache, "_sources", lambda name: "other")
+    monkeypatch.setattr(record_cache, "sources", lambda name: "other")
     assert name_of(tmp_path, of()) != before
+
+
+def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+    file, content = CacheFile(tmp_path, "costs", "a", "b"), {"x": [1, 0.1, "text", None, True]}
+    assert file.read() is None
+    file.write(content)
+    assert file.read() == content
+    assert CacheFile(tmp_path, "costs", "a", "c").read() is None
+    assert file.path
+    whole = file.path.read_bytes()
+    foreign = zlib.compress(json.dumps("x").encode())[:-1]
+    for broken in (b"", whole[:-5], whole[:40] + b"x" + whole[41:], _signed(foreign), _signed(b"no")):
+        file.path.write_bytes(broken)
+        assert file.read() is None
+    file.write(content)
+    assert file.path.read_bytes() == whole
+
+
+def _signed(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + content
+
+
+def test_what_another_process_would_name_otherwise_is_not_kept(tmp_path: Path) -> None:
+    file = CacheFile(tmp_path, "costs", repr(object()))
+    file.write(1)
+    assert file.read() is None
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_oldest_records_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

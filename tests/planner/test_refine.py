@@ -10,7 +10,7 @@ from compose.planner.candidates import Candidate, Space, capacity, order, shape_
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.refine import complexity, ranked, refinements
+from compose.planner.search import complexity, ranked, refinements
 from tests.support.helpers import ROOT
 
 

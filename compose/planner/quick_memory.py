@@ -1,0 +1,260 @@
+"""The memory of a rank by formulas: the pipeline's ranks, what they keep between steps, their peaks."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from compose.config.tables import Config
+from compose.parallel.mesh import Parallel
+from compose.pipeline.schedules import build_table, placement, stages_per_rank
+from compose.pipeline.split import fewest_at_most
+from compose.planner.layer_probe import FIRST, LAST
+from compose.planner.quick_units import ModelShape, Unit, stream_bytes
+
+_PINNED = 4 / 3  # of a pinned tensor's bytes, which are rounded up to a power of two, on average
+
+
+def micro_batches(config: Config) -> int:
+    """Return the micro-batches of a step, or 0 if the division has a remainder."""
+    ranks = config.parallel.dp_replicate * config.parallel.dp_shard
+    whole, rest = divmod(config.train.global_batch, ranks * config.train.micro_batch)
+    return 0 if rest else whole
+
+
+class Rank(NamedTuple):
+    """The units and stages of a rank of the pipeline."""
+
+    held: Mapping[str, int]
+    """Its units."""
+    waiting: Mapping[str, int]
+    """How often each of them waits for its backward, while most micro-batches are in flight."""
+    flight: int
+    """Micro-batches in flight in one of its stages then."""
+    received: int
+    """Tensors of the stream that it receives for a micro-batch."""
+
+
+def ranks_of(shape: ModelShape, config: Config) -> list[Rank]:
+    """Return the ranks of the pipeline that differ."""
+    parallel, count = config.parallel, micro_batches(config)
+    if parallel.pp == 1:
+        held = {FIRST: 1, **shape.few.counts, LAST: 1}
+        return [Rank(held, held, 1, 0)]
+    flight = min(count, 2 * parallel.pp)
+    name, virtual = parallel.pp_schedule, parallel.pp_virtual_stages
+    key = "ranks", name, parallel.pp, virtual, flight, tuple(parallel.pp_layers)
+    if key not in shape.known:
+        shape.known[key] = _ranks_of(shape, parallel, flight)
+    return shape.known[key]
+
+
+def _ranks_of(shape: ModelShape, parallel: Parallel, count: int) -> list[Rank]:
+    schedule, pp, virtual = parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages
+    where = placement(schedule, pp, virtual)
+    layers = parallel.pp_layers or _cut(shape, len(where))
+    flight = _in_flight(schedule, pp, stages_per_rank(schedule, virtual), count)
+    last, start = len(where) - 1, 0
+    ranks = [(Counter[str](), Counter[str](), [0, 0]) for _ in range(pp)]
+    for stage, number in enumerate(layers):
+        units = Counter(shape.few.order[start : start + number])
+        units.update([FIRST] * (stage == 0) + [LAST] * (stage == last))
+        held, waiting, numbers = ranks[where[stage]]
+        held.update(units)
+        waiting.update({unit: n * flight[stage] for unit, n in units.items()})
+        numbers[0] = max(numbers[0], flight[stage])
+        numbers[1] += (stage > 0) + (stage < last)
+        start += number
+    different: dict[Any, Rank] = {}
+    for held, waiting, numbers in ranks:
+        key = tuple(sorted(held.items()))
+        if key not in different or sum(different[key].waiting.values()) < waiting.total():
+            different[key] = Rank(held, waiting, *numbers)
+    return [*different.values()]
+
+
+def _cut(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage, balanced by FLOPs."""
+    if ("cut", stages) not in shape.known:
+        flops: dict[str, float] = defaultdict(float)
+        probed = next(v for k, v in shape.known.items() if k[0] == "figures")
+        for part, values in probed.items():
+            if part.phase == "F" and part.what in ("op", "attention"):
+                flops[part.unit] += values[part.what == "attention"]
+        layers = [flops[unit] for unit in shape.few.order]
+        shape.known["cut", stages] = fewest_at_most(flops[FIRST], layers, flops[LAST], stages)
+    return shape.known["cut", stages]
+
+
+@cache
+def _in_flight(schedule: str, pp: int, virtual: int, count: int) -> tuple[int, ...]:
+    """Return for each stage the most micro-batches whose activations wait at a time."""
+    where = placement(schedule, pp, virtual)
+    if schedule == "1F1B":
+        return tuple(min(count, pp - rank) for rank in range(pp))
+    most = [0] * len(where)
+    for row in build_table(schedule, pp, virtual, count):
+        now: Counter[int] = Counter()
+        best = 0
+        for action in row:
+            now[action.stage] += (action.kind == "F") - (action.kind in "BW")
+            if now.total() > best:
+                best = now.total()
+                for stage in now:
+                    most[stage] = now[stage]
+    return tuple(most)
+
+
+class Size(NamedTuple):
+    """Numbers of a unit."""
+
+    whole: float
+    """All of a rank without data parallel, with padding."""
+    own: float
+    """Those that one rank keeps between steps."""
+    trained: float
+    """The part of these that is trained."""
+
+
+OWN, TRAINED = Size._fields.index("own"), Size._fields.index("trained")
+
+
+def sizes_of(units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
+    """Return the numbers of each unit."""
+    over, of_experts = shards(config)
+    result = {}
+    for name, unit in units.items():
+        experts = unit.experts * _padded(unit, config)
+        own = unit.dense / over + experts / of_experts
+        result[name] = Size(unit.dense + experts, own, unit.trained * own)
+    return result
+
+
+def _padded(unit: Unit, config: Config) -> float:
+    """Return what padding adds: without a mesh of their own, experts are cut along their first dim."""
+    parallel = config.parallel
+    if not unit.number or parallel.ep * parallel.tp > 1 or not parallel.zero:
+        return 1.0
+    over = parallel.dp_shard * parallel.cp
+    return -(-unit.number // over) * over / unit.number
+
+
+def shards(config: Config) -> tuple[int, int]:
+    """Return the ranks that share weights, and those that share experts."""
+    parallel = config.parallel
+    if parallel.zero == 0:
+        return 1, 1
+    over = parallel.dp_shard * parallel.cp
+    return over, max(1, over * parallel.tp // parallel.ep)
+
+
+class _Moment(NamedTuple):
+    """Bytes of a rank at a moment, besides what it has between steps."""
+
+    activations: float
+    gradients: float
+    gathered: float = 0.0
+    communication: float = 0.0
+    temporaries: float = 0.0
+    logits: float = 0.0
+
+
+def host_bytes(config: Config, own: float, trained: float) -> float:
+    """Return the bytes of host memory of a rank with so many numbers."""
+    precision = config.precision
+    state = 2 * trained * precision.state_dtype.itemsize
+    if config.parallel.offload == "cpu":
+        return _PINNED * (own + trained) * precision.master_dtype.itemsize + state
+    return _PINNED * state if config.optimizer.offload == "cpu" else 0.0
+
+
+def peak_bytes(
+    shape: ModelShape,
+    config: Config,
+    units: Mapping[str, Unit],
+    sizes: Mapping[str, Size],
+    ranks: Iterable[tuple[Rank, Sequence[float]]],
+) -> dict[str, float]:
+    """Return the bytes of the fullest rank at the moment of its peak.
+
+    With each rank are its own numbers, and those of them that are trained.
+    """
+    precision, here = config.precision, config.parallel.offload != "cpu"
+    most, best = -1.0, {}
+    for rank, (own, trained) in ranks:
+        weights = own * precision.master_dtype.itemsize * here
+        state = trained * 2 * precision.state_dtype.itemsize * here
+        gradients = trained * precision.master_dtype.itemsize * here
+        moment = max(_moments(shape, config, (units, sizes), rank, gradients), key=sum)
+        if sum(moment) + weights + state > most:
+            most = sum(moment) + weights + state
+            best = {"weights": weights, "optimizer": state, **moment._asdict()}
+    return best
+
+
+def _moments(
+    shape: ModelShape,
+    config: Config,
+    of_units: tuple[Mapping[str, Unit], Mapping[str, Size]],
+    rank: Rank,
+    sharded: float,
+) -> Iterator[_Moment]:
+    """Yield the bytes of a rank at each moment that may be its peak; ``sharded`` are all gradients'."""
+    units, sizes = of_units
+    parallel, precision, count = config.parallel, config.precision, micro_batches(config)
+    param, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
+    held, flight, master = rank.held, rank.flight, precision.master_dtype.itemsize
+    # Else weights are used as they are kept, and gradients stay where backward makes them.
+    cast = shards(config)[0] > 1 or param < master
+    size = {u: sizes[u].whole for u in held}
+    sent = {u: size[u] * units[u].trained * reduce * cast for u in held}
+    # With zero 3 each unit is gathered for its use; before that, all stay. Without zero 2 sums over
+    # micro-batches stay whole too.
+    each = param if parallel.zero == 3 and cast else 0
+    gathered = 0.0 if parallel.zero == 3 else sum(n * size[u] for u, n in held.items()) * param * cast
+    summed = sum(n * sent[u] for u, n in held.items()) if parallel.zero < 2 and count > 1 else 0.0
+    # A stage has a buffer for what each micro-batch receives, and keeps what it has sent until the end.
+    buffers = rank.received * stream_bytes(config) * (count + max(0, count - flight))
+    waiting = sum(n * units[u].kept for u, n in rank.waiting.items()) + buffers
+    layers = [u for u in shape.few.counts if u in held]
+    ends_kept = units[LAST].kept if LAST in held else 0.0
+
+    def backward(waiting: float, done: float, grows: bool) -> Iterator[_Moment]:
+        if LAST in held:
+            one = units[LAST]
+            whole = gathered + each * size[LAST]
+            yield _Moment(waiting - ends_kept, summed + done, whole, 0, 0, one.working)
+            done += sizes[LAST].trained * master * grows
+        after = sent.get(LAST, 0.0)
+        for unit in reversed(layers):
+            one = units[unit]
+            kept = waiting - ends_kept - one.kept
+            if parallel.pp == 1:
+                before = _before(shape, unit)
+                kept -= sum((held[u] - before[u]) * units[u].kept for u in layers)
+            message, whole = max(after, sent[unit]), gathered + each * 2 * size[unit]
+            yield _Moment(kept, summed + done + one.own, whole, message, one.working)
+            after = 0.0
+
+    yield from backward(waiting, sharded * (count > flight), count <= flight)
+    if count == flight > 1:
+        yield from backward(buffers + (waiting - buffers) * (flight - 1) / flight, sharded, False)
+    if layers:  # the end of the last backward
+        unit, one = layers[0], units[layers[0]]
+        kept = buffers + (units[FIRST].kept if FIRST in held else 0.0)
+        whole = gathered + each * 2 * size[unit]
+        yield _Moment(kept, summed + sharded + one.own, whole, sent[unit], one.working)
+    for unit in (FIRST, LAST):
+        if unit in held:
+            own = size[unit] * units[unit].trained * param * cast
+            yield _Moment(buffers, summed + sharded + own, gathered + each * size[unit], sent[unit])
+
+
+def _before(shape: ModelShape, unit: str) -> Counter[str]:
+    """Return the layers up to the last one of a kind."""
+    key = "before", unit
+    if key not in shape.known:
+        order = shape.few.order
+        last = len(order) - order[::-1].index(unit)
+        shape.known[key] = Counter(order[:last])
+    return shape.known[key]
