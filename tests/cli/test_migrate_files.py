@@ -202,12 +202,21 @@ def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
         assert ('name = "llama"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
 
 
-def test_fsdp_that_shards_nothing(tmp_path: Path) -> None:
-    """A strategy that a file names goes before that of distributed_type."""
-    for strategy, stage in (("NO_SHARD", 0), ("SHARD_GRAD_OP", 2)):
-        text = f"distributed_type: FSDP\nfsdp_config: {{fsdp_sharding_strategy: {strategy}}}\n"
-        (tmp_path / "a.yaml").write_text(text)
-        assert f"zero = {stage}" in migrated([tmp_path / "a.yaml"], 8)[0]
+FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: %s}\n"
+HPZ = DEEPSPEED % '"stage": 3, "zero_hpz_partition_size": %s'
+SET = [
+    ("a.yaml", FSDP % "NO_SHARD", ["zero = 0"]),  # it goes before what distributed_type says
+    ("a.yaml", FSDP % "SHARD_GRAD_OP", ["zero = 2"]),
+    ("a.json", HPZ % 4, ["zero = 3", "zero3_reshard = 4"]),
+    ("a.json", HPZ % 1, ["zero = 3"]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), SET)
+def test_what_a_mesh_becomes(tmp_path: Path, name: str, text: str, expected: list[str]) -> None:
+    (tmp_path / name).write_text(text)
+    lines = migrated([tmp_path / name], 8)[0].split("[parallel]\n")[1].split("\n\n")[0].splitlines()
+    assert [line.partition("  #")[0] for line in lines] == expected
 
 
 TRAPS = [
