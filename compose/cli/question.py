@@ -245,13 +245,11 @@ def _of_file(given: Words, batches: tuple[int, ...]) -> list[tuple[str, str]]:
 def amount(given: Words, flag: str) -> float:
     """Return the number after a flag: 15e12, or with a suffix as 300B or 1T."""
     text = given.flags.get(flag, "")
+    unit = _SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
-        value = float(text[:-1]) * _SUFFIXES[text[-1].upper()]
-    except (ValueError, KeyError, IndexError):
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0.0
+        value = unit * float(text[:-1] if unit > 1 else text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < math.inf:
         what = f"{text} is not" if text else "--objective devices needs"
         example = "15e12 or 1T" if flag == "--tokens" else "30"

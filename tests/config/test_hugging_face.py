@@ -62,36 +62,26 @@ def test_a_nearer_preset_takes_the_place_of_a_name() -> None:
     assert refusal(lambda: of(("model.name", "gpt2"), *words, file="named.toml")) == both
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("model.n_layers", "5"), "checkpoint.load_hf: hf: is a model with n_layers = {n}, not 5"),
-        (("model.dim", "x"), 'model.dim: expected int, got "x"'),
-        (("model.dims", "4"), "model.dims: unknown key; did you mean model.dim?"),
-        (
-            ("model.name", "gpt2"),
-            "model.name: 'gpt2' is not what hf holds; set it to llama, or leave it out",
-        ),
-        (("checkpoint.load_hf", "gone"), "checkpoint.load_hf: gone: no such folder"),
-        (
-            ("checkpoint.load_hf", ""),
-            'model.preset: "hf" is the model of checkpoint.load_hf, which is empty; set it to a folder'
-            " with config.json",
-        ),
-        (
-            ("checkpoint.load_hf", "some/Model-0.5B"),
-            "checkpoint.load_hf: some/Model-0.5B: is no folder; as a name of Hugging Face's hub it is"
-            " not in the local cache ({cache}), and nothing is downloaded here; fetch it with: hf"
-            " download some/Model-0.5B --local-dir Model-0.5B",
-        ),
-    ],
-)  # fmt: skip
-def test_what_contradicts_the_folder_is_one_line(here: Path, words: tuple[str, str], line: str) -> None:
-    file = "mine.toml" if "checkpoint.load_hf: hf" in line else "command line"
-    file = file if words[1] else "mine.toml"
-    layers = of().model.config.n_layers
-    shown = line.format(cache=here / "cache", n=layers)
-    assert refusal(of, words) == f"{file}: {shown}"
+CONTRADICTIONS = {
+    "model.n_layers=5": "mine.toml: checkpoint.load_hf: hf: is a model with n_layers = {n}, not 5",
+    "model.dim=x": 'command line: model.dim: expected int, got "x"',
+    "model.dims=4": "command line: model.dims: unknown key; did you mean model.dim?",
+    "model.name=gpt2": "command line: model.name: 'gpt2' is not what hf holds; set it to llama, or"
+    " leave it out",
+    "checkpoint.load_hf=gone": "command line: checkpoint.load_hf: gone: no such folder",
+    "checkpoint.load_hf=": 'mine.toml: model.preset: "hf" is the model of checkpoint.load_hf, which is'
+    " empty; set it to a folder with config.json",
+    "checkpoint.load_hf=some/Model-0.5B": "command line: checkpoint.load_hf: some/Model-0.5B: is no"
+    " folder; as a name of Hugging Face's hub it is not in the local cache ({cache}), and nothing is"
+    " downloaded here; fetch it with: hf download some/Model-0.5B --local-dir Model-0.5B",
+}
+
+
+@pytest.mark.parametrize("word", CONTRADICTIONS)
+def test_what_contradicts_the_folder_is_one_line(here: Path, word: str) -> None:
+    key, _, value = word.partition("=")
+    line = CONTRADICTIONS[word].format(cache=here / "cache", n=of().model.config.n_layers)
+    assert refusal(of, (key, value)) == line
 
 
 def test_a_config_json_that_no_model_here_has() -> None:
