@@ -2,7 +2,12 @@
 
 ``migrate_keys/*.toml`` has a table for each format. A row gives our key, or a fact, such as
 ``train.steps~samples``, which :mod:`compose.cli.migrate_meaning` works out with others. Whatever its
-section, a row is read as cases: a pattern of the value, and what is set or said then.
+section, a row is read as cases: a pattern of the value, and what is set or said then. A case ``true``
+without ``false`` means that nothing is done for false.
+
+A row sets a key to its own value, or to one of the file by a conversion: ``$value`` (one word),
+``$list`` (all of it), ``$first``, ``$second``, ``$minutes``. ``KEY~on`` sets KEY to ``KEY~value`` if no
+file sets it, and ``KEY~instead`` goes before KEY.
 """
 
 import contextlib
@@ -91,7 +96,7 @@ class Format:
     typo: float = 0.85  # how much an unknown key must be like a known one to be refused
     words: Sequence[str] = ()  # keys whose value is several words
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """Every key that the table accounts for, without patterns."""
         return sorted(name for name in self.rows if "*" not in name)
