@@ -72,10 +72,10 @@ def apply(
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            # A frozen weight needs no master: it would be rounded alike at each use.
+            # A frozen weight needs no master: each use would round it to the same value.
             kept = precision.master_dtype if parameter.requires_grad else precision.param_dtype
             parameter.data = parameter.data.to(kept)
-    # Choose from the whole model, so that every rank chooses alike.
+    # Choose from the whole model, so that every rank makes the same choice.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
     rings = [style for _, style in resolved.context if isinstance(style, ContextParallel)]

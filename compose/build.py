@@ -80,8 +80,8 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
         def fill(name: str, tensor: Tensor, generator: Generator) -> None:
             (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
 
-        coded = quantized_layers(job.model)
-        init_weights(whole, fill, config.train.seed, device, only=lambda name: name not in coded)
+        quantized = quantized_layers(job.model)
+        init_weights(whole, fill, config.train.seed, device, only=lambda name: name not in quantized)
     _fill_from_rows(whole, job, device)
     if lora.load:
         from compose.checkpoint.hf_folder import name_of
@@ -94,18 +94,22 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
 @torch.no_grad()
 def _fill_from_rows(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     """Fill the bytes of quantized weights, and DoRA's vectors by the norms of first weights' rows."""
-    lora, coded = job.config.model.lora, quantized_layers(job.model)
-    if not (coded or lora.dora):
+    lora, quantized = job.config.model.lora, quantized_layers(job.model)
+    if not (quantized or lora.dora):
         return
     read = _reader_of_rows(job, device)
     for name, parameter in whole.named_parameters():
         norms = name.endswith(MAGNITUDE) and not lora.load
-        if not norms and name not in coded:
+        if not norms and name not in quantized:
             continue
         layer = name.removesuffix(MAGNITUDE if norms else ".weight")
         rows = read(layer, local_region(parameter)[0])
         if norms:
-            kept = rounded(rows, coded[f"{layer}.weight"].base) if f"{layer}.weight" in coded else rows
+            kept = (
+                rounded(rows, quantized[f"{layer}.weight"].base)
+                if f"{layer}.weight" in quantized
+                else rows
+            )
             # In float64 a sum's order shows in no bit of the result, so it is that of every mesh.
             local_tensor(parameter).copy_(kept.double().norm(dim=1).float())
         elif len(rows):
@@ -172,7 +176,7 @@ def build_optimizer(
     return optimizer
 
 
-def _scratch(config: Config, folder: Path | None, part: str = "") -> Path:
+def _scratch(config: Config, folder: Path | None, part: str) -> Path:
     """Return this rank's own folder for files that are not needed after the run."""
     given, run = config.optimizer.offload_dir, config.run.dir or folder
     if isinstance(as_path(run or ""), Remote):  # such files stay here

@@ -322,12 +322,12 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
     own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()
     lost = [name for key, name in first_name.items() if key not in covered | own]
     # Equal layers share one line.
-    alike = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in lost)
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in lost)
     return [
         f"plan.{part}: parameter {name} is the model's own, which no pattern can name; move it into a"
         " module, and list that in replicate if its input is the same on all tp ranks"
         if "." not in name
         else f"plan.{part}: parameter {name}{f' ({count} of them)' if count > 1 else ''} is matched by"
         f" no pattern{also}"
-        for name, count in alike.items()
+        for name, count in counts.items()
     ]

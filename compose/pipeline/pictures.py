@@ -177,7 +177,7 @@ _WIDEST, _MOST_TEXTS = 1600, 4000
 
 
 def _layout(given: Drawing) -> tuple[float, float, list[_Box], list[_Text]]:
-    """Return width and height in pixels, boxes in drawing order, and texts, for SVG and PNG alike."""
+    """Return width and height in pixels, boxes in drawing order, and texts, for both SVG and PNG."""
     unit, axis = given.unit, _TOP + _ROW * len(given.rows)
     left = max(_LEFT, 16 + 6 * max(map(len, given.rows)))
     span = max(bar.end for bar in given.bars)

@@ -4,7 +4,7 @@ The runtime of ``torch.distributed.pipelining`` executes a schedule's table (sch
 adds what that runtime lacks: ZeRO stages that keep their meaning (data_parallel.py), a parameter shared
 by several stages, and stages that need no shapes from the user.
 
-For each micro-batch and cut, one activation goes forward and its gradient comes back: 2 B L D elements,
+For each micro-batch and cut, one activation goes forward and its gradient backward: 2 B L D elements,
 1/tp of it with sequence parallel, and nothing else. The price is idle time
 (``python -m compose schedule``).
 """
@@ -314,7 +314,7 @@ class PipelineRunner:
 
 @dataclass(frozen=True)
 class _Message:
-    """A tensor that is on its way to or from another rank, or is there already."""
+    """A tensor that is on its way to or from another rank, or has arrived."""
 
     tensor: Tensor
     works: Sequence[dist.Work] = ()

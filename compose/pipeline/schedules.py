@@ -302,7 +302,7 @@ def check_table(table: Table, name: str) -> None:
             if rank_of.setdefault(a.stage, rank) != rank:
                 raise refuse(f"stage {a.stage} is on ranks {rank_of[a.stage]} and {rank}; use one")
             if a in seen:
-                raise refuse(f"{a} stands there twice")
+                raise refuse(f"{a} is in the table twice")
             before = {"B": "F", "I": "F", "W": "I"}.get(a.kind)
             if before and a._replace(kind=before) not in seen:
                 raise refuse(f"{a} stands before {a._replace(kind=before)}")

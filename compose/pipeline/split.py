@@ -325,13 +325,13 @@ def try_first_stage(
         for key, value in others.items()
         for both in zip(tree_leaves(value), tree_leaves(later.get(key)), strict=False)
     ]
-    for key, here, there in pairs:
-        if not isinstance(here, Tensor) or not isinstance(there, Tensor):
+    for key, early, late in pairs:
+        if not isinstance(early, Tensor) or not isinstance(late, Tensor):
             continue
-        if not local_tensor(here).equal(local_tensor(there)):  # nor if shapes differ
+        if not local_tensor(early).equal(local_tensor(late)):  # nor if shapes differ
             raise ConfigError(
-                f"plan.pipeline: layers get {key} = {_form(here)} in the first stage, and"
-                f" {_form(there)}, not the same, in others: {instead}; {cure}"
+                f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
+                f" {_form(late)}, not the same, in others: {instead}; {cure}"
             )
     return output
 

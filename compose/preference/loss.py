@@ -74,7 +74,7 @@ class PairLoss:
         loss = losses.masked_fill(counted == 0, 0.0).sum()
         if torch.is_grad_enabled() and not part_of_row:
             self._tally(chosen.detach(), rejected.detach(), counted > 0)
-        # The ranks of a row know its loss alike, and the first of them tells it.
+        # All ranks of a row know its loss, and the first of them tells it.
         return loss - loss.detach() if part_of_row else loss
 
     def _tally(self, chosen: Tensor, rejected: Tensor, counts: Tensor) -> None:

@@ -102,7 +102,7 @@ class Comparison:
         )
 
     def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
-        """Note an error that this rank has found itself, None if it holds no such value."""
+        """Note an error that this rank has computed itself, None if it holds no such value."""
         row = Row(self.prefix + quantity, name, 0.0, tolerance, 0)
         self.compared.append(_Compared(row, _NOT_HELD if error is None else error))
 

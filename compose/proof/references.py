@@ -39,7 +39,7 @@ _TIE = 2.0
 
 @dataclass(frozen=True)
 class Expected:
-    """A value that one process found."""
+    """A value of one process."""
 
     value: Tensor
     rounding: float = 0.0
@@ -155,19 +155,17 @@ class References:
 
 
 def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
-    """Return the greatest change of a margin by rounding, over decisions that both runs made alike."""
+    """Return the greatest change of a margin by rounding, over decisions that are the same in both."""
     greatest = 0.0
     for name, choices in own.items():
         other = exact[name]
-        place = torch.empty_like(other.ids)
-        place[other.ids] = torch.arange(len(place))
-        at = place[choices.ids]
+        at = other.places(choices.ids)
         same = (choices.experts.sort(1).values == other.experts[at].sort(1).values).all(1)
         pairs = [(choices.margins[same], other.margins[at][same])]
         if choices.drops and other.drops:
-            here, there = choices.drops, other.drops
-            alike = (here.experts == there.experts[at]) & (here.kept == there.kept[at])
-            pairs.append((here.margins[alike], there.margins[at][alike]))
+            drops, others = choices.drops, other.drops
+            same = (drops.experts == others.experts[at]) & (drops.kept == others.kept[at])
+            pairs.append((drops.margins[same], others.margins[at][same]))
         for one, another in pairs:
             moved = (one.double() - another.double()).abs()
             greatest = max([greatest, *moved[moved.isfinite()].tolist()])

@@ -49,6 +49,12 @@ class Choices:
     are the other run's.
     """
 
+    def places(self, ids: Tensor) -> Tensor:
+        """Return where the tokens ``ids`` are, in choices of all tokens."""
+        place = torch.empty_like(self.ids)
+        place[self.ids] = torch.arange(len(place))
+        return place[ids]
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -210,7 +216,7 @@ class _Follower:
             self.router.keep = self.keep
 
     def stop(self) -> None:
-        """Give the router its own methods back."""
+        """Let the router use its own methods again."""
         del self.router.choose
         if self.own_keep:
             del self.router.keep
@@ -236,13 +242,13 @@ class _Follower:
         self.choices[-1] = replace(call, drops=Drops(*rows))
         if self.composed is not None and self.composed.drops is not None:
             place = self.place[call.ids]
-            other, seen = _kept_there(self.composed.drops, place, rows[0])
+            other, seen = _kept_by_other(self.composed.drops, place, rows[0])
             seen &= (place >= 0)[:, None] & (rows[2] <= self.within)
             kept = torch.where(seen, other, rows[1]).view(kept.shape).to(kept.device)
         return kept, margins
 
 
-def _kept_there(drops: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+def _kept_by_other(drops: Drops, place: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
     """Return whether another run kept each row, and whether it had that row: (T, k) each.
 
     A row is a token and an expert; the other run may list a token's experts in another order. ``place``
@@ -278,17 +284,15 @@ def compare_choices(
     """Compare what ranks decided with what one process would have decided."""
     joined, of = _joined(composed), len(expected.ids)
     lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
-    place = torch.empty_like(expected.ids)
-    place[expected.ids] = torch.arange(len(place))
-    at = place[joined.ids]
+    at = expected.places(joined.ids)
     differs = (expected.experts[at].sort(1).values != joined.experts.sort(1).values).any(1)
     margin = float(expected.margins[at][differs].max()) if differs.any() else 0.0
     tokens = int(joined.ids[differs].unique().numel()) + lost
     result = [Difference(router, step, tokens, of, torch.inf if lost else margin)]
     if expected.drops is not None and joined.drops is not None:
         own = expected.drops
-        there, had = _kept_there(joined.drops, torch.arange(len(at)), own.experts[at])
-        other = had & (there != own.kept[at])
+        kept, had = _kept_by_other(joined.drops, torch.arange(len(at)), own.experts[at])
+        other = had & (kept != own.kept[at])
         margin = float(own.margins[at][other].max()) if other.any() else 0.0
         tokens = int(joined.ids[other.any(1)].unique().numel())
         result.append(Difference(router, step, tokens, of, margin, "capacity"))

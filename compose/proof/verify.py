@@ -1,8 +1,8 @@
 """The proof that a composition equals one process: loss, norm, every gradient, the weights after.
 
 Rank 0 runs the whole batch through the whole model, as compose/proof/one_process.py does. Every rank
-then compares its part of the composition with that result, since replicas that have drifted apart look
-right on one rank. A composition in a reduced precision first runs in float64, where a fault of its
+then compares its part of the composition with that result, since replicas that differ from each other
+look right on one rank. A composition in a reduced precision first runs in float64, where a fault of its
 logic cannot hide behind rounding.
 """
 
@@ -64,7 +64,7 @@ from compose.proof.routing_trace import (
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.weights import named_generator
 
-# The standard deviation of the noise that is added to a parameter whose elements are all alike.
+# The standard deviation of the noise that is added to a parameter whose elements are all equal.
 _SPREAD = 0.02
 _T = TypeVar("_T")
 
@@ -99,7 +99,7 @@ def verify(
 
     Args:
         model: The weights of rank 0 count; it is left as it was. A parameter whose elements are all
-            alike gets noise in the proof: behind a projection of zeros all gradients are zero.
+            equal gets noise in the proof: behind a projection of zeros all gradients are zero.
         plan: The model's parallelization.
         mesh: The mesh of ``compose.init_mesh``.
         batch: The global batch, the same on every rank, as ``forward_backward`` takes it. A list of
@@ -359,16 +359,16 @@ def compare(
 
 @torch.no_grad()
 def spread(model: nn.Module, composition: Composition, first: bool) -> None:
-    """Add noise to each parameter whose elements are all alike, on the whole model and on every rank.
+    """Add noise to each parameter whose elements are all equal, on the whole model and on every rank.
 
     Zeros would hide the modules behind them, and ones would hide a wrong order of shards.
     """
-    alike = [
+    uniform = [
         name
         for name, p in model.named_parameters()
         if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
     ]
-    shared = [alike]
+    shared = [uniform]
     dist.broadcast_object_list(shared, src=0)
     for name, parameter in [
         *composition.named_parameters(),

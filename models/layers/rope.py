@@ -73,7 +73,7 @@ def yarn_frequencies(
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Return YaRN's factor on queries and keys alike, which offsets a longer context's entropy.
+    """Return YaRN's factor on both queries and keys, which offsets a longer context's entropy.
 
     The paper has an ``mscale`` of 1.
     """

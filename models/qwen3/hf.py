@@ -348,10 +348,10 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     special = ("qk_norm", "rotary_dim", "logit_scale", "head_dim")
     result = kind.read(Qwen3Config, values, special)
     own_head_dim = name in ("qwen3", "qwen3_moe")
-    apart = result["dim"] // max(result["n_heads"], 1)
-    result["head_dim"] = size(values, "head_dim", None if own_head_dim else apart)
+    width = result["dim"] // max(result["n_heads"], 1)
+    result["head_dim"] = size(values, "head_dim", None if own_head_dim else width)
     if name in _OF_DIM:
-        only(values, "head_dim", apart)
+        only(values, "head_dim", width)
     if "qk_norm" in kind.keys.fields:
         result["qk_norm"] = "head" if truth(values, "use_qk_norm", False) else "none"
     if "logit_scale" in kind.keys.fields:

@@ -181,7 +181,7 @@ def test_bad_cell(cell: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (("0F0 0F0 0B0", "1F0 1B0"), "0F0 stands there twice"),
+        (("0F0 0F0 0B0", "1F0 1B0"), "0F0 is in the table twice"),
         (("0B0 0F0", "1F0 1B0"), "0B0 stands before 0F0"),
         (("0F0 0B0", "1I0 1F0 1W0"), "1I0 stands before 1F0"),
         (("0F0 0B0", "1F0 1W0 1I0"), "1W0 stands before 1I0"),
