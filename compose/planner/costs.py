@@ -27,6 +27,7 @@ _SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 # kernels do.
 _HALF_INTENSITY = 30.0
 _DEPTH = 16  # least k of an instruction of tensor cores in 16 bits (NVIDIA, PTX ISA: mma, wgmma)
+_STEP = 64  # of k, by which a tile of a grouped product goes (the same file as grouped_seconds names)
 _HOST_MEMORY = 50e9  # bytes per second of host memory that a rank has, if a file has none; assumed
 _HOST_SHARE = 0.8  # of host memory's bandwidth that simple loops of all cores reach; assumed
 _CORE_MEMORY = 12e9  # bytes per second that one core moves from and to memory; assumed
@@ -132,6 +133,36 @@ def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -
         best = min(best, waves * 2.0 * rows * columns * deep / rate * slowness + fills * fill)
     moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
     return device.launch + max(best, moved / (device.bandwidth * cluster.efficiencies.memory))
+
+
+@functools.lru_cache(maxsize=65536)
+def grouped_seconds(
+    cluster: Cluster, m: int, n: int, k: int, experts: int, dtype: str, rows_of: str
+) -> float:
+    """Return the seconds of a product for each expert, by PyTorch's kernel for groups of rows.
+
+    From compute capability 9 on it has tiles of one size, of which two lie one above the other (128 x
+    256 in clusters of 2: ATen/native/cuda/GroupMM.cu). Experts have different loads, so that each
+    wastes half of such a pair where its rows are rows of the result (``rows_of`` is "m"), and half a
+    step where they are what is summed ("k"). Before, PyTorch multiplies for one expert after the other.
+    A CPU's figures are those of equal products.
+    """
+    if min(m, n, k, experts) < 1:
+        return 0.0
+    if cluster.backend != "nccl":
+        return product_seconds(cluster, m, n, k, experts, dtype)
+    device, known = cluster.device, cluster.efficiencies
+    if device.capability < (9, 0):
+        return experts * product_seconds(cluster, m, n, k, 1, dtype)
+    rows, columns = device.tile
+    pairs, deep = math.ceil(m / (2 * rows)), k + _STEP / 2
+    if rows_of == "m":
+        pairs, deep = max(1.0, m / (2 * rows) + 0.5), k
+    waves = math.ceil(2 * pairs * -(-n // columns) * experts / device.units)
+    rate = _peak(cluster, dtype) * known.products[dtype] * power_factor(cluster) / device.units
+    computed = waves * (2.0 * rows * columns * deep / rate + known.fill)
+    moved = experts * (m * k + k * n + m * n) * BYTES[dtype]
+    return device.launch + max(computed, moved / (device.bandwidth * known.memory))
 
 
 @functools.cache

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from compose.ops.attention_layout import attention_pairs
 
+WEIGHTS = ".weights"
+"""The end of a grouped product's name, if it is the gradient of weights: then k is an expert's rows."""
+
 
 class RememberedResults:
     """Runs operators on meta, and remembers shape, stride and dtype of results that are new tensors.

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from compose.ops.operators import BODIES
 from compose.ops.tensors import local_tensor
 from compose.planner.operator_figures import (
+    WEIGHTS,
     RememberedResults,
     argument,
     attention_flops,
@@ -48,6 +49,7 @@ from compose.planner.record import (
 )
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_OVER = ("copy_", "zero_", "fill_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat")
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
 # The names of messages, by the end of their operators' names.
 _MESSAGES = {
@@ -318,6 +320,7 @@ class Recorder(TorchDispatchMode):
             flops = attention_flops(given, short, bool(causal), -1 if left is None else left)
         elif short in _GROUPED:
             kind, shape = "product", grouped_shape(given[0], given[1], first)
+            name += WEIGHTS * (first.ndim == 3)
             flops = 2.0 * math.prod(shape)
         elif packet in flop_registry:
             kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -327,7 +330,7 @@ class Recorder(TorchDispatchMode):
         written_to = changed(func, args, kwargs)
         written = [*made, *written_to] if not written_to or made[:1] != written_to[:1] else written_to
         # A fill or a copy does not read what it writes over, and a new empty tensor is not written.
-        over = short in ("copy_", "zero_", "fill_", "_foreach_copy_", "split_with_sizes_copy")
+        over = short in _OVER
         read = [t for t in given if not (over and any(t is c for c in written_to))]
         if short.startswith(("empty", "new_empty")):
             written = []
