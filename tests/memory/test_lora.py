@@ -342,7 +342,8 @@ FAULTS: dict[str, tuple[str, str, set[str]]] = {
     # All ranks of a row-parallel layer add the whole output, before the layer's sum.
     "added on every rank": (
         "F.linear(h, local_weight(self.B, sum_b))",
-        "F.linear(DTensor.from_local(h, self.A.device_mesh, [Partial()]).full_tensor()"
+        "F.linear(DTensor.from_local(h, self.A.device_mesh, [torch.distributed.tensor.Partial()])"
+        ".full_tensor()"
         ' if self.cut == "columns" else h, local_weight(self.B, sum_b))',
         set(),
     ),
