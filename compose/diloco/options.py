@@ -8,11 +8,11 @@ from pydantic import Field
 
 from compose.config.setup import Rule, all_keys_read
 from compose.errors import ConfigError, Decay, NonNegative, ReadWith
+from compose.parallel.comm import Density
 
 if TYPE_CHECKING:
     from compose.config.job import Job
 
-Density = Annotated[float, Field(gt=0, le=1)]
 Rate = Annotated[float, Field(ge=0)]
 
 ROW = 4096

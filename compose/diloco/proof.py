@@ -171,7 +171,7 @@ def messages_of(loop: OuterLoop) -> list[list[Message]]:
     return [[of_rank[fragment] for of_rank in everyone] for fragment in range(len(own))]
 
 
-class Heard:
+class ObservedCode:
     """The code of a loop, with a note of what this rank's own messages lose on their way."""
 
     def __init__(self, code: Code, options: Outer) -> None:
@@ -220,7 +220,7 @@ def prove_outer_loop(
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
     last, timeout = ROUNDS * options.every, config.comm.first_step_timeout
     loop = OuterLoop(options, composition, layers, worker, timeout, last)
-    loop.code = heard = Heard(loop.code, options)
+    loop.code = observed = ObservedCode(loop.code, options)
     loop.exchange.misses = misses
     loop.start(0)
     kept = job.model.state_dict(keep_vars=True)
@@ -276,7 +276,7 @@ def prove_outer_loop(
             limit = _SINGLE if name in one.averaged else comparison.tolerance.update
             comparison.value(quantity, name, error, limit)
     if options.dtype != "float32":
-        heard.compare(comparison)
+        observed.compare(comparison)
     if options.grace:
         waited = not _late(worker, f"{between}.0", worker.count - 1)
         comparison.value("waited for a late island", "outer.grace", float(waited), 0.0)
