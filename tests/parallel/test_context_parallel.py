@@ -19,7 +19,7 @@ from compose.parallel.context_parallel import (
     shard_sequence,
 )
 from models.layers.attention import AttentionCore
-from tests.support.helpers import refused
+from tests.support.helpers import refused, tier
 from tests.support.plain_attention import plain, random_ids
 from tests.support.pool import Pool
 
@@ -66,13 +66,22 @@ def _cores(method: Method, balance: Balance, shape: tuple[int, int, int], window
     return max(_core(method, balance, seed, shape, {"window": window}) for seed in range(4))
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 17])
-@pytest.mark.parametrize("balance", ["headtail", "none"])
-@pytest.mark.parametrize("method", METHODS)
-# Heads of queries and of keys, and the length.
-@pytest.mark.parametrize(
-    ("ranks", "shape"), [(1, (4, 2, 12)), (2, (4, 2, 12)), (4, (8, 2, 40)), (3, (3, 3, 18))]
-)
+# Ranks, and the heads of queries and of keys, and the length.
+SHAPES = [(1, (4, 2, 12)), (2, (4, 2, 12)), (4, (8, 2, 40)), (3, (3, 3, 18))]
+# Every second case of the product has each pair of its values; the full tier runs the others.
+PLAIN = [
+    pytest.param(
+        *(METHODS[method], balance, window, *SHAPES[shape]),
+        marks=tier(full=(method + (balance == "none") + place + shape) % 2 == 1),
+    )
+    for method in range(len(METHODS))
+    for balance in ("headtail", "none")
+    for place, window in enumerate((None, 1, 3, 17))
+    for shape in range(len(SHAPES))
+]
+
+
+@pytest.mark.parametrize(("method", "balance", "window", "ranks", "shape"), PLAIN)
 def test_style_in_a_plain_module(
     pool: Pool, method: Method, balance: Balance, window: int | None, ranks: int, shape: Any
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from compose.checkpoint import store
 from compose.checkpoint.hf_folder import checkpoints
-from tests.support.command_lines import QUICK, TIMEOUT, answered, begin, command, launch
+from tests.support.command_lines import QUICK, TIMEOUT, answered, begin, command, execute
 from tests.support.training import lines
 
 MESHES = {
@@ -96,7 +96,7 @@ def test_the_same_decisions_after_a_kill(tmp_path: Path) -> None:
             run = [*words, *mesh, f"--run.dir={folder}"]
             for after in (8, int(next(iter(results.values()))["end"][0]) - 8) if kills else ():
                 _kill_a_rank(folder, run, ranks, after)
-            done = launch(*run, ranks=ranks)
+            done = execute(*run, ranks=ranks)
             assert done.returncode == 0, done.stderr
             results[folder.name] = _decisions(folder, done.stdout)
         whole, killed = (lines(tmp_path / f"{name}, {kills} kills") for kills in (0, 2))
