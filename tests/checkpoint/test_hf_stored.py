@@ -144,6 +144,18 @@ def test_what_is_damaged_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_layers_with_one_fault_are_one_line(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    tensors = read_tensors(tmp_path)
+    for i in range(CONFIG.n_layers):
+        del tensors[EXPERTS.format(i) + "down_proj_scales"]
+    write_tensors(tmp_path, tensors)
+    assert refused(load_hf, gpt_oss.Model(CONFIG), tmp_path, name_of("gpt_oss", CONFIG)) == [
+        f"{tmp_path}: model.layers.*.mlp.experts.down_proj_scales is missing, and {FILE} holds"
+        " down_proj_blocks (2 of them)"
+    ]
+
+
 def draw_blocks(shape: Sequence[int], sides: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
     """A random matrix in e4m3, and the scale of each block."""
     generator = torch.Generator().manual_seed(seed)

@@ -47,6 +47,17 @@ def test_ranks_slices_make_up_the_global_batch(count: int) -> None:
             assert torch.equal(torch.cat([part[name] for part in parts]), value)
 
 
+def test_an_epoch_sees_every_window_once() -> None:
+    source = row(7 * 12 + 1)
+    seen = torch.cat([batches(source).batch(6 * step)["tokens"][:, 0] for step in range(2)])
+    again = torch.cat([batches(source).batch(6 * step)["tokens"][:, 0] for step in range(2, 4)])
+    assert sorted(seen.tolist()) == sorted(again.tolist()) == [7 * i for i in range(12)]
+    assert seen.tolist() != again.tolist()
+    assert not torch.equal(
+        batches(source).batch(0)["tokens"], batches(source, seed=4).batch(0)["tokens"]
+    )
+
+
 @pytest.mark.parametrize("global_batch", [1, 2, 6])
 def test_samples_are_counted_from_the_first_of_the_run(global_batch: int) -> None:
     """Sample n is the same in every batch and share; and an older checkpoint goes on where it was."""
