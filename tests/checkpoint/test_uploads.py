@@ -302,7 +302,7 @@ def test_a_run_in_s3_is_killed_thrice_and_goes_on_on_another_mesh(
     """Bitwise the run in a folder that nobody kills, and the same samples; no start has what the last
     one left on the disk."""
     small = [f"--{key.replace('__', '.')}={value}" for key, value in SMALL.items()]
-    run, chance, port = as_path("s3://bucket/runs/mine"), random.Random(), free_port()
+    run, chance = as_path("s3://bucket/runs/mine"), random.Random()
 
     def start(steps: int, *words: str) -> list["subprocess.Popen[str]"]:
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
@@ -312,7 +312,7 @@ def test_a_run_in_s3_is_killed_thrice_and_goes_on_on_another_mesh(
             f"--train.stop_after={steps}",
             "--metrics.tensorboard=false",
         ]
-        line = command("train.py", *keys, *words)
+        line, port = command("train.py", *keys, *words), free_port()  # the last start's may be taken
         return [begin(line, **of_rank(rank, 2, port)) for rank in range(2)]
 
     def newest() -> int:
