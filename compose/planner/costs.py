@@ -137,9 +137,9 @@ def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -
 
 @functools.lru_cache(maxsize=65536)
 def grouped_seconds(
-    cluster: Cluster, m: int, n: int, k: int, experts: int, dtype: str, rows_of: str
+    cluster: Cluster, shape: tuple[int, int, int, int], dtype: str, rows_of: str
 ) -> float:
-    """Return the seconds of a product for each expert, by PyTorch's kernel for groups of rows.
+    """Return the seconds of a product for each expert, (experts, m, n, k), by PyTorch's kernel for it.
 
     From compute capability 9 on it has tiles of one size, of which two lie one above the other (128 x
     256 in clusters of 2: ATen/native/cuda/GroupMM.cu). Experts have different loads, so that each
@@ -147,7 +147,8 @@ def grouped_seconds(
     step where they are what is summed ("k"). Before, PyTorch multiplies for one expert after the other.
     A CPU's figures are those of equal products.
     """
-    if min(m, n, k, experts) < 1:
+    experts, m, n, k = shape
+    if min(shape) < 1:
         return 0.0
     if cluster.backend != "nccl":
         return product_seconds(cluster, m, n, k, experts, dtype)

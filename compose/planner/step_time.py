@@ -228,7 +228,7 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
         batch, m, n, k = work.shape
         if "grouped_mm" in work.name:
             rows_of = "k" if work.name.endswith(WEIGHTS) else "m"
-            return costs.grouped_seconds(cluster, m, n, k, batch, work.dtype, rows_of)
+            return costs.grouped_seconds(cluster, (batch, m, n, k), work.dtype, rows_of)
         return costs.product_seconds(cluster, m, n, k, batch, work.dtype)
     if work.kind == "attention":
         sizes = work.flops, work.bytes, work.dtype, work.shape[-1]

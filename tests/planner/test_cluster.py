@@ -366,9 +366,9 @@ def test_measured_grouped_products(row: tuple[int, ...]) -> None:
     rows, n, k, experts, *rates = row
     cluster, each = load_cluster("h200"), rows // experts
     took = [
-        grouped_seconds(cluster, each, n, k, experts, "bfloat16", "m"),
-        grouped_seconds(cluster, each, k, n, experts, "bfloat16", "m"),
-        grouped_seconds(cluster, n, k, each, experts, "bfloat16", "k"),
+        grouped_seconds(cluster, (experts, each, n, k), "bfloat16", "m"),
+        grouped_seconds(cluster, (experts, each, k, n), "bfloat16", "m"),
+        grouped_seconds(cluster, (experts, n, k, each), "bfloat16", "k"),
     ]
     found = [2 * rows * n * k / seconds / 1e12 for seconds in took]
     assert found == pytest.approx(rates, rel=0.14)
@@ -377,7 +377,7 @@ def test_measured_grouped_products(row: tuple[int, ...]) -> None:
 def test_experts_before_hopper_run_in_turn() -> None:
     cluster = load_cluster("a100_80gb")
     one = product_seconds(cluster, 1024, 14336, 4096, 1, "bfloat16")
-    assert grouped_seconds(cluster, 1024, 14336, 4096, 8, "bfloat16", "m") == 8 * one
+    assert grouped_seconds(cluster, (8, 1024, 14336, 4096), "bfloat16", "m") == 8 * one
 
 
 def test_less_power_is_slower() -> None:
