@@ -21,7 +21,7 @@ from compose.data.datasets import task_of
 from compose.errors import ConfigError, whole_number
 from compose.memory.lora import MAGNITUDE, init_adapter, is_adapter
 from compose.memory.quantized import packed, quantized_layers, rounded, weight_shape
-from compose.objects import Remote, as_path
+from compose.object_storage import Remote, as_path
 from compose.ops.cross_entropy import LossFunction
 from compose.ops.tensors import local_region, local_tensor
 from compose.optim.lr_schedule import set_learning_rate

@@ -30,7 +30,7 @@ SOURCES = sorted((ROOT / "compose").rglob("*.py"))
 # Packages, and files at the top, from the ground up. Each imports those before it and no others.
 PACKAGES = (
     "errors",
-    "objects",
+    "object_storage",
     "ops",
     "parallel",
     "plan",

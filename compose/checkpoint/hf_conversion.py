@@ -49,7 +49,7 @@ from compose.data.generation_config import generation_values
 from compose.data.special_tokens import GENERATION, MODEL, read_beside
 from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
 from compose.errors import ConfigError, there, write_whole
-from compose.objects import Remote
+from compose.object_storage import Remote
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan
 

@@ -37,7 +37,7 @@ from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
 from compose.memory.lora import is_adapter
 from compose.memory.quantized import quantized_layers, weight_shape
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.ops.tensors import tied_names
 
 # Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are

@@ -20,7 +20,7 @@ from compose.config.models import short_name, training_fields
 from compose.config.tables import Config
 from compose.config.toml import dump, tomllib
 from compose.errors import ConfigError, open_own, toml_value
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.ops.tensors import gathered_objects
 from compose.optim.optimizers import make_state
 

@@ -34,7 +34,7 @@ from compose.config.models import InitialisedModel
 from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out, toml_value
 from compose.memory.lora import Lora, adapt, is_adapter, linear_layers
 from compose.memory.quantized import rounded
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.parallel.lora_parallel import TINY
 from compose.plan import Plan
 from compose.weights import init_weights

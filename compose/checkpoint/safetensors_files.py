@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compose.config.json_files import parse_json, read_json
 from compose.errors import LEADS_OUT, ConfigError, Positive, fill, leads_out, open_own, refuse_link_out
-from compose.objects import Remote
+from compose.object_storage import Remote
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

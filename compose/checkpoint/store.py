@@ -27,7 +27,7 @@ from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, there, write_whole
 from compose.memory.precision import LossScale
 from compose.memory.quantized import Base
-from compose.objects import Remote, StoreError
+from compose.object_storage import Remote, StoreError
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

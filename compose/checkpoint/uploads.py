@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from compose.checkpoint import store
 from compose.checkpoint.loading import cause_of
-from compose.objects import Remote, StoreError
+from compose.object_storage import Remote, StoreError
 from compose.ops.tensors import gathered_objects
 
 _SENDERS = 4  # files sent at once by a rank

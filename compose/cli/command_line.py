@@ -32,7 +32,7 @@ from compose.errors import (
     type_name,
     whole_number,
 )
-from compose.objects import Remote, any_path, as_path
+from compose.object_storage import Remote, any_path, as_path
 
 USAGE = """\
 {program} [FILE.toml] [--table.key=value ...]{flags}

@@ -31,7 +31,7 @@ from compose.config.hugging_face import left_out
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
 from compose.errors import ConfigError, printable, refused_in
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.parallel.mesh import AXES, init_mesh
 from compose.train.processes import process_group
 from compose.train.workers import this_worker

@@ -40,7 +40,7 @@ from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError, noted, there
 from compose.memory.compilation import Compile
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel, init_mesh
 from compose.train.processes import process_group

@@ -12,7 +12,7 @@ from typing import Any
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, flag_error, number_of, read_arguments, written
-from compose.cli.pinned import for_devices, freed, pinned, pinned_words
+from compose.cli.pinned_keys import for_devices, freed, pinned, pinned_words
 from compose.cli.question import STANDARD, Question, amount, amount_in_words, read_question
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job

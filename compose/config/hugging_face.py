@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 from compose.config.json_files import read_json
 from compose.config.models import model_names, module_of, training_fields
 from compose.errors import ConfigError, read_own, refuse_link_out
-from compose.objects import AnyPath
+from compose.object_storage import AnyPath
 
 if TYPE_CHECKING:
     from compose.checkpoint.hf_stored import Stored

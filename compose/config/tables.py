@@ -18,7 +18,7 @@ from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
 from compose.memory.lora import Lora
 from compose.memory.precision import Precision
-from compose.objects import AnyPath, AnyPaths
+from compose.object_storage import AnyPath, AnyPaths
 from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel

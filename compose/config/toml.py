@@ -29,7 +29,7 @@ from compose.errors import (
     toml_value,
     type_name,
 )
-from compose.objects import as_path
+from compose.object_storage import as_path
 
 if sys.version_info >= (3, 11):
     import tomllib

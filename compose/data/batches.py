@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compose.data.samples import Samples
 from compose.data.token_files import READERS
-from compose.objects import Remote, as_path
+from compose.object_storage import Remote, as_path
 from compose.ops.batch import ignore_all
 
 

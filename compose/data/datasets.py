@@ -28,7 +28,7 @@ from compose.data.tokenizer import (
     tokenizer_files,
 )
 from compose.errors import ConfigError, write_whole
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.ops.batch import count_targets
 from compose.parallel.output_projection import CrossEntropy
 

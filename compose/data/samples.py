@@ -35,7 +35,7 @@ from compose.data.token_files import (
 )
 from compose.data.tokenizer import SEPARATOR
 from compose.errors import ConfigError
-from compose.objects import as_path, files_at
+from compose.object_storage import as_path, files_at
 from compose.ops.batch import IGNORE
 
 _CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 from compose.config.json_files import Count, read_json
 from compose.data.tokenizer import tokenizer_files
 from compose.errors import LEADS_OUT, ConfigError, fill, leads_out, refuse_link_out, state_of
-from compose.objects import Remote
+from compose.object_storage import Remote
 
 _BLOCK = 1 << 22  # elements in memory at once while a row is checked
 _WHOLE = 1 << 26  # a digest reads every element of files up to this count

@@ -39,7 +39,7 @@ from compose.data.documents import (
 from compose.data.token_files import FORMAT, MANIFEST
 from compose.data.tokenizer import JsonTokenizer, copy_tokenizer
 from compose.errors import ConfigError, noted, refuse_link_out, state_of, write_whole
-from compose.objects import as_path
+from compose.object_storage import as_path
 
 JOB = ".job.json"
 UNIT = 64 << 20  # bytes of a file in one unit

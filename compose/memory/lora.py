@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from compose.errors import ConfigError, NonNegative
 from compose.memory.quantized import Base, QuantizedLinear, quantize, weight_shape
-from compose.objects import AnyPath
+from compose.object_storage import AnyPath
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.name_patterns import inside, matching
 from compose.parallel.tensor_parallel import HeadParallel

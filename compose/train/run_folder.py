@@ -27,7 +27,7 @@ from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
 from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
 from compose.memory.quantized import count_parameters
-from compose.objects import Remote, as_path
+from compose.object_storage import Remote, as_path
 from compose.ops.tensors import gathered_objects
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, crosses_nodes

@@ -13,7 +13,7 @@ from compose.data.generation_config import end_ids
 from compose.data.samples import Samples as SampleSet
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
-from compose.objects import as_path
+from compose.object_storage import as_path
 from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook
 from compose.train.sampling import Sampling, chat_ids, obstacle, sample, text_of

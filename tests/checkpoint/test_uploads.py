@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose import objects
+from compose import object_storage
 from compose.checkpoint import store
 from compose.checkpoint.uploads import CLAIM, Uploads, staging_of
 from compose.cli.command_line import parse
 from compose.cli.commands import convert
-from compose.objects import Remote, StoreError, as_path
+from compose.object_storage import Remote, StoreError, as_path
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, assert_bitwise, shards, train_on
@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
 @pytest.fixture
 def run(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place of a run in a store, of whose failures no try waits for long."""
-    monkeypatch.setattr(objects, "_WAITS", (0.001, 0.001))
+    monkeypatch.setattr(object_storage, "_WAITS", (0.001, 0.001))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return as_path(f"file://{tmp_path}/store/run")
 

@@ -13,7 +13,7 @@ from compose.config.hugging_face import ModelFolderPath
 from compose.config.tables import TABLES
 from compose.config.toml import load
 from compose.errors import LocalPath, attribute, docs, local_path
-from compose.objects import AnyPath, AnyPaths
+from compose.object_storage import AnyPath, AnyPaths
 from models.dit import task
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, refusal

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fsspec.registry import _registry, known_implementations
 
-from compose import objects
+from compose import object_storage
 from compose.build import fill_weights
 from compose.checkpoint.hf_folder import load_hf, name_of
 from compose.checkpoint.safetensors_files import TensorFiles
@@ -21,7 +21,7 @@ from compose.data.batches import Batches
 from compose.data.samples import open_samples
 from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
-from compose.objects import Remote, StoreError, any_path, as_path, files_at
+from compose.object_storage import Remote, StoreError, any_path, as_path, files_at
 from tests.support.data_made import token_set
 from tests.support.helpers import make_job, refusal
 from tests.support.hugging_face import MODELS, save_model
@@ -94,7 +94,7 @@ class Flaky:
 def test_what_cannot_be_reached_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(objects, "_WAITS", (0.0, 0.001, 0.002))
+    monkeypatch.setattr(object_storage, "_WAITS", (0.0, 0.001, 0.002))
     path = Remote("memory://x/y")
     assert path._ask(Flaky(OSError(121, "InternalError"), TimeoutError())) == "answered"
     said = "memory://x/y: cannot be reached, and is tried again for a while: down\n"
