@@ -20,8 +20,6 @@ from compose.planner.cluster import Cluster
 from compose.planner.costs import collective_seconds
 from compose.planner.layer_probe import FIRST, LAST
 from compose.planner.quick_memory import (
-    OWN,
-    TRAINED,
     Rank,
     Size,
     host_bytes,
@@ -71,7 +69,10 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
         return QuickEstimate({"compute": math.inf}, {"weights": math.inf})
     ranks, sizes = ranks_of(shape, config), sizes_of(units, config)
     kept = [
-        tuple(sum(n * sizes[u][part] for u, n in rank.held.items()) for part in (OWN, TRAINED))
+        (
+            sum(n * sizes[u].own for u, n in rank.held.items()),
+            sum(n * sizes[u].trained for u, n in rank.held.items()),
+        )
         for rank in ranks
     ]
     own, trained = (max(column) for column in zip(*kept, strict=True))

@@ -116,9 +116,6 @@ class Size(NamedTuple):
     """The part of these that is trained."""
 
 
-OWN, TRAINED = Size._fields.index("own"), Size._fields.index("trained")
-
-
 def sizes_of(units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
     """Return the numbers of each unit."""
     over, of_experts = shards(config)
