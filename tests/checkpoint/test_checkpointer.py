@@ -215,11 +215,20 @@ def _train_saying(keys: Keys) -> list[str]:
 
 
 def _with_full_disk(keys: Keys) -> list[str]:
-    """With a limit on the size of files, which the shards exceed."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """With a limit on the size of files, which the shards exceed. A save ends before the next step but
+    one, so that its failure is in that step's line whatever the load.
+    """
+    before, real = resource.getrlimit(resource.RLIMIT_FSIZE), Trainer.step
+
+    def step(trainer: Trainer) -> Any:
+        if trainer.progress.step % 2:
+            trainer.checkpointer.wait()
+        return real(trainer)
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
-        return _train_saying(keys)
+        with mock.patch.object(Trainer, "step", step):
+            return _train_saying(keys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
