@@ -297,7 +297,7 @@ def steps_of(keys: list[str], file: str = store.MANIFEST) -> set[int]:
 
 @pytest.mark.slow
 def test_a_run_in_s3_is_killed_thrice_and_goes_on_on_another_mesh(
-    s3: Callable[[], list[str]], pool: Pool, tmp_path: Path
+    s3: Callable[[], list[str]], pool: Pool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Bitwise the run in a folder that nobody kills, and the same samples; no start has what the last
     one left on the disk."""
@@ -313,7 +313,9 @@ def test_a_run_in_s3_is_killed_thrice_and_goes_on_on_another_mesh(
             "--metrics.tensorboard=false",
         ]
         line, port = command("train.py", *keys, *words), free_port()  # the last start's may be taken
-        return [begin(line, **of_rank(rank, 2, port)) for rank in range(2)]
+        ranks = [begin(line, **of_rank(rank, 2, port)) for rank in range(2)]
+        request.addfinalizer(lambda: kill_sessions(each for each in ranks if each.poll() is None))
+        return ranks
 
     def newest() -> int:
         return max(steps_of(s3()), default=0)
