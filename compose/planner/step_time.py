@@ -92,7 +92,8 @@ def action_seconds(
         phase, before = record.segments[work.segment].phase, clock[0]
         if record.segments[work.segment].unit != unit:
             unit = record.segments[work.segment].unit
-            host += hooks[phase == BACKWARD] * bool(unit)
+            if unit:
+                host += hooks[phase == BACKWARD]
         if isinstance(work, Wait):
             until = reached.get(work.event, 0.0)
             if work.stream == 0 and until > clock[0]:
