@@ -73,8 +73,7 @@ class Case(NamedTuple):
         return f"{self.preset} {self.seq_len} {self.how}"
 
 
-# Layers with all their experts, in an H200's memory.
-EXPERTS = [
+EXPERTS = [  # layers with all their experts, in an H200's memory
     Case("8x7b", 4096, "eager", "mixtral", 3),
     Case("30b_a3b", 4096, "eager", "qwen3", 8),
     Case("16b", 4096, "eager", "deepseek_v3", 7),

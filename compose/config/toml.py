@@ -251,7 +251,7 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
                 raise ValueError(f"unknown key{nearest_key(key, table, known)}")
             if vanished:
                 raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
-            good[key] = _valid(types[attribute(key)], _reader(kind, attribute(key)), value, text=False)
+            good[key] = typed(types[attribute(key)], value)
         except ValueError as error:
             keys.problems += keys.error(table, key, str(error)).problems
     return good
@@ -264,12 +264,8 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _reader(kind: type, field: str) -> TypeAdapter[Any]:
-    """Return what reads a table's field. To make one takes longer than to read a whole file with it."""
-    return _reader_of(_types(kind)[field], text=False)
-
-
-def _reader_of(kind: Any, text: bool) -> TypeAdapter[Any]:
+def _reader(kind: Any, text: bool) -> TypeAdapter[Any]:
+    """Return what reads values of a type. To make one takes longer than to read a file with it."""
     return TypeAdapter(kind, config=ConfigDict(strict=not text, allow_inf_nan=False))
 
 
@@ -278,14 +274,10 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
 
     Raises ValueError, which says what is wrong with the value.
     """
-    return _valid(kind, _reader_of(kind, text), value, text)
-
-
-def _valid(kind: Any, reader: TypeAdapter[Any], value: Any, text: bool) -> Any:
     # A frozen dataclass has tuples for TOML's arrays.
     given = tuple(value) if isinstance(value, list) else value
     try:
-        return reader.validate_python(given)
+        return _reader(kind, text).validate_python(given)
     except ValidationError as error:
         detail = error.errors()[0]
     shown = value if text else toml_value(value)
