@@ -271,7 +271,7 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     problems: list[str] = []
     if not is_first_rank():
         return problems
-    # What reads checkpoints and writes metrics takes long to import, and --help needs none of it.
+    # These modules take long to import, and --help needs none of them.
     from compose.checkpoint.store import newest_first
     from compose.train.trackers import missing_libraries
 

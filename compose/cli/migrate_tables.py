@@ -58,11 +58,11 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a table says of a key."""
+    """The meaning of a key in a table."""
 
     section: str
     cases: Mapping[str, Mapping[str, Any]]
-    """What is set and said, by a pattern of the value; the first that fits counts."""
+    """Values and remarks, by a pattern of the key's value; the first that fits counts."""
 
     def case(self, value: Any) -> Mapping[str, Any] | None:
         """Return the case of a value; None if there is none."""
@@ -108,7 +108,7 @@ class Format:
         return key
 
     def row(self, name: str) -> Row | None:
-        """Return what the table says of a key; None if it does not know it."""
+        """Return the row of a key; None if the table does not know the key."""
         patterns = (row for each, row in self.rows.items() if "*" in each and fnmatchcase(name, each))
         return self.rows.get(name) or next(patterns, None)
 

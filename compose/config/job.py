@@ -75,7 +75,7 @@ class Job:
 
     @property
     def setup(self) -> Setup:
-        """What the rules of a composition are asked about."""
+        """The values that the rules of a composition read."""
         float8 = self.target and self.target.float8
         ranks = self.world_size, self.device_type, self.micro_batches
         return Setup(self.model, self.resolved, self.options, *ranks, float8)

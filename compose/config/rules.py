@@ -340,7 +340,7 @@ def check(
         assert job.plan.pipeline is not None
         layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
         job = replace(job, config=replace(job.config, parallel=replace(degrees, pp_layers=layers)))
-    # What follows from the layers of stages, which are known now.
+    # These rules read the layers of stages, which are known only now.
     if problems := [*_adapters(job), *segment_is_short(job.setup)]:
         raise ConfigError(*problems)
     return job

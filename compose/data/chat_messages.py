@@ -66,7 +66,7 @@ class Chat:
 
 
 class _Row:
-    """What a row or a message holds, by the common names of fields."""
+    """The content of a row or a message, by the common names of fields."""
 
     def __init__(self, values: Mapping[str, Any], names: ChatNames) -> None:
         self.values, self.names = values, names

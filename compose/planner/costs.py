@@ -144,8 +144,8 @@ def grouped_seconds(
     From compute capability 9 on it has tiles of one size, of which two lie one above the other (128 x
     256 in clusters of 2: ATen/native/cuda/GroupMM.cu). Experts have different loads, so that each
     wastes half of such a pair where its rows are rows of the result (``rows_of`` is "m"), and half a
-    step where they are what is summed ("k"). Before, PyTorch multiplies for one expert after the other.
-    A CPU's figures are those of equal products.
+    step where they are what is summed ("k"). On older devices PyTorch multiplies for one expert after
+    the other. A CPU's figures are those of equal products.
     """
     experts, m, n, k = shape
     if min(shape) < 1:
