@@ -3,9 +3,13 @@
 ``<rank>.jsonl``: for every attempt the step of the checkpoint that it began with; for every batch the
 number of its first sample, those of all of this rank's samples, and a hash of what is in them.
 ``<rank>.now``: its process, and what that is doing: start, load, step, save.
+
+With a folder $FAULTS (planned_faults.py) it brings about faults, and the ledger has more: of an attempt
+its number, the same on every rank, and the time; and a line at the end of each step.
 """
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,13 @@ def main() -> None:
     path = f"{os.environ['LEDGER']}/{os.environ['RANK']}"
     now = Now(f"{path}.now")  # before the imports, which take seconds
 
+    faults = None
+    if folder := os.environ.get("FAULTS"):
+        from tests.support.planned_faults import Faults
+
+        faults = Faults(folder, now.doing)
+        faults.at("start")
+
     import hashlib
     import json
     import runpy
@@ -66,16 +77,32 @@ def main() -> None:
         return load(folder, *args)
 
     def started(self: Trainer) -> None:
-        enter({"from": loaded[0]})
+        entry: dict[str, Any] = {"from": loaded[0]}
+        if faults:
+            entry |= {"attempt": attempt(), "time": time.time()}
+        enter(entry)
         now.doing.discard("start")
         run(self)
 
     Batches.batch, Trainer.run, checkpointer.load = batch, started, loading
+    if faults:
+        faults.put_in(enter)
     now.during(checkpointer, "damage", "load")
     now.during(checkpointer, "load", "load")
     now.during(checkpointer.Checkpointer, "_write", "save")
     now.during(Trainer, "step", "step")
     runpy.run_path("train.py", run_name="__main__")
+
+
+def attempt() -> str:
+    """The number of this attempt, the same on every rank; several torchruns do not count together."""
+    import torch.distributed as dist
+
+    if launch := os.environ.get("LAUNCH"):
+        return f"{launch}, {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    shared = [str(time.time())]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 if __name__ == "__main__":
