@@ -148,7 +148,6 @@ class Disturbed:
         more = [f"--max-restarts={case.restarts}"]
         number = len(self.launches)
         variables = {"PYTHONPATH": str(ROOT), "LEDGER": str(self.ledger), "FAULTS": str(self.faults)}
-        variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "8"
         if case.nodes > 1:
             more += [f"--nnodes={case.fewest}:{case.nodes}", "--rdzv-backend=c10d", "--rdzv-id=mine"]
             more += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--local-addr=127.0.0.1"]
