@@ -268,11 +268,10 @@ def undisturbed(case: Case, folder: Path) -> Path:
         words = command("train.py", *case.keys, "--checkpoint.interval=1000", f"--run.dir={folder}")
         if case.ranks * case.nodes > 1:
             words = command(*words[1:], ranks=case.ranks * case.nodes)
-        done = subprocess.run(
-            words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        if done.returncode:
-            raise RuntimeError(f"the undisturbed run failed:\n{done.stderr[-3000:]}")
+        process = begin(words)
+        _, errors = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"the undisturbed run failed:\n{errors[-3000:]}")
         (folder / "ended").touch()
     return folder
 
@@ -337,11 +336,17 @@ def _row(
     pattern = NOTICES.get(fault.kind, ENDED)
     signs = [t for t, line in said if t > when and re.search(pattern, line)]
     if fault.kind not in NOTICES:
-        signs += [launch.ended for launch in run.launches if launch.ended and launch.ended > when]
+        # Somebody else has to notice that a node is lost, than whoever starts its torchrun again.
+        lost = note["agent"] if run.case.nodes > 1 and "agent" in note else 0
+        others = [launch for launch in run.launches if launch.process.pid != lost]
+        signs += [launch.ended for launch in others if launch.ended and launch.ended > when]
     stays = harmless or fault.kind == "full disk"  # the run goes on
     began = next(((t, step) for t, step in seen.attempts if t > when), None)
     after = when if stays else began[0] if began else float("inf")
     recovered = next((t for t, _ in seen.done if t > after), began[0] if began else None)
+    lost = 0
+    if began and not stays and "start" not in note["doing"]:  # there the fault before has lost them
+        lost = max(0, seen.steps_before(when) - began[1])
     return {
         "kind": fault.kind,
         "how": fault.how,
@@ -354,7 +359,7 @@ def _row(
         "stays": stays,
         "noticed": min(signs) - when if signs and not harmless else None,
         "recovered": recovered - when if recovered else None,
-        "steps_lost": max(0, seen.steps_before(when) - began[1]) if began and not stays else 0,
+        "steps_lost": lost,
         "world": note["world"],
     }
 

@@ -97,7 +97,7 @@ class Faults:
         return fault if mine and (moment in STARTING or self.steps + 1 >= fault.step) else None
 
     def _fire(self, number: int, **more: Any) -> bool:
-        """Note that a fault happens now; False if it did in another process already."""
+        """Note that a fault happens now; False if it has already."""
         what = {
             "time": time.time(),
             "pid": os.getpid(),
@@ -164,10 +164,15 @@ class Faults:
         return path.name
 
     def _full_disk(self, number: int, fault: Planned) -> None:
-        """For some seconds there is no room for shards, or for the log."""
+        """Leave no room for shards, or for the log: for some seconds from the next write on."""
         from compose.train.metrics import JsonLines
 
+        end = float("inf")
+
         def full(*unused: Any) -> int:
+            nonlocal end
+            if self._fire(number):
+                end = time.monotonic() + fault.seconds
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         class Full:
@@ -177,27 +182,22 @@ class Faults:
                 self.fileno, self.close = file.fileno, file.close
 
         append, reserve = JsonLines._append, os.posix_fallocate
-        end = time.monotonic() + fault.seconds
 
         def no_line(sink: JsonLines, line: bytes) -> None:
-            if time.monotonic() > end:
-                append(sink, line)
-                return
             real: Any = sink.file
-            sink.file = Full(real)  # type: ignore[assignment]
+            sink.file = real if time.monotonic() > end else Full(real)
             try:
                 append(sink, line)
             finally:
                 sink.file = real
 
         def no_room(*where: int) -> None:
-            full() if time.monotonic() < end else reserve(*where)
+            reserve(*where) if time.monotonic() > end else full()
 
-        if self._fire(number):
-            if fault.how == "log":
-                JsonLines._append = no_line
-            else:
-                os.posix_fallocate = no_room
+        if fault.how == "log":
+            JsonLines._append = no_line
+        else:
+            os.posix_fallocate = no_room
 
     def put_in(self, enter: Callable[[dict[str, Any]], None]) -> None:
         """Watch for the moments of a run whose code is imported now."""

@@ -4,8 +4,9 @@
 number of its first sample, those of all of this rank's samples, and a hash of what is in them.
 ``<rank>.now``: its process, and what that is doing: start, load, step, save.
 
-With a folder $FAULTS (planned_faults.py) it brings about faults, and the ledger has more: of an attempt
-its number, the same on every rank, and the time; and a line at the end of each step.
+With a folder $FAULTS (planned_faults.py) it brings about faults, and each process has a ledger of its
+own, ``<rank>-<process>.jsonl``. It has more: of an attempt its number, the same on every rank, and the
+time; and a line at the end of each step.
 """
 
 import os
@@ -44,12 +45,13 @@ def main() -> None:
     path = f"{os.environ['LEDGER']}/{os.environ['RANK']}"
     now = Now(f"{path}.now")  # before the imports, which take seconds
 
-    faults = None
+    faults, ledger = None, path
     if folder := os.environ.get("FAULTS"):
         from tests.support.planned_faults import Faults
 
         faults = Faults(folder, now.doing)
         faults.at("start")
+        ledger = f"{path}-{os.getpid()}"
 
     import hashlib
     import json
@@ -63,7 +65,7 @@ def main() -> None:
     loaded = [0]
 
     def enter(entry: dict[str, Any]) -> None:
-        with open(f"{path}.jsonl", "a") as file:
+        with open(f"{ledger}.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def batch(self: Batches, first: int) -> Any:

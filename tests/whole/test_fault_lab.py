@@ -103,7 +103,7 @@ def test_draws() -> None:
 @pytest.mark.slow
 def test_a_run_is_disturbed(tmp_path: Path) -> None:
     out = tmp_path / "faults.jsonl"
-    done = launch("-m", "benchmarks.faults", f"--out={out}", "--run", "0", "--meshes", "zero 3")
+    done = launch("-m", "benchmarks.faults", f"--out={out}", "--run", "123", "--meshes", "zero 3")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) > 2
