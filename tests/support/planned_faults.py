@@ -61,12 +61,17 @@ def fired(folder: Path, number: int) -> dict[str, Any] | None:
     return None
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Faults:
     """The faults of this rank. Each method ``at_...`` is called when that moment begins."""
 
     def __init__(self, folder: str, doing: set[str]) -> None:
         self.folder, self.plan, self.doing = Path(folder), read_plan(Path(folder)), doing
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.agent = os.getppid()  # torchrun; another process may take its place when it dies
         self.next, self.armed = 0, -1
         self.steps = 0  # of the run, as this rank has counted them
         self.first = True  # no step of this attempt has ended
@@ -117,20 +122,21 @@ class Faults:
         more: dict[str, Any] = {}
         if fault.kind in (TORN, FLIPPED):
             more["file"] = self._damage(fault)
-        agent = os.getppid()
-        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-        if not self._fire(number, agent=agent, **more):
+        orphan = os.getppid() != self.agent
+        children = [] if orphan else children_of(self.agent)
+        if not self._fire(number, agent=self.agent, **more):
             return
         if fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         if fault.kind in ("lost agent", "lost node"):
-            os.kill(agent, signal.SIGKILL)
+            if not orphan:
+                os.kill(self.agent, signal.SIGKILL)
             if fault.how == "alone":
                 return
             for pid in children:
-                if int(pid) != os.getpid():
-                    os.kill(int(pid), signal.SIGKILL)
+                if pid != os.getpid():
+                    os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _may_damage(self) -> bool:
