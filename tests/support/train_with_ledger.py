@@ -1,12 +1,13 @@
 """train.py, of which each rank keeps two files in the folder $LEDGER.
 
-``<rank>.jsonl``: for every attempt the step of the checkpoint that it began with; for every batch the
-number of its first sample, those of all of this rank's samples, and a hash of what is in them.
+``<rank>.jsonl``: for every attempt its number, the same on every rank, the time, and the step of the
+checkpoint that it began with; for every batch the number of its first sample, those of all of this
+rank's samples, and a hash of what is in them.
 ``<rank>.now``: its process, and what that is doing: start, load, step, save.
 
-With a folder $FAULTS (planned_faults.py) it brings about faults, and each process has a ledger of its
-own, ``<rank>-<process>.jsonl``. It has more: of an attempt its number, the same on every rank, and the
-time; and a line at the end of each step.
+With a folder $FAULTS (planned_faults.py) it brings about faults. Each process then has a ledger of its
+own, ``<rank>-<process>.jsonl``, which also has a line at the end of each step. Until there is a file
+$GATE, if this is set, each step takes two seconds.
 """
 
 import os
@@ -61,7 +62,7 @@ def main() -> None:
     from compose.data.batches import Batches
     from compose.train.trainer import Trainer
 
-    batch_of, run, load = Batches.batch, Trainer.run, checkpointer.load
+    batch_of, run, load, step = Batches.batch, Trainer.run, checkpointer.load, Trainer.step
     loaded = [0]
 
     def enter(entry: dict[str, Any]) -> None:
@@ -78,15 +79,18 @@ def main() -> None:
         loaded[0] = store.step_of(folder)
         return load(folder, *args)
 
+    def slowly(self: Trainer) -> Any:
+        gate, until = os.environ.get("GATE"), time.monotonic() + 2.0
+        while gate and time.monotonic() < until and not os.path.exists(gate):
+            time.sleep(0.02)
+        return step(self)
+
     def started(self: Trainer) -> None:
-        entry: dict[str, Any] = {"from": loaded[0]}
-        if faults:
-            entry |= {"attempt": attempt(), "time": time.time()}
-        enter(entry)
+        enter({"from": loaded[0], "attempt": attempt(), "time": time.time()})
         now.doing.discard("start")
         run(self)
 
-    Batches.batch, Trainer.run, checkpointer.load = batch, started, loading
+    Batches.batch, Trainer.run, checkpointer.load, Trainer.step = batch, started, loading, slowly
     if faults:
         faults.put_in(enter)
     now.during(checkpointer, "damage", "load")

@@ -1,13 +1,11 @@
 """A run survives signals, and processes that die at any moment."""
 
 import contextlib
-import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -34,9 +32,10 @@ from tests.support.command_lines import (
     of_rank,
 )
 from tests.support.helpers import ROOT
+from tests.support.ledger import check_ledger, doing
+from tests.support.nodes import PATH, ranks_of, wait_for
 from tests.support.training import lines
 
-PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--metrics.tensorboard=false"]
 
 
@@ -102,12 +101,6 @@ def test_a_scheduler_warns_the_launcher(tmp_path: Path) -> None:
 PHASES = ("start", "load", "step", "save")
 
 
-def doing(ledger: Path) -> dict[int, set[str]]:
-    """Read what ranks are doing, by process."""
-    words = [path.read_text().split() for path in ledger.glob("*.now")]
-    return {int(line[0]): set(line[1:]) for line in words if line}
-
-
 def kill(
     folder: Path, phase: str, process: "subprocess.Popen[str]", chance: random.Random, gone: set[int]
 ) -> set[str]:
@@ -129,33 +122,6 @@ def kill(
                 return now - {"start"} or now
         time.sleep(0.001)
     return set()
-
-
-def check_ledger(ledger: Path, samples: int, batch: int) -> int:
-    """Every batch that was trained again was of the same samples, and the history that survived (of an
-    attempt, what was before the checkpoint that the next one began with) trained each of ``samples``
-    once. Returns how many batches were trained again.
-    """
-    survived: list[int] = []
-    again = 0
-    for path in ledger.glob("*.jsonl"):
-        seen: dict[int, list[Any]] = {}
-        history: dict[int, list[int]] = {}
-        next_first = 0
-        for entry in map(json.loads, path.read_text().splitlines()):
-            if "from" in entry:
-                next_first = entry["from"] * batch
-                history = {first: numbers for first, numbers in history.items() if first < next_first}
-                continue
-            first, numbers, _ = entry["batch"]
-            assert first == next_first
-            next_first += batch
-            again += first in seen
-            assert seen.setdefault(first, entry["batch"]) == entry["batch"]
-            history[first] = numbers
-        survived += [number for numbers in history.values() for number in numbers]
-    assert sorted(survived) == list(range(samples))
-    return again
 
 
 def uninterrupted(folder: Path, steps: int) -> Path:
@@ -427,13 +393,6 @@ def test_who_is_done_is_not_silent() -> None:
     assert not ended.is_set()
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_a_rank_ends_with_its_launcher() -> None:
     """A process whose parent is killed is asked to end, and if it does not, ends."""
     ended, asked = threading.Event(), []
@@ -544,70 +503,6 @@ def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
     while Path(f"/proc/{first}").exists() and time.monotonic() < end:
         time.sleep(0.1)
     assert not Path(f"/proc/{first}").exists()
-
-
-def world_at_work(ledger: Path) -> set[int]:
-    """The number of ranks that those say who are in a step now."""
-    result = set()
-    for pid, now in doing(ledger).items():
-        with contextlib.suppress(OSError):  # it may have ended
-            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            result |= {int(v[11:]) for v in variables if "step" in now and v.startswith("WORLD_SIZE=")}
-    return result
-
-
-@pytest.mark.slow
-def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
-    """Ranks are 4, then 2, then 4 again. A warning then ends the run with success, and it alone."""
-    ledger, port, nodes = tmp_path / "ledger", free_port(), list["subprocess.Popen[str]"]()
-    ledger.mkdir()
-    words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"]
-    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=mine", "--local-addr=127.0.0.1"]
-    run = [*SAVING, "--train.steps=1000000", "--checkpoint.interval=10"]
-    run += [f"--run.dir={tmp_path / 'run'}"]
-
-    def join(hosts: bool) -> "subprocess.Popen[str]":
-        conf = ["--rdzv-conf", f"is_host={hosts},last_call_timeout=5"]
-        script = ["examples/launch.sh", *words, *conf, "tests/support/train_with_ledger.py", *run]
-        with (tmp_path / f"node-{len(nodes)}").open("w") as output:
-            places = {"LEDGER": str(ledger), "PYTHONPATH": str(ROOT), "PATH": PATH}
-            nodes.append(begin(script, output, output, **places))
-        return nodes[-1]
-
-    def said() -> str:
-        return "".join((tmp_path / f"node-{i}").read_text() for i in range(len(nodes)))
-
-    def wait_for_ranks(count: int) -> None:
-        def there() -> bool:
-            assert first.poll() is None, said()[-5000:]
-            return world_at_work(ledger) == {count}
-
-        wait_for(there, 300)
-
-    try:
-        first, second = join(True), join(False)
-        wait_for_ranks(4)
-        wait_for(lambda: bool(store.newest_first(tmp_path / "run/checkpoints")), 300)
-        (agent,) = ranks_of(second.pid)
-        os.kill(agent, signal.SIGKILL)
-        wait_for_ranks(2)
-        (line,) = (row for row in said().splitlines() if "stopped" in row)
-        assert re.fullmatch(r"stopped by the death of a torchrun after step \d+; saved: .*", line)
-        third = join(False)
-        wait_for_ranks(4)
-        first.send_signal(signal.SIGTERM)
-        assert [node.wait(300) for node in (first, second, third)] == [0, 137, 0], said()[-5000:]
-    finally:
-        kill_sessions(nodes)
-    steps = [line["step"] for line in lines(tmp_path / "run")]
-    assert steps == list(range(1, len(steps) + 1))
-    assert f"stopped by SIGUSR1 after step {len(steps)}; saved: " in said()
-
-
-def ranks_of(torchrun: int) -> list[int]:
-    """The processes that torchrun started, in order."""
-    path = Path(f"/proc/{torchrun}/task/{torchrun}/children")
-    return sorted(int(pid) for pid in path.read_text().split())
 
 
 @pytest.mark.full
