@@ -97,7 +97,13 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
             data = open_data(config)
             config = with_steps(config, data)
     with noted(problems):
-        job = rules.check(config, world_size)
+        if trains and config.run.elastic:
+            from compose.cli.elastic import choose
+
+            job, line = choose(config, world_size)
+            _warn(f"{given.file}: {line}")
+        else:
+            job = rules.check(config, world_size)
     if data and job and config.metrics.samples_every:
         from compose.train.samples import Prompts
 

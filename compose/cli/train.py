@@ -1,5 +1,7 @@
 """The command train, and what train.py runs."""
 
+import os
+import sys
 from collections.abc import Sequence
 
 from compose.cli.command_line import parse, run
@@ -14,10 +16,15 @@ def train(arguments: Sequence[str], program: str = "compose train") -> None:
         describe(command.job)
         return
     # A command line that is refused, and --help, need nothing of these.
-    from compose.train.processes import process_group
+    from compose.train.processes import process_group, stand_by
+
+    ranks = command.job.world_size * command.job.islands
+    if ranks <= int(os.environ.get("RANK", "0")):  # of a run that chooses its mesh
+        sys.exit(stand_by())
+
     from compose.train.trainer import Trainer
 
-    with process_group(command.config, command.job.islands) as device:
+    with process_group(command.config, command.job.islands, ranks) as device:
         mesh = init_mesh(command.config.parallel, device.type)
         Trainer(command.job, mesh, device, command.data).run()
 

@@ -7,8 +7,6 @@ prints docs/composition.md from the whole table.
 """
 
 import importlib.util
-import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +24,7 @@ from compose.errors import ConfigError, noted, toml_value
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import tied_names
 from compose.optim.parameter_rules import parameter_rules
-from compose.parallel.mesh import AXES, resolve_degrees
+from compose.parallel.mesh import meshes, resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table, placement
@@ -208,6 +206,9 @@ def _best(job: Job) -> Iterator[str]:
         )
 
 
+RUN.add("run.min_ranks goes with run.elastic", "no other run chooses its mesh")(
+    setup.all_keys_read("run", lambda job: job.config.run)
+)
 RUN.add("train.min_delta goes with train.patience", "without it nothing counts improvements")(
     setup.all_keys_read("train", lambda job: job.config.train)
 )
@@ -344,14 +345,6 @@ def check(
     if problems := [*_adapters(job), *segment_is_short(job.setup)]:
         raise ConfigError(*problems)
     return job
-
-
-def meshes(world_size: int) -> Iterator[dict[str, int]]:
-    """Yield every assignment of degrees to the axes whose product is ``world_size``."""
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    for degrees in itertools.product(divisors, repeat=len(AXES)):
-        if math.prod(degrees) == world_size:
-            yield dict(zip(AXES, degrees, strict=True))
 
 
 def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], list[str]]]:

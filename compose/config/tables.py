@@ -23,6 +23,7 @@ from compose.optim.optimizers import Optimizer
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 
+_ELASTIC = ReadWith("is read with elastic; set {}", elastic=())
 _SAMPLES = ReadWith("is read with samples; set {}", samples_every=())
 _SINKS = ReadWith("is read with sinks; set {}", sinks=())
 _PATIENCE = ReadWith("is read with patience; set {}", patience=())
@@ -39,6 +40,10 @@ class Run:
     """Folder here for what is on its way to object storage; empty is ~/.cache/dtensor-compose."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto is cuda where there is one."""
+    elastic: bool = False
+    """Choose the mesh for the ranks that are there, nearest to the table parallel; others wait."""
+    min_ranks: Annotated[NonNegative, _ELASTIC] = 0
+    """Fewest ranks that must have a legal mesh, as torchrun's least nodes have; 0: not looked at."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ whose messages are largest and on the critical path. The messages of pp are smal
 """
 
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +85,14 @@ def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
     if fixed != world_size:
         raise ConfigError(_misfit(degrees, None, fixed, world_size))
     return parallel
+
+
+def meshes(world_size: int) -> Iterator[dict[str, int]]:
+    """Yield every assignment of degrees to the axes whose product is ``world_size``."""
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    for degrees in itertools.product(divisors, repeat=len(AXES)):
+        if math.prod(degrees) == world_size:
+            yield dict(zip(AXES, degrees, strict=True))
 
 
 def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: int) -> str:

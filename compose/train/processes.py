@@ -31,7 +31,7 @@ from compose.train.heartbeat import (
     set_limit,
     store_in_first_rank,
 )
-from compose.train.workers import FAILED, Worker, divide
+from compose.train.workers import FAILED, Spares, Worker, divide
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 
@@ -102,7 +102,7 @@ def _claim(device: torch.device, store: dist.Store) -> None:
 
 
 @contextmanager
-def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
+def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[torch.device]:
     """Start the default process group, under torchrun or alone, and yield this rank's device.
 
     An error inside is reported once, by the rank where it happened first: a ConfigError (exit code 2)
@@ -110,11 +110,19 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
     quietly, since their errors only follow from it.
 
     The ranks are divided into so many ``islands`` (DiLoCo workers). The default process group has the
-    ranks of this one's own.
+    ranks of this one's own. If only the first ``ranks`` of the launch are used, the others call
+    :func:`stand_by`.
     """
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     everyone, rank, world_size = _rendezvous()
+    spares = Spares(everyone, world_size - ranks if ranks else 0)
+    world_size -= spares.count
+
+    def end() -> None:
+        spares.release(1)
+        os._exit(1)
+
     worker, store, rank, world_size = divide(everyone, rank, world_size, islands)
     timeout = config.comm.first_step_timeout
     try:
@@ -137,10 +145,14 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
             partial(_report_silent, worker, world_size),
             kept_by_first=store_in_first_rank() and worker.index == 0,
             parent=launcher(),
+            end=end,
         )
         watch.start()
+        if rank == 0:
+            spares.listen()
         yield device
     except KeyboardInterrupt:
+        spares.release(130)
         sys.exit(130)
     except Exception as error:
         # No orderly shutdown: other ranks may be waiting in a collective until torchrun ends them.
@@ -149,11 +161,19 @@ def process_group(config: Config, islands: int = 1) -> Iterator[torch.device]:
         except RuntimeError:  # the store is gone, and with it torchrun or rank 0: nobody else tells
             _report(error, rank)
         sys.stderr.flush()
-        os._exit(2 if isinstance(error, ConfigError) else 1)
+        code = 2 if isinstance(error, ConfigError) else 1
+        spares.release(code)
+        os._exit(code)
     watch.stop()
     dist.destroy_process_group()
+    spares.release(0)
     with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
         worker.leave(rank, world_size, timeout.total_seconds())
+
+
+def stand_by() -> int:
+    """Wait as a rank that the run's mesh does not use; return the code with which the run ends."""
+    return Spares(_rendezvous()[0], 1).wait()
 
 
 def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker) -> None:

@@ -5,10 +5,15 @@ that all of them began with, and in the groups of compose/diloco/loop.py. Messag
 worker an island, as the keys do.
 """
 
+import contextlib
 import json
+import os
+import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -16,10 +21,13 @@ from compose.checkpoint import store as checkpoints
 from compose.checkpoint.checkpointer import Peers
 from compose.checkpoint.loading import workers_of
 from compose.ops.torch_versions import default_store
+from compose.train.heartbeat import launcher_died
 
 FAILED = "compose/failed"
 _STOP, _LEFT, _PLACE = "stop", "left", "worker"
+_ASKED, _ENDED, _KNOWN = "compose/asked", "compose/ended", "compose/known"
 _LOOK = 0.05  # seconds between two looks into the store
+_OFTEN = 0.5  # the same, of ranks that wait for as long as the run takes
 _PATIENCE = timedelta(minutes=30)  # for workers that are still starting
 
 
@@ -136,6 +144,62 @@ def this_worker() -> Worker:
 
 def _shared(store: dist.Store) -> dist.Store:
     return dist.PrefixStore("islands", store)
+
+
+class Spares:
+    """The ranks of a launch that the run's mesh does not use: they wait, and end as the run does.
+
+    ``store`` is that of the launch. They are not in the process group of the run.
+    """
+
+    def __init__(self, store: dist.Store, count: int) -> None:
+        """Take the store, and the number of spare ranks."""
+        self.store, self.count = store, count
+
+    def listen(self) -> None:
+        """Begin to pass a signal that a spare has got on to this process, the first of the run."""
+        if self.count:
+            # A store's connection serves one call at a time.
+            store = cast(Any, self.store).clone()
+            threading.Thread(target=self._listen, args=(store,), daemon=True).start()
+
+    def _listen(self, store: dist.Store) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
+            while not store.check([_ASKED]):
+                time.sleep(_OFTEN)
+            number = int(store.get(_ASKED))
+            # While a run starts up it has nothing to save, and the signal has no effect.
+            if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
+                os.kill(os.getpid(), number)
+
+    def release(self, code: int, patience: float = 3.0) -> None:
+        """Say that the run has ended with ``code``; the first to say it counts.
+
+        It waits until they know, since the store may be in this process.
+        """
+        with contextlib.suppress(RuntimeError):
+            if self.count:
+                self.store.compare_set(_ENDED, "", str(code))
+            until = time.monotonic() + patience
+            while self.count and self.store.add(_KNOWN, 0) < self.count and time.monotonic() < until:
+                time.sleep(_LOOK)
+
+    def wait(self) -> int:
+        """Wait as a spare; return the code with which the run ends."""
+        noted: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: noted.append(number))
+        try:
+            while not self.store.check([_ENDED]):
+                if noted:
+                    self.store.set(_ASKED, str(noted[0]))
+                if launcher_died():
+                    return 1
+                time.sleep(_OFTEN)
+            self.store.add(_KNOWN, 1)
+            return int(self.store.get(_ENDED))
+        except RuntimeError:  # the store was in a rank that has failed, or in its torchrun
+            return 1
 
 
 class WorkerCheckpoints(Peers):

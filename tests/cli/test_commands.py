@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from compose.config import rules
+from compose.parallel.mesh import meshes
 from tests.support.command_lines import answered
 
 
@@ -19,7 +19,7 @@ def test_legal() -> None:
     # three stages, not for six.
     by_hand = {
         degrees
-        for degrees in (tuple(d.values()) for d in rules.meshes(6))
+        for degrees in (tuple(d.values()) for d in meshes(6))
         if degrees[0] <= 3 and degrees[1] * degrees[2] in (1, 2) and degrees[4] in (1, 2)
     }
     assert set(legal) == by_hand

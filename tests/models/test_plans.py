@@ -15,10 +15,10 @@ from torch import Tensor
 import models.gemma3.model
 import models.qwen3.model
 from compose import Parallel
-from compose.config.rules import meshes
 from compose.ops.tensors import local_weight
 from compose.parallel import local_parallel
 from compose.parallel.local_parallel import _LocalRMSNorm
+from compose.parallel.mesh import meshes
 from compose.plan import resolve
 from compose.proof.report import Report
 from tests.support.faults import Fault, assert_named, partial_gradients_are_taken_as_whole, with_fault

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose import Options, Parallel, Plan, forward_backward, init_mesh, verify
-from compose.config.rules import meshes
 from compose.data.samples import random_batch
 from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
+from compose.parallel.mesh import meshes
 from models.layers.moe import Experts
 from tests.support.helpers import built, make_job, prove_case, proved, refused, tier
 from tests.support.pool import Pool, make_mesh

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from compose.proof.comparison import whole
 from compose.train.metrics import StepMetrics
 from compose.train.processes import process_group
 from compose.train.trainer import Trainer
-from compose.train.workers import Worker, WorkerCheckpoints, this_worker
+from compose.train.workers import Spares, Worker, WorkerCheckpoints, this_worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import free_port
 from tests.support.helpers import Keys, keys_in, make_job, ranks_in, refusal
@@ -345,3 +346,63 @@ def test_the_island_with_the_store_leaves_last() -> None:
     for process in both:
         process.join(60)
     assert [process.exitcode for process in both] == [0, 0]
+
+
+class Shared(dist.HashStore):
+    """A store that another thread may use too, as the clone of a rank's connection."""
+
+    def clone(self) -> "Shared":
+        return self
+
+
+def test_a_spare_ends_with_the_code_of_the_run() -> None:
+    """And the run's first rank waits until the spares know. The first code that is said counts."""
+    shared = Shared()
+    codes: list[int] = []
+    run = Spares(shared, 2)
+    begun = time.monotonic()
+    run.release(2, patience=0.3)
+    assert time.monotonic() - begun >= 0.3
+    run.release(1, patience=0.0)
+    with mock.patch("signal.signal"):
+        codes += [Spares(shared, 1).wait() for _ in range(2)]
+    assert codes == [2, 2]
+    begun = time.monotonic()
+    run.release(0)
+    assert time.monotonic() - begun < 2
+
+
+def test_a_signal_to_a_spare_reaches_the_run() -> None:
+    """Here both are this process: the spare notes it, and then the run's first rank gets it."""
+    shared, got = Shared(), list[int]()
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    handlers = {}
+    try:
+        Spares(shared, 1).listen()
+        with mock.patch("signal.signal", handlers.__setitem__):
+            spare = threading.Thread(target=Spares(shared, 1).wait)
+            spare.start()
+            while signal.SIGUSR1 not in handlers:
+                time.sleep(0.01)
+        assert not got
+        handlers[signal.SIGUSR1](signal.SIGUSR1, None)
+        end = time.monotonic() + 20
+        while not got and time.monotonic() < end:
+            time.sleep(0.05)
+        assert got == [signal.SIGUSR1]
+        Spares(shared, 1).release(0)
+        spare.join(20)
+        assert not spare.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_spare_fails_with_the_store() -> None:
+    """It was in a rank that has failed, or in its torchrun."""
+
+    class Gone(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection was closed")
+
+    with mock.patch("signal.signal"):
+        assert Spares(Gone(), 1).wait() == 1
