@@ -115,6 +115,18 @@ class Composition:
         return RoutingMetrics(self.model, self.mesh)
 
     @property
+    def late(self) -> int:
+        """Steps after which all ranks can know the numbers of a step; 0: at its end."""
+        return self.pipeline.late if self.pipeline else 0
+
+    def needed(self) -> range:
+        """Return which batches the next step needs, counted from its own; most need that one alone.
+
+        A pipeline without a flush runs forwards of later ones. Call ``forward_backward`` for each.
+        """
+        return self.pipeline.needed() if self.pipeline else range(1)
+
+    @property
     def aliases(self) -> Mapping[str, str]:
         """Names in the whole model of parameters that have another name here, by the name here."""
         return self.pipeline.aliases if self.pipeline else {}

@@ -3,22 +3,32 @@
 A step's rules say what it may keep, recompute, compile and move, and in which dtypes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compose.config.addons import brought
 from compose.config.mesh_rules import COMM, MESH
+from compose.config.models import find_model
 from compose.config.setup import Rule, Rules, Setup, all_keys_read, problems_of
-from compose.errors import ConfigError
+from compose.errors import ConfigError, toml_value
 from compose.memory.activation_checkpointing import operators
 from compose.memory.compilation import check_whole
 from compose.memory.float8 import EXCEPTED, select_layers
+from compose.ops.dropout import dropouts
+from compose.ops.tensors import tied_names
 from compose.ops.torch_versions import splits_functions
 from compose.parallel.data_parallel import check_offload
-from compose.pipeline.schedules import splits_backward
+from compose.parallel.expert_parallel import routers
+from compose.pipeline.schedules import ASYNCHRONOUS, splits_backward
+
+if TYPE_CHECKING:  # a job holds a setup
+    from compose.config.job import Job
 
 STEP = Rules[Setup]()
+RUN_OF_STEP = Rules["Job"]()
+"""Rules of a run that follow from the schedule."""
 
 
 @STEP.add(
@@ -269,6 +279,96 @@ def _float8_split(setup: Setup) -> Iterator[str]:
 )
 def _offload(setup: Setup) -> None:
     check_offload(setup.model, setup.degrees.zero, setup.degrees.offload)
+
+
+def _unproved(schedule: str, given: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:
+    """Yield a line for each (key, value, the only one that is proved without a flush)."""
+    for key, value, only in given:
+        if value != only:
+            yield (
+                f"{key}: {toml_value(value)} is not proved with parallel.pp_schedule = {schedule}; use"
+                f' {toml_value(only)}, or parallel.pp_schedule = "1F1B"'
+            )
+
+
+@STEP.add(
+    "with PipeDream and PipeDream2BW, only pp and dp_replicate are above 1; float32, no compile, no"
+    " codes; recomputation none or full; weights are not shared, frozen, routed or dropped out",
+    "each stage steps by itself with weights of several steps, and nothing else is proved",
+)
+def _without_flush(setup: Setup) -> Iterator[str]:
+    degrees, options, name = setup.degrees, setup.options, setup.degrees.pp_schedule
+    if degrees.pp == 1 or name not in ASYNCHRONOUS:
+        return
+    only: dict[str, dict[str, Any]] = {
+        "parallel": {"dp_shard": 1, "cp": 1, "tp": 1, "ep": 1, "offload": "none"},
+        "precision": {"float8": "off"},
+        "compile": {"mode": "off"},
+        "activation_checkpoint": {"offload": False, "segment": 1},
+        "comm": {"weights": "off", "gradients": "off"},
+    }
+    for key in ("param", "reduce", "master", "optimizer_state"):
+        if getattr(options.precision, key) != "float64":  # the proof's own, which no file may name
+            only["precision"][key] = "float32"
+    if options.activation_checkpoint.mode != "none":
+        only["activation_checkpoint"]["mode"] = "full"
+    yield from _unproved(
+        name,
+        (
+            (f"{table}.{key}", getattr(getattr(options, table), key), value)
+            for table, keys in only.items()
+            for key, value in keys.items()
+        ),
+    )
+    model, saved = setup.model, setup.model.state_dict(keep_vars=True)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pipeline = setup.resolved.pipeline
+    reasons = {
+        "stages share a weight": [names[0] for names in tied_names(model)],
+        "a weight is frozen": [n for n, p in parameters.items() if not p.requires_grad],
+        "training changes a buffer": [n for n in saved if n not in parameters],
+        "a router counts over a step": [*routers(model)],
+        "masks are of one step at a time": [*dropouts(model)],
+        "stages run the whole forward": ["whole_forward"] * bool(pipeline and pipeline.whole_forward),
+    }
+    for why, names in reasons.items():
+        if names:
+            yield (
+                f"parallel.pp_schedule: {name} is not proved where {why}, as {names[0]}; use"
+                ' parallel.pp_schedule = "1F1B", or another model'
+            )
+
+
+@RUN_OF_STEP.add(
+    "with PipeDream and PipeDream2BW, no key needs numbers of all stages before a step: max_norm is 0,"
+    " no z_loss, no skip_nonfinite; the optimizer is AdamW on the device, and no islands, no LoRA",
+    "no stage waits for the others' steps",
+)
+def _run_without_flush(job: "Job") -> Iterator[str]:
+    config, name = job.config, job.degrees.pp_schedule
+    if job.degrees.pp == 1 or name not in ASYNCHRONOUS:
+        return
+    train, optimizer = config.train, config.optimizer
+    if train.max_norm:
+        yield (
+            f"train.max_norm: {train.max_norm:g} needs the norm of all stages before any of them takes"
+            f" its step, and {name} waits for none; use train.max_norm = 0.0"
+        )
+    given = [
+        ("train.z_loss", train.z_loss, 0.0),
+        ("train.skip_nonfinite", train.skip_nonfinite, False),
+        ("metrics.noise_scale", config.metrics.noise_scale, False),
+        ("optimizer.name", optimizer.name, "adamw"),
+        ("optimizer.offload", optimizer.offload, "none"),
+        ("model.lora.rank", config.model.lora.rank, 0),
+    ]
+    yield from _unproved(name, given)
+    others = any(task(config) for _, task in brought("task"))
+    if job.islands > 1 or others or find_model(config.model.name).task:
+        yield (
+            f"parallel.pp_schedule: {name} is proved for the next token alone, and without islands; use"
+            ' parallel.pp_schedule = "1F1B"'
+        )
 
 
 _OF_ADD_ONS = [rule for _, rules in brought("composition_rules") for rule in rules()]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from compose.config import setup
+from compose.config import composition_rules, setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION, backward_in_two_parts, segment_is_short
 from compose.config.job import Job, make_job
@@ -31,7 +31,7 @@ from compose.pipeline.schedules import build_table, placement
 from compose.pipeline.split import balanced, layer_names
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
-RUN = Rules[Job]()
+RUN = Rules[Job](composition_rules.RUN_OF_STEP)
 
 
 @RUN.add(

@@ -49,8 +49,8 @@ class Parallel:
     pp: int = 1
     """Pipeline-parallel degree; a step's micro-batches are those of train.micro_batch."""
     pp_schedule: LocalPath = "1F1B"
-    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or a
-    .csv file of actions."""
+    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, a .csv
+    file of actions; or without a flush, with gradients of older weights, PipeDream, PipeDream2BW."""
     pp_virtual_stages: NonNegative = 0
     """Stages on each pipeline rank; 0: as many as the schedule is made for."""
     pp_layers: tuple[NonNegative, ...] = ()

@@ -27,7 +27,7 @@ from compose.ops.batch import Sample
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
-from compose.pipeline.schedules import Schedule, build_table, forwards, placement
+from compose.pipeline.schedules import ASYNCHRONOUS, Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
 from compose.pipeline.stand_ins import outputs_of_layers
@@ -53,7 +53,10 @@ def apply_pipeline_parallel(
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties, shell = split(model, pipeline, layers, mine)
     model.forward = _not_whole
-    return PipelineRunner(stages, ties, ranks, schedule, mesh, (shell, pipeline))
+    kind = PipelineRunner
+    if schedule.name in ASYNCHRONOUS:
+        from compose.pipeline.pipedream import AsynchronousRunner as kind
+    return kind(stages, ties, ranks, schedule, mesh, (shell, pipeline))
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:
@@ -66,6 +69,9 @@ class PipelineRunner:
     ``placement`` is the pp rank of every stage. ``ties`` are the parameters that stages share, the same
     list on every rank. ``shell`` is the model without the stages' modules, and the cut.
     """
+
+    late = 0
+    """Steps after which all ranks can know the numbers of a step; 0: at its end."""
 
     def __init__(
         self,
@@ -99,6 +105,10 @@ class PipelineRunner:
         """Tell whether ``stage`` ends the model."""
         return stage.index == len(self.placement) - 1
 
+    def needed(self) -> range:
+        """Return which batches the next step needs, counted from its own."""
+        return range(1)
+
     def forward_order(self, micro_batches: int) -> dict[str, list[int]]:
         """Return, for every module of this rank's stages, its micro-batches in the order they run."""
         per_rank = len(self.placement) // self.pp
@@ -112,7 +122,7 @@ class PipelineRunner:
     def run(self, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss) -> Tensor:
         """Run forward and backward of all micro-batches."""
         samples = len(batch["targets"])
-        _check_whole(samples, micro_batch)
+        check_whole(samples, micro_batch)
         inputs = dict(batch)
         targets, first = inputs.pop("targets"), self._first(inputs)
         key = (samples // micro_batch, *_forms(first, inputs))
@@ -159,12 +169,12 @@ class PipelineRunner:
         """
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
         firsts = [self._first(part) for part in inputs]
-        _check_whole(sum(map(len, firsts)), len(firsts[0]))
+        check_whole(sum(map(len, firsts)), len(firsts[0]))
         stream = self.stream(firsts[0], inputs[0])
         modules = {stage.index: stage.module for stage in self.stages}
         # Messages that have come to a stage of this rank or are on their way, and those that leave.
-        inbox: dict[tuple[int, int], _Message] = {}
-        sent: list[_Message] = []
+        inbox: dict[tuple[int, int], Message] = {}
+        sent: list[Message] = []
         # All ranks follow one order, so the two ranks of a message begin it at the same place, and no
         # two ranks wait for each other.
         for stage, _, number in forwards(self.placement, len(parts)):
@@ -178,14 +188,14 @@ class PipelineRunner:
                 if after is None:
                     each(output, parts[number])
                 elif after == rank:
-                    inbox[stage + 1, number] = _Message(plain_stream(output))
+                    inbox[stage + 1, number] = Message(plain_stream(output))
                 else:
                     stream_out = plain_stream(output).contiguous()
-                    sent.append(_Message(stream_out, begin_messages(self.group, [(stream_out, after)])))
+                    sent.append(Message(stream_out, begin_messages(self.group, [(stream_out, after)])))
             elif after == self.rank:
                 buffer = torch.empty_like(stream, device=firsts[0].device)
                 works = begin_messages(self.group, (), [(buffer, rank)])
-                inbox[stage + 1, number] = _Message(buffer, works)
+                inbox[stage + 1, number] = Message(buffer, works)
         for message in sent:
             message.wait()
         for data in self.data.values():
@@ -313,11 +323,13 @@ class PipelineRunner:
 
 
 @dataclass(frozen=True)
-class _Message:
+class Message:
     """A tensor that is on its way to or from another rank, or has arrived."""
 
     tensor: Tensor
     works: Sequence[dist.Work] = ()
+    sent: Tensor | None = None
+    """Another tensor, which is sent meanwhile and must stay until then."""
 
     def wait(self) -> Tensor:
         """Wait for the message, and return its tensor."""
@@ -330,7 +342,8 @@ def _forms(first: Tensor, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple((x.shape, getattr(x, "dtype", None)) for x in (first, *inputs.values()))
 
 
-def _check_whole(samples: int, micro_batch: int) -> None:
+def check_whole(samples: int, micro_batch: int) -> None:
+    """Raise ConfigError unless ``samples`` are whole micro-batches."""
     if samples % micro_batch:
         raise ConfigError(
             f"micro_batch: {samples} samples are no whole number of micro-batches of {micro_batch},"

@@ -32,8 +32,10 @@ SCHEDULES = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
+ASYNCHRONOUS = {"PipeDream": 1, "PipeDream2BW": 1}
+"""The same of pipelines without a flush (pipedream.py). Their table here is of one step."""
 # The schedules that are defined for this number of stages only.
-_FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")
+_FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV", *ASYNCHRONOUS)
 _CELL = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
 
 
@@ -73,14 +75,15 @@ def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
     """Return how many stages each rank holds."""
     if schedule.endswith(".csv"):
         return virtual_stages or 1
-    if schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        near = did_you_mean(schedule, SCHEDULES)
+    schedules = SCHEDULES | ASYNCHRONOUS
+    if schedule not in schedules:
+        known = ", ".join(schedules)
+        near = did_you_mean(schedule, schedules)
         raise ConfigError(
             f"parallel.pp_schedule: unknown schedule {schedule!r}{near} (known: {known}, or a .csv"
             " file)"
         )
-    usual = SCHEDULES[schedule]
+    usual = schedules[schedule]
     if schedule in _FIXED and virtual_stages not in (0, usual):
         raise ConfigError(
             f"parallel.pp_virtual_stages: {schedule} has {usual} on each rank, not {virtual_stages};"
@@ -101,9 +104,10 @@ def build_table(schedule: str, pp: int, virtual_stages: int, micro_batches: int)
         return [*map(list, _table_of_torch(schedule, pp, per_rank, micro_batches))]
     except ValueError as error:
         reason = str(error).strip().rstrip(".")
+    who = "" if schedule in _SINGLE else "PyTorch: "
     raise ConfigError(
         f"parallel.pp_schedule: {schedule} with parallel.pp {pp} cannot run {micro_batches}"
-        f" micro-batches (PyTorch: {' '.join(reason.split())}); nearest:"
+        f" micro-batches ({who}{' '.join(reason.split())}); nearest:"
         f" {_nearest(schedule, pp, per_rank, micro_batches)}"
     )
 
@@ -123,7 +127,8 @@ def splits_backward(schedule: str, pp: int, virtual_stages: int, micro_batches: 
 
 def _nearest(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
     """Return the nearest number below that can run, and the nearest above."""
-    above = itertools.count(micro_batches + 1)
+    # PipeDream can run one alone.
+    above = itertools.count(micro_batches + 1) if schedule != "PipeDream" else ()
     results = [
         next((n for n in numbers if _exists(schedule, pp, per_rank, n)), None)
         for numbers in (range(micro_batches - 1, 0, -1), above)
@@ -172,8 +177,27 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Ac
     return forwards[:warmup] + [a for pair in steady for a in pair if a is not None]
 
 
-# PyTorch runs these two without a table; its table of 1F1B lacks the last rank's first forward.
-_SINGLE = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
+def _pipedream(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """Return 1F1B (Narayanan et al. 2019, SOSP), whose steps have one micro-batch each."""
+    if micro_batches != 1:
+        raise ValueError("it takes a step after each micro-batch")
+    return _one_forward_one_backward(rank, pp, micro_batches)
+
+
+def _pipedream_2bw(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """Return 1F1B (Narayanan et al. 2021, arXiv:2006.09503)."""
+    if micro_batches < pp:
+        raise ValueError("two versions of the weights need at least as many as there are stages")
+    return _one_forward_one_backward(rank, pp, micro_batches)
+
+
+# PyTorch runs the first two without a table; its table of 1F1B lacks the last rank's first forward.
+_SINGLE = {
+    "GPipe": _gpipe,
+    "1F1B": _one_forward_one_backward,
+    "PipeDream": _pipedream,
+    "PipeDream2BW": _pipedream_2bw,
+}
 
 
 def _own_actions(actions: Sequence[Any]) -> list[Action]:

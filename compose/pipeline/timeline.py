@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import (
+    ASYNCHRONOUS,
     Action,
     Table,
     build_table,
@@ -48,10 +49,17 @@ class Slot:
 
 
 def of_run(parallel: Parallel, micro_batches: int) -> tuple[Table, str]:
-    """Return the table of actions of a run with these degrees, and a title for its picture."""
+    """Return the table of actions of a run with these degrees, and a title for its picture.
+
+    The table is of one step; without a flush it is of a few, whose micro-batches are counted on.
+    """
     name, ranks = parallel.pp_schedule, parallel.pp
-    title = f"{name}: {ranks} ranks, {micro_batches} micro-batches, layers {list(parallel.pp_layers)}"
-    return build_table(name, ranks, parallel.pp_virtual_stages, micro_batches), title
+    table, steps = build_table(name, ranks, parallel.pp_virtual_stages, micro_batches), ""
+    if name in ASYNCHRONOUS:
+        count = 2 * ranks if micro_batches == 1 else 3
+        table, steps = build_table("1F1B", ranks, 1, count * micro_batches), f"{count} steps of "
+    layers = list(parallel.pp_layers)
+    return table, f"{name}: {ranks} ranks, {steps}{micro_batches} micro-batches, layers {layers}"
 
 
 def simulate(
@@ -156,6 +164,25 @@ def bubble_fraction(slots: Sequence[Slot]) -> float:
     return 1 - busy / (ranks * max(slot.end for slot in slots))
 
 
+def steady_bubble(pp: int) -> float:
+    """Return the idle share of a pipeline without a flush, far from the run's two ends.
+
+    It is that of 1F1B over all micro-batches of a run, between the end of one and of a later one.
+    """
+    first, last = 4 * pp, 8 * pp
+    slots = simulate(build_table("1F1B", pp, 1, 12 * pp))
+    ends = {s.action.micro_batch: s.end for s in slots if s.rank == 0 and s.action.kind == "B"}
+    span = ends[last] - ends[first]
+    return 1 - (last - first) * (DURATIONS["F"] + DURATIONS["B"]) / span
+
+
+def versions(schedule: str, pp: int) -> list[int]:
+    """Return how many versions of its weights each rank holds, the newest among them."""
+    if schedule == "PipeDream":
+        return [pp - rank for rank in range(pp)]
+    return [2 if schedule in ASYNCHRONOUS else 1] * pp
+
+
 def peak_in_flight(table: Table) -> list[int]:
     """Return for each rank the most pairs of stage and micro-batch whose activations it holds at once.
 
@@ -206,8 +233,15 @@ def textbook(
 def report(table: Table, schedule_name: str, virtual_stages: int) -> str:
     """Return lines for a person: bubble fraction, the textbook's formula, micro-batches in flight."""
     micro_batches = len({action.micro_batch for row in table for action in row})
-    bubble = bubble_fraction(simulate(table))
+    bubble, pp = bubble_fraction(simulate(table)), len(table)
     lines = [f"bubble fraction {bubble:.1%} (of the table, with F 1, I 1, W 1, B 2)"]
+    if schedule_name in ASYNCHRONOUS:
+        held = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(versions(schedule_name, pp)))
+        lines = [
+            f"bubble fraction {steady_bubble(pp):.1%} of a long run, {bubble:.1%} of the table (with F"
+            " 1, B 2): no step waits for the one before",
+            f"versions of the weights: {held}; gradients are of older weights than those of 1F1B",
+        ]
     if result := textbook(schedule_name, len(table), virtual_stages, micro_batches):
         lines.append(f"textbook: {result[0]} = {result[1]:.1%}{_REMARKS.get(schedule_name, '')}")
     peaks = ", ".join(f"rank {rank}: {peak}" for rank, peak in enumerate(peak_in_flight(table)))

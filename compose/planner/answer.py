@@ -6,6 +6,7 @@ from typing import Any
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
+from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.planner.candidates import (
     PLAIN,
     TEXTBOOK,
@@ -85,7 +86,8 @@ def composition_in_words(space: Space, candidate: Candidate) -> str:
     if parallel.ep > 1:
         parts.append(f"experts over {parallel.ep}")
     if parallel.pp > 1:
-        parts.append(f"a pipeline of {parallel.pp} ({parallel.pp_schedule})")
+        stale = ", gradients of older weights" * (parallel.pp_schedule in ASYNCHRONOUS)
+        parts.append(f"a pipeline of {parallel.pp} ({parallel.pp_schedule}{stale})")
     mesh = ", ".join(parts) or "one device"
     again = config.activation_checkpoint.mode
     text = f"{mesh}; {'no' if again == 'none' else recomputation(config)} recomputation"

@@ -4,20 +4,20 @@ Pipeline ranks whose stages are equal have equal estimates, so one of them is re
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from compose.config.job import Job
 from compose.errors import ConfigError
-from compose.pipeline.schedules import Action, build_table
-from compose.pipeline.timeline import Slot, simulate
+from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
+from compose.pipeline.timeline import Slot, simulate, versions
 from compose.planner import costs
 from compose.planner.cluster import Cluster
-from compose.planner.memory import STEP, peak, place_of
+from compose.planner.memory import ACTIVATIONS, STEP, WEIGHTS, peak, place_of
 from compose.planner.quick_units import stream_bytes
 from compose.planner.record_pool import JobRecords, OtherProgram, RankCosts, costs_of_ranks, rank_costs
 from compose.planner.step_time import PART, PROCESSOR, Seconds, no_wait, seconds_of
@@ -79,7 +79,7 @@ def estimate(
 
     ``cache`` is a folder for records (record_cache.py); None: all are made.
     """
-    ranks = rank_costs(job, cluster, schedule_rows(job), workers, other, cache)
+    ranks = rank_costs(_recorded(job), cluster, schedule_rows(job), workers, other, cache)
     return _estimate(job, cluster, ranks, other)
 
 
@@ -90,7 +90,7 @@ def estimates(
 
     The records of all jobs share the processes, of which there are ``workers``; 0: as many as cores.
     """
-    plans = [JobRecords(job, schedule_rows(job)) for job in jobs]
+    plans = [JobRecords(_recorded(job), schedule_rows(job)) for job in jobs]
     for place, ranks in costs_of_ranks(plans, cluster, workers, None, cache):
         if isinstance(ranks, ConfigError):
             yield place, ranks
@@ -98,10 +98,36 @@ def estimates(
             yield place, _estimate(jobs[place], cluster, ranks)
 
 
+def _recorded(job: Job) -> Job:
+    """Return the job whose step is recorded: without a flush, that of 1F1B, whose actions are equal."""
+    if job.degrees.pp_schedule not in ASYNCHRONOUS:
+        return job
+    parallel = replace(job.config.parallel, pp_schedule="1F1B")
+    return replace(job, config=replace(job.config, parallel=parallel))
+
+
+def _held_without_flush(schedule: str, costs: Sequence[RankCosts]) -> list[RankCosts]:
+    """Return the costs of ranks with what they hold besides between steps: versions of the weights.
+
+    Micro-batches of PipeDream wait in other steps than their own, those of 2BW in the table of a step.
+    """
+    results = []
+    for rank, (of_rank, held) in enumerate(zip(costs, versions(schedule, len(costs)), strict=True)):
+        start = Counter(of_rank.memory.start)
+        start[WEIGHTS] *= held
+        if schedule == "PipeDream":
+            forward = of_rank.memory.actions[rank, "F", "last"].delta
+            start[ACTIVATIONS] += (held - 1) * forward[ACTIVATIONS]
+        results.append(replace(of_rank, memory=replace(of_rank.memory, start=start)))
+    return results
+
+
 def _estimate(
     job: Job, cluster: Cluster, ranks: list[RankCosts], other: OtherProgram | None = None
 ) -> Estimate:
     rows, count, peaks = schedule_rows(job), job.micro_batches, []
+    waits = job.degrees.pp == 1 or job.degrees.pp_schedule not in ASYNCHRONOUS
+    ranks = ranks if waits else _held_without_flush(job.degrees.pp_schedule, ranks)
     for costs_of, row in zip(ranks, rows, strict=True):
         size, shares = peak(costs_of.memory, row, count)
         peaks.append(RankPeak(size, size + costs_of.surplus, dict(shares)))
@@ -124,8 +150,11 @@ def _estimate(
     slots = simulated(message)
     # A rank waits for other stages even if messages take no time. The rest is their time.
     shortest = max(slot.end for slot in (simulated(0.0) if message else slots))
+    length = max(slot.end for slot in slots)
+    if not waits:  # the step before fills the gaps of the table, and messages travel meanwhile
+        length = shortest = max(sum(timed(action).seconds for action in row) for row in rows)
     of_rows = [[timed(action).parts for action in row] for row in rows]
-    return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, shortest)
+    return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, (length, shortest))
 
 
 class _Timed(NamedTuple):
@@ -150,15 +179,15 @@ def _summary(
     cluster: Cluster,
     of_ranks: tuple[list[list[Action]], list[list[Seconds]], list[RankCosts], list[RankPeak]],
     slots: list[Slot],
-    shortest: float,
+    lengths: tuple[float, float],
 ) -> Estimate:
-    """Return the estimate; ``shortest`` is the pipeline's time if its messages took none.
+    """Return the estimate; ``lengths`` are the pipeline's time, and that if its messages took none.
 
     ``of_ranks`` has for each rank its actions, their times, its costs and its peak.
     """
     rows, timed, ranks, peaks = of_ranks
     count, train = job.micro_batches, job.config.train
-    length = max(slot.end for slot in slots)
+    length, shortest = lengths
     update = max(rank.seconds[STEP]["all"] for rank in ranks)
     busy = [sum(parts["all"] for parts in row) for row in timed]
     slowest = max(range(len(rows)), key=lambda i: busy[i])

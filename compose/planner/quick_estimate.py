@@ -14,7 +14,7 @@ from functools import cached_property
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
-from compose.pipeline.schedules import stages_per_rank
+from compose.pipeline.schedules import ASYNCHRONOUS, stages_per_rank
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.costs import collective_seconds
@@ -137,6 +137,8 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
     pipeline's simulator (timeline.py) for equal stages and messages shorter than an action.
     """
     parallel, schedule = config.parallel, config.parallel.pp_schedule
+    if schedule in ASYNCHRONOUS:  # the step before fills its gaps, and messages travel meanwhile
+        return 0.0
     pp, count = parallel.pp, micro_batches(config)
     virtual = stages_per_rank(schedule, parallel.pp_virtual_stages)
     waits, messages = (pp - 1) / virtual, 2.0 * (virtual * pp - 1)

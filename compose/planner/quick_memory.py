@@ -90,6 +90,8 @@ def _cut(shape: ModelShape, stages: int) -> tuple[int, ...]:
 def _in_flight(schedule: str, pp: int, virtual: int, count: int) -> tuple[int, ...]:
     """Return for each stage the most micro-batches whose activations wait at a time."""
     where = placement(schedule, pp, virtual)
+    if schedule == "PipeDream":  # of several steps
+        return tuple(pp - rank for rank in range(pp))
     if schedule == "1F1B":
         return tuple(min(count, pp - rank) for rank in range(pp))
     most = [0] * len(where)
@@ -177,9 +179,11 @@ def peak_bytes(
     With each rank are its own numbers, and those of them that are trained.
     """
     precision, here = config.precision, config.parallel.offload != "cpu"
+    schedule = config.parallel.pp_schedule if config.parallel.pp > 1 else ""
     most, best = -1.0, {}
     for rank, (own, trained) in ranks:
-        weights = own * precision.master_dtype.itemsize * here
+        held = {"PipeDream": rank.flight, "PipeDream2BW": 2}.get(schedule, 1)  # versions
+        weights = own * precision.master_dtype.itemsize * here * held
         state = trained * 2 * precision.state_dtype.itemsize * here
         gradients = trained * precision.master_dtype.itemsize * here
         moment = max(_moments(shape, config, (units, sizes), rank, gradients), key=sum)

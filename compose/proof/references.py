@@ -20,6 +20,8 @@ from compose.memory.float8 import NOTHING, Choice
 from compose.memory.precision import Precision
 from compose.ops.batch import count_targets, targets_of
 from compose.ops.cross_entropy import LossFunction
+from compose.parallel.mesh import Parallel
+from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.proof.one_process import EXACT, FromComposition, OneProcess, Widened
 from compose.proof.optimizers import Named
 from compose.proof.report import State
@@ -183,8 +185,13 @@ def _other_split(micro_batch: int | None, samples: int) -> int | None:
     return (samples + 1) // 2
 
 
-def check_batches(batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Raise ConfigError unless there is a batch, and each has a target."""
+def check_provable(batches: Sequence[Mapping[str, Tensor]], parallel: Parallel) -> None:
+    """Raise ConfigError unless there is a batch, each has a target, and steps are those of a batch."""
+    if parallel.pp > 1 and parallel.pp_schedule in ASYNCHRONOUS:
+        raise ConfigError(
+            f"parallel.pp_schedule: {parallel.pp_schedule} takes gradients of older weights, which are"
+            ' not those of one process; use parallel.pp_schedule = "1F1B" to prove all else'
+        )
     if not batches:
         raise ConfigError("batch: an empty list has no step to prove; give at least one batch")
     for batch in batches:

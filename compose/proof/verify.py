@@ -51,7 +51,7 @@ from compose.proof.one_process import (
     type_names,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
-from compose.proof.references import Expected, References, check_batches, examine
+from compose.proof.references import Expected, References, check_provable, examine
 from compose.proof.report import Report, State, Tolerance, joined, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
@@ -182,7 +182,7 @@ def prove_both(
     logic: bool = True,
 ) -> Report:
     """Prove a composition's logic in float64, and then the composition in ``precision``."""
-    check_batches(batches)
+    check_provable(batches, setup.options.parallel)
     widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
     recomputes = setup.options.activation_checkpoint.mode != "none"
     if widens and recomputes:  # no mode acts inside PyTorch's backward

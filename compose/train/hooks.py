@@ -7,7 +7,7 @@ sharded, and a weight that several stages of a pipeline share has one on each.
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,6 +176,8 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
     """Return the hooks of a run, in the order in which they act; the add-ons' are among them."""
     config = trainer.config
     results: list[Hook] = [Offload(trainer)]
+    if trainer.composition.late:
+        results.append(Versions(trainer))
     if config.compile.mode != "off":
         results.append(Graphs(trainer))
     if config.comm.check_every:
@@ -212,6 +214,22 @@ class Graphs(Hook):
                 " TORCH_LOGS=recompiles tells why"
             )
         return {"recompiles": self.known}
+
+
+class Versions(Hook):
+    """Keeps, in checkpoints, the versions of weights of a pipeline without a flush."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.runner: Any = trainer.composition.pipeline
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the versions that batches in flight use."""
+        return {f"version.{name}": tensor for name, tensor in self.runner.stashed().items()}
+
+    def load(self, state: dict[str, Tensor], read: Collection[str], step: int) -> None:
+        """Go on with them; without any the pipeline is empty."""
+        names = [name for name in state if name.startswith("version.")]
+        self.runner.restore({name.removeprefix("version."): state.pop(name) for name in names})
 
 
 class Offload(Hook):

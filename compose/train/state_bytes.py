@@ -15,6 +15,8 @@ from compose.ops.tensors import local_tensor
 from compose.optim.optimizers import OPTIMIZERS
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.hpz import hpz_experts
+from compose.pipeline.schedules import ASYNCHRONOUS
+from compose.pipeline.timeline import versions
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
     def states(name: str) -> int:
         return len(OPTIMIZERS[rules[name].optimizer].state)
 
+    held, schedule = {}, config.parallel.pp_schedule
+    if config.parallel.pp > 1 and schedule in ASYNCHRONOUS and placed:
+        more = versions(schedule, config.parallel.pp)[placed[0].pp] - 1
+        held = {"older versions": more * local}
     return {
         f"weights ({kept})": sum(p.local_bytes for p in placed),
         # Before the reduction, ZeRO-1 holds whole gradients. After it, and in ZeRO-2, they are sharded.
@@ -84,6 +90,7 @@ def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
         f"optimizer ({config.optimizer.name})": sum(
             math.prod(p.local_shape) * state * states(p.name) for p in trained
         ),
+        **held,
         "gathered in a step": _gathered(placed, config),
     }
 

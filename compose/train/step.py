@@ -1,6 +1,7 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def forward_backward(
         dropout: The step's number and the run's seed, for a model with dropout in training mode.
 
     Returns:
-        The mean loss of the global batch, a float64 scalar, the same on every rank.
+        The mean loss of the global batch, a float64 scalar, the same on every rank. In a pipeline
+        without a flush it is 0 but on the last stage (compose/pipeline/pipedream.py).
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
@@ -84,7 +86,8 @@ def forward_backward(
         else:
             total = _run(model, batch, micro_batch, loss, composition.data[0])
     finish_step(model, mesh)
-    return sum_over(total.double(), mesh, ("pp", *BATCH_AXES, "cp")) / loss_scale
+    axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
+    return sum_over(total.double(), mesh, axes) / loss_scale
 
 
 def begun(
@@ -239,15 +242,20 @@ def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float
         loss_scale: The gradients are divided by it first.
 
     Returns:
-        The norm before clipping and without the scale, a float64 scalar, the same on every rank.
+        The norm before clipping and without the scale, a float64 scalar, the same on every rank. In a
+        pipeline without a flush it is the stage's own.
 
     Raises:
-        ValueError: A gradient has not been summed over ranks yet.
+        ValueError: A gradient has not been summed over ranks yet, or the pipeline has no flush, and
+            ``max_norm`` is not 0.
     """
+    if composition.late and max_norm > 0:
+        raise ValueError("max_norm: no stage of a pipeline without a flush waits for the others' norms")
     lists = _gradients(composition, composition.model)
     # Gradients may be in host memory.
     total = _share(lists).to(composition.mesh.device_type)
-    norm = sum_over(total, composition.mesh, AXES).sqrt() / loss_scale
+    axes = [axis for axis in AXES if axis != "pp" or not composition.late]
+    norm = sum_over(total, composition.mesh, axes).sqrt() / loss_scale
     if max_norm > 0 or loss_scale != 1:
         clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
         scale = clipped / loss_scale
@@ -327,6 +335,45 @@ def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[
     numbers = torch.cat([wide, words.double()]).tolist()
     rest = tuple(map(int, numbers[len(results) :]))
     return Reading(numbers[0], numbers[1], None if z_loss is None else numbers[2], rest)
+
+
+class Readings:
+    """Reads the numbers of a run's steps, each ``late`` steps after its own, or at its end for 0.
+
+    ``stage`` is the number of ranks of one pipeline stage. No stage waits for another in a late reading
+    of the numbers, which are sums over stages then.
+    """
+
+    def __init__(self, late: int, stage: int) -> None:
+        self.late, self.stage = late, stage
+        self.begun: deque[tuple[list[Tensor], dist.Work | None]] = deque()
+
+    def read(
+        self, loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]
+    ) -> Reading | None:
+        """Take the numbers of a step, as :func:`read_step`; return the reading that is due, if any."""
+        if not self.late:
+            return read_step(loss, norm, z_loss, said)
+        words = [torch.full((), float(word), device=norm.device) for word in said]
+        mine = torch.stack([each.double() for each in (loss, norm.square(), *words)])
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        self.begun.append((everyone, dist.all_gather(everyone, mine, async_op=True)))
+        return self._oldest() if len(self.begun) > self.late else None
+
+    def rest(self) -> Iterator[Reading]:
+        """Yield the readings of the steps that were not read; now stages wait for one another."""
+        while self.begun:
+            yield self._oldest()
+
+    def _oldest(self) -> Reading:
+        everyone, work = self.begun.popleft()
+        if work is not None:
+            work.wait()
+        rows = torch.stack(everyone).tolist()
+        # All ranks of a stage have the same numbers.
+        losses, squares = ([row[i] for row in rows[:: self.stage]] for i in (0, 1))
+        said = tuple(int(max(row[i] for row in rows)) for i in range(2, len(rows[0])))
+        return Reading(sum(losses), sum(squares) ** 0.5, None, said)
 
 
 class StepClock:

@@ -2,6 +2,7 @@
 
 import math
 import signal
+from collections import deque
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from compose.data.datasets import OpenData, described, open_data, training_batch
 from compose.memory.precision import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
-from compose.parallel.mesh import batch_share
+from compose.parallel.mesh import axis_size, batch_share
 from compose.train.evaluate import Validation
 from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook, hooks_of
@@ -26,11 +27,11 @@ from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, set_t
 from compose.train.run_folder import Report, RunFolder
 from compose.train.step import (
     Reading,
+    Readings,
     StepClock,
     clip_grad_norm_,
     forward_backward,
     on_device,
-    read_step,
 )
 from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 
@@ -89,6 +90,11 @@ class Trainer:
         if result is None and not frozen:
             fill_weights(self.composition, job, device)
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
+        stage = mesh.size() // axis_size(mesh, "pp")
+        self.readings = Readings(self.composition.late, stage)
+        self.read: Reading | None = None
+        # Steps whose numbers are not read: this one, and earlier ones of a pipeline without a flush.
+        self.unwritten: deque[StepMetrics] = deque()
         begun, scale = result or Progress(0, 0, 0), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
@@ -142,8 +148,12 @@ class Trainer:
             if number == first:
                 set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.group)
             more = {name: v for hook in self.hooks for name, v in hook.measure(number).items()}
-            self.report.write(replace(metrics, validation_loss=measured, more={**metrics.more, **more}))
-            code, failed = self.read.said
+            self.unwritten.append(
+                replace(metrics, validation_loss=measured, more={**metrics.more, **more})
+            )
+            if self.read:
+                self._write(self.read)
+            code, failed = self.read.said if self.read else (0, 0)
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
             if failed:
@@ -153,7 +163,9 @@ class Trainer:
                 )
             due = number == last or enough or self.progress.is_among_best(saving.keep_best)
             if saving.interval and (due or number % saving.interval == 0):
+                self._read_rest()
                 self.checkpointer.save(self.progress)
+        self._read_rest()
         if enough:
             self.report.say(f"stopped after step {self.progress.step}: {enough}")
         for hook in self.hooks:
@@ -165,6 +177,7 @@ class Trainer:
 
         Return TrainingError if a torchrun has died, so that the others start their ranks again.
         """
+        self._read_rest()
         for hook in self.hooks:
             hook.finish()
         interrupted = asked == signal.SIGINT
@@ -181,37 +194,55 @@ class Trainer:
         self.report.say(said)
         return KeyboardInterrupt() if interrupted else None
 
+    def _read_rest(self) -> None:
+        """Read and write the steps that are not read, so that no checkpoint is of a step to refuse."""
+        for reading in self.readings.rest():
+            self._may_be_taken(self.unwritten[0].step - 1, reading)
+            self._write(reading)
+
+    def _write(self, reading: Reading) -> None:
+        """Write and print the oldest step that is not written, of which these are the numbers."""
+        self.report.write(_with_numbers(self.unwritten.popleft(), reading))
+
     def step(self) -> StepMetrics:
-        """Take the next optimizer step; except those of saving, metrics are equal on all ranks."""
+        """Take the next optimizer step; except those of saving, metrics are equal on all ranks.
+
+        Numbers that are read later are None.
+        """
         self.clock.begin()
         config, before, worker = self.config, self.progress, self.worker
         step, train = before.step, config.train
         scale = before.scale.value if before.scale else 1.0
-        report_phase(step + 1, "the data")
-        with record_function("compose::data"):
-            batch = on_device(self.batches.batch(before.samples), self.device)
-        report_phase(step + 1, "forward and backward")
-        loss = forward_backward(
-            self.composition,
-            batch,
-            micro_batch=train.micro_batch,
-            loss_function=self.loss,
-            loss_scale=scale,
-            dropout=DropoutKey(step, train.seed, worker.index * train.global_batch // worker.count),
-        )
+        loss = torch.zeros(())
+        for ahead in self.composition.needed():
+            report_phase(step + 1, "the data")
+            with record_function("compose::data"):
+                first = before.samples + ahead * train.global_batch
+                batch = on_device(self.batches.batch(first), self.device)
+            report_phase(step + 1, "forward and backward")
+            place = worker.index * train.global_batch // worker.count
+            loss = forward_backward(
+                self.composition,
+                batch,
+                micro_batch=train.micro_batch,
+                loss_function=self.loss,
+                loss_scale=scale,
+                dropout=DropoutKey(step + ahead, train.seed, place),
+            )
         with record_function("compose::optimizer"):
             norm = clip_grad_norm_(self.composition, train.max_norm, scale)
         mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
         said = (self.signals.code, self.checkpointer.failed_too_often)
-        self.read = read = read_step(loss, norm, z_loss, said)
+        self.read = read = self.readings.read(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()
         # The device has done all work before it, so nothing is waited for.
         routing = self.composition.routing()
         report_phase(step + 1, "the optimizer's part")
-        finite = self._may_be_taken(step, read)
+        finite = read is None or self._may_be_taken(step - self.composition.late, read)
         for hook in self.hooks:
-            hook.see(read, scale)
+            if read:
+                hook.see(read, scale)
             hook.before_update(step + 1)
         lr = learning_rate(step, train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
@@ -234,9 +265,8 @@ class Trainer:
             samples=self.progress.samples,
             tokens=self.progress.tokens,
             loss_scale=before.scale and before.scale.value,
-            loss=_finite(read.loss),
-            grad_norm=_finite(read.norm),
-            z_loss=_finite(read.z_loss),
+            loss=None,
+            grad_norm=None,
             skipped=self.skipped,
             lr=lr,
             tokens_per_second=rate,
@@ -250,7 +280,7 @@ class Trainer:
             },
         )
         self.clock.end()
-        return metrics
+        return _with_numbers(metrics, read) if read and not self.composition.late else metrics
 
     def _may_be_taken(self, step: int, read: Reading) -> bool:
         """Tell whether the step can be taken; raise TrainingError if not, unless it may be skipped."""
@@ -267,11 +297,19 @@ class Trainer:
                     f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all"
                 )
                 return False
+            weights = f"are still those of step {step}"
+            if self.composition.late:
+                weights = "were changed by it, those of the last checkpoint were not"
             raise TrainingError(
-                f"step {step + 1}: the {name} is {value}; the weights are still those of step"
-                f" {step} (a lower optimizer.lr or a longer optimizer.warmup may help)"
+                f"step {step + 1}: the {name} is {value}; the weights {weights} (a lower"
+                " optimizer.lr or a longer optimizer.warmup may help)"
             )
         return True
+
+
+def _with_numbers(metrics: StepMetrics, read: Reading) -> StepMetrics:
+    loss, norm, z_loss = map(_finite, (read.loss, read.norm, read.z_loss))
+    return replace(metrics, loss=loss, grad_norm=norm, z_loss=z_loss)
 
 
 def _finite(value: float | None) -> float | None:

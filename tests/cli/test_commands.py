@@ -41,7 +41,7 @@ BAD = {
     " such file or directory",
     f"{PP2} --parallel.pp_schedule=1F2B": "train.toml: parallel.pp_schedule: unknown schedule '1F2B';"
     " did you mean 1F1B? (known: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,"
-    " ZBVZeroBubble, DualPipeV, or a .csv file)",
+    " ZBVZeroBubble, DualPipeV, PipeDream, PipeDream2BW, or a .csv file)",
     f"{PP2} --parallel.pp_schedule=own.csv": "train.toml: parallel.pp_schedule: cannot read own.csv: No"
     " such file or directory",
     f"{PP2} --parallel.pp_virtual_stages=2": "train.toml: parallel.pp_virtual_stages: 1F1B has 1 on"

@@ -18,7 +18,7 @@ from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_bac
 from compose.data.samples import random_batch
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import cross_entropy
-from compose.pipeline.schedules import SCHEDULES, build_table
+from compose.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, build_table
 from compose.pipeline.split import balanced, check_layers
 from compose.plan import resolve
 from compose.proof.comparison import whole as full
@@ -311,7 +311,7 @@ def test_refusals(pool: Pool) -> None:
     assert pool.run(_refusals, 2)[0] == [
         "plan.pipeline: the model's plan has nothing under it; add it, or use parallel.pp = 1",
         "parallel.pp_schedule: unknown schedule '2F2B' (known:"
-        f" {', '.join(SCHEDULES)}, or a .csv file)",
+        f" {', '.join([*SCHEDULES, *ASYNCHRONOUS])}, or a .csv file)",
         "this rank holds some stages of the model: run it by compose.forward_backward",
         "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
     ]

@@ -104,7 +104,7 @@ def test_csv_as_a_person_writes_it(folder: Path) -> None:
 
 KNOWN = (
     "(known: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV,"
-    " or a .csv file)"
+    " PipeDream, PipeDream2BW, or a .csv file)"
 )
 
 

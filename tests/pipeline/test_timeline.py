@@ -8,9 +8,20 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageColor
 
+from compose.parallel.mesh import Parallel
 from compose.pipeline.pictures import IDLE, SHADES, as_svg, as_text, drawing, write_png
 from compose.pipeline.schedules import SCHEDULES, Action, Table, build_table, stages_per_rank
-from compose.pipeline.timeline import Slot, bubble_fraction, peak_in_flight, report, simulate, textbook
+from compose.pipeline.timeline import (
+    Slot,
+    bubble_fraction,
+    of_run,
+    peak_in_flight,
+    report,
+    simulate,
+    steady_bubble,
+    textbook,
+    versions,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = [("1F1B", 4, 12), ("Interleaved1F1B", 2, 4), ("ZBVZeroBubble", 3, 5), ("LoopedBFS", 11, 11)]
@@ -352,3 +363,22 @@ def test_png_shows_the_slots(name: str, pp: int, micro_batches: int, tmp_path: P
 
 def row_idle(slots: list[Slot], rank: int) -> float:
     return max(s.end for s in slots) - sum(s.end - s.start for s in slots if s.rank == rank)
+
+
+def test_without_a_flush() -> None:
+    """The table is of several steps; PipeDream has as many versions as micro-batches in flight."""
+    table, title = of_run(Parallel(pp=4, dp_shard=1, pp_schedule="PipeDream"), 1)
+    assert title == "PipeDream: 4 ranks, 8 steps of 1 micro-batches, layers []"
+    assert peak_in_flight(table) == versions("PipeDream", 4) == [4, 3, 2, 1]
+    assert report(table, "PipeDream", 0).splitlines() == [
+        "bubble fraction 0.0% of a long run, 27.3% of the table (with F 1, B 2): no step waits for the"
+        " one before",
+        "versions of the weights: rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1; gradients are of older"
+        " weights than those of 1F1B",
+        "peak micro-batches in flight: rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1",
+    ]
+    table, title = of_run(Parallel(pp=4, dp_shard=1, pp_schedule="PipeDream2BW"), 5)
+    assert title == "PipeDream2BW: 4 ranks, 3 steps of 5 micro-batches, layers []"
+    assert {action.micro_batch for action in table[0]} == set(range(15))
+    assert versions("PipeDream2BW", 4) == [2] * 4
+    assert all(steady_bubble(pp) == pytest.approx(0) for pp in (2, 3, 8))

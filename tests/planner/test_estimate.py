@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from compose.config.rules import check
+from compose.pipeline.schedules import ASYNCHRONOUS
+from compose.planner.candidates import TRIED
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import _estimate, estimate
 from compose.planner.memory import STEP, RankMemory
@@ -117,3 +119,27 @@ def test_float8_of_any_number_of_tokens(name: str, recipe: str) -> None:
     config = make_job(1, **parallel(dp_shard=1), **keys).config
     result = estimate(check(config, 1, cluster.target), cluster)
     assert result.step_seconds > 0
+
+
+def test_without_a_flush() -> None:
+    """No rank waits but for a slower one; versions and what is in flight take memory. The search offers
+    no such schedule by itself: its gradients are others."""
+    cluster, keys = load_cluster("h100_sxm"), {"model__n_layers": 4, "train__max_norm": 0.0}
+    keys |= parallel(pp=2, dp_shard=1) | {"train__global_batch": 4, "train__micro_batch": 2}
+    jobs = [make_job(2, **keys, parallel__pp_schedule=name) for name in ("1F1B", "PipeDream2BW")]
+    flushed, two = (estimate(job, cluster) for job in jobs)
+    one = estimate(
+        make_job(2, **keys | {"train__micro_batch": 4}, parallel__pp_schedule="PipeDream"), cluster
+    )
+    assert two.bubble < flushed.bubble / 4
+    assert two.step_seconds < flushed.step_seconds
+    assert one.bubble < flushed.bubble / 4
+    for peak, other in zip(two.peaks, flushed.peaks, strict=True):
+        assert peak.by_category["weights"] == 2 * other.by_category["weights"]
+    weights = [peak.by_category["weights"] for peak in one.peaks]
+    assert weights == [peak.by_category["weights"] // (1 + rank) for rank, peak in enumerate(two.peaks)]
+    assert one.peaks[0].by_category["activations"] > one.peaks[1].by_category["activations"]
+    rough = [quick(shape_of(job.config, None), job.config, cluster) for job in jobs]
+    assert rough[1].bytes["weights"] == 2 * rough[0].bytes["weights"]
+    assert rough[1].seconds["bubble"] == 0 < rough[0].seconds["bubble"]
+    assert not ASYNCHRONOUS.keys() & {*TRIED["parallel.pp_schedule"]}
