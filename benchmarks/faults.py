@@ -198,7 +198,7 @@ def _one(number: int, given: argparse.Namespace, folder: Path) -> list[dict[str,
     shutil.rmtree(place, ignore_errors=True)
     case = Case(**{**vars(case), "saving": (*case.saving, *waits)})
     begun = time.monotonic()
-    run = Disturbed(case, place, limit=120 + (60 + 8 * given.timeout) * len(case.plan))
+    run = Disturbed(case, place, limit=600 + (60 + 10 * given.timeout) * len(case.plan))
     run.run()
     rows = judge(run, whole)
     seconds = round(time.monotonic() - begun, 1)
@@ -234,7 +234,9 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         ends = [row["bitwise"] for row in of]
         middles = [_middle(of, key) for key in ("noticed", "recovered", "steps_lost")]
         cells = [kind, str(len(of)), *middles]
-        cells.append(f"{sum(r['samples_lost'] for r in of)}, {sum(r['samples_repeated'] for r in of)}")
+        runs = {(row["seed"], row["run"]): row for row in of}.values()  # whose samples are counted once
+        sums = [sum(row[f"samples_{what}"] for row in runs) for what in ("lost", "repeated")]
+        cells.append(", ".join(map(str, sums)))
         cells.append(", ".join(str(ends.count(end)) for end in (True, False, None)))
         cells.append(str(sum(bool(row["failures"]) for row in of)))
         print(f"| {' | '.join(cells)} |")
