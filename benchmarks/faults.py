@@ -51,7 +51,11 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "coded": (2, ("dp_shard=2", "comm.gradients=powersgd")),
     "compiled": (2, ("dp_shard=2", "compile.mode=block")),
 }
-NODES = "nodes"  # two torchruns with a rank each
+# Two torchruns with a rank each. With run.elastic the mesh changes when a node is lost.
+NODES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "nodes": (1, ("dp_shard=-1",)),
+    "elastic nodes": (1, ("tp=2", "dp_shard=1")),
+}
 COMPARED = ("replicas", "hsdp")  # where every tensor has a copy, with comm.check_every
 # How often kinds are drawn.
 KINDS = {
@@ -73,19 +77,19 @@ def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) ->
     """The run of a number."""
     chance = random.Random(f"{seed}/{number}")
     kinds = {kind: weight for kind, weight in KINDS.items() if not only or kind in only}
-    names = [*MESHES, NODES, NODES]
+    names = [*MESHES, *NODES]
     if set(kinds) == {"lost node"}:
-        names = [NODES]
+        names = [*NODES]
     elif set(kinds) == {"bit in memory"}:
         names = [*COMPARED]
     mesh = chance.choice([name for name in names if not meshes or name in meshes])
-    ranks, keys = MESHES.get(mesh, (1, ("dp_shard=-1",)))
-    if mesh != NODES:
+    ranks, keys = (MESHES | NODES)[mesh]
+    if mesh not in NODES:
         kinds.pop("lost node", None)
     if mesh not in COMPARED:
         kinds.pop("bit in memory", None)
     interval = chance.choice([1, 2, 3, 5])
-    world = ranks * (2 if mesh == NODES else 1)
+    world = ranks * (2 if mesh in NODES else 1)
     count = chance.randint(3, 6)
     places = sorted(chance.randint(2, STEPS) for _ in range(count))
     plan: list[Planned] = []
@@ -96,6 +100,8 @@ def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) ->
     saving.append(f"--checkpoint.async={chance.choice(['true', 'true', 'false'])}")
     if any(fault.kind == "bit in memory" for fault in plan):
         saving.append("--comm.check_every=1")
+    if mesh == "elastic nodes":
+        saving.append("--run.elastic=true")
     whole = (*BASE, *(f"--{'' if '.' in key else 'parallel.'}{key}" for key in keys))
     return Case(
         number,
@@ -104,9 +110,9 @@ def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) ->
         whole,
         tuple(saving),
         plan,
-        restarts=chance.choice([0, 100]) if mesh != NODES else 100,
-        nodes=2 if mesh == NODES else 1,
-        fewest=chance.choice([1, 2]) if mesh == NODES else 1,
+        restarts=chance.choice([0, 100]) if mesh not in NODES else 100,
+        nodes=2 if mesh in NODES else 1,
+        fewest=chance.choice([1, 2]) if mesh == "nodes" else 1,
     )
 
 
@@ -161,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=300, help="until so many have happened")
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], metavar="KIND")
-    parser.add_argument("--meshes", nargs="*", default=[], choices=[*MESHES, NODES], metavar="MESH")
+    parser.add_argument("--meshes", nargs="*", default=[], choices=[*MESHES, *NODES], metavar="MESH")
     parser.add_argument("--run", type=int, nargs="*", help="numbers of runs; default: from 0 on")
     parser.add_argument("--timeout", type=int, default=12, help="comm.timeout of the runs")
     parser.add_argument("--until", help="begin no run after this time, as 23:30")

@@ -84,7 +84,7 @@ class Faults:
         fault = self._due(moment)
         if fault is None or fault.kind in IN_A_STEP:
             return
-        if fault.kind in (TORN, FLIPPED) and not self._may_damage():
+        if fault.kind in (TORN, FLIPPED) and not self._two_are_whole():
             return
         self.armed = self.next
         act = self._full_disk if fault.kind == "full disk" else self._die
@@ -115,6 +115,8 @@ class Faults:
             os.link(path, self.folder / f"fired-{number}.json")
         except FileExistsError:
             return False
+        finally:
+            path.unlink()
         return True
 
     def _die(self, number: int, fault: Planned) -> None:
@@ -139,14 +141,13 @@ class Faults:
                     os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _may_damage(self) -> bool:
-        """Whether the two newest checkpoints are whole, and none is being written."""
+    def _two_are_whole(self) -> bool:
+        """Wait for the save that goes on; return whether the two newest checkpoints are whole."""
         from compose.checkpoint import store
 
+        self.trainer.checkpointer.wait()
         folders = store.newest_first(self.trainer.checkpointer.root)
-        thread = self.trainer.checkpointer.thread
-        writing = thread is not None and thread.is_alive()
-        return not writing and len(folders) > 1 and not any(map(store.problems, folders[:2]))
+        return len(folders) > 1 and not any(map(store.problems, folders[:2]))
 
     def _damage(self, fault: Planned) -> str:
         """Cut a file of the newest checkpoint, or flip one of its bits; return which."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import MESHES, drawn
+from benchmarks.faults import MESHES, NODES, drawn
 from compose.config import rules
 from compose.config.toml import load
 from tests.support.command_lines import launch
@@ -92,7 +92,7 @@ def test_draws() -> None:
     """They repeat, have every mesh and moment, and each run is legal."""
     cases = [drawn(0, number, [], []) for number in range(150)]
     assert cases == [drawn(0, number, [], []) for number in range(150)]
-    assert {case.mesh for case in cases} == {*MESHES, "nodes"}
+    assert {case.mesh for case in cases} == {*MESHES, *NODES}
     moments = {fault.moment for case in cases for fault in case.plan}
     assert moments == {*STARTING, *RUNNING}
     for case in {case.mesh: case for case in cases}.values():
