@@ -50,6 +50,10 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "islands": (2, ("dp_replicate=2", "dp_shard=1", "outer.every=5")),
     "coded": (2, ("dp_shard=2", "comm.gradients=powersgd")),
     "compiled": (2, ("dp_shard=2", "compile.mode=block")),
+    "pipedream": (
+        2,
+        ("pp=2", "dp_shard=1", "pp_schedule=PipeDream", "train.max_norm=0", "train.micro_batch=8"),
+    ),
 }
 # Two torchruns with a rank each. With run.elastic the mesh changes when a node is lost.
 NODES: dict[str, tuple[int, tuple[str, ...]]] = {
