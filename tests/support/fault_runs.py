@@ -322,7 +322,10 @@ def _compared(run: Disturbed, folder: Path, whole: Path) -> bool | None:
         run.failures.append(f"the loss or gradient differs from step {step} on")
         return False
     newest = [store.newest_first(at / "checkpoints")[0] for at in (folder, whole)]
-    if newest[0].name != newest[1].name or shards(newest[0]) != shards(newest[1]):
+    if newest[0].name != newest[1].name:
+        run.failures.append(f"ended with 0, and its newest checkpoint is {newest[0].name}")
+        return False
+    if shards(newest[0]) != shards(newest[1]):
         run.failures.append("the weights or the optimizer's state differ at the end")
         return False
     return True
