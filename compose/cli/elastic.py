@@ -21,6 +21,7 @@ from compose.config.models import find_model
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES, Parallel, meshes
+from compose.pipeline.schedules import ASYNCHRONOUS
 
 if TYPE_CHECKING:
     from compose.planner.cluster import Cluster
@@ -59,6 +60,12 @@ def _cannot_go_on(config: Config) -> Iterator[str]:
         yield (
             "run.elastic: true goes on from the newest checkpoint of its folder; set"
             f" {' and '.join(cures)}, or run.elastic = false"
+        )
+    schedule = config.parallel.pp_schedule
+    if config.parallel.pp != 1 and schedule in ASYNCHRONOUS:
+        yield (
+            "run.elastic: true changes how old the weights of gradients are with parallel.pp_schedule ="
+            f' "{schedule}", and so what is learned; use "1F1B", or run.elastic = false'
         )
     outer: Any = getattr(config, "outer", None)
     if outer and outer.every:

@@ -134,6 +134,10 @@ def test_what_no_start_can_go_on_from_is_refused() -> None:
         "run.elastic: true goes on from the newest checkpoint of its folder; set"
         ' checkpoint.resume = "auto", or run.elastic = false'
     )
+    assert problem(**parallel(pp=2, pp_schedule="PipeDream")) == (
+        "run.elastic: true changes how old the weights of gradients are with parallel.pp_schedule ="
+        ' "PipeDream", and so what is learned; use "1F1B", or run.elastic = false'
+    )
     assert problem(outer__every=4, **parallel(dp_replicate=2)) == (
         "run.elastic: true changes the number of islands, and so with outer.every = 4 what is learned;"
         " use run.elastic = false"
