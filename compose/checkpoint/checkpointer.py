@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from compose.checkpoint import rank_state, store
 from compose.checkpoint.dcp_storage import save_parts
+from compose.checkpoint.in_memory import WHOLE, Copies
 from compose.checkpoint.loading import (
     cause_of,
     changes,
@@ -106,10 +107,12 @@ class Checkpointer:
         beside: Sequence[HasState] = (),
         peers: Peers | None = None,
         uploads: Uploads | None = None,
+        copied: tuple[Path, int] | None = None,
     ) -> None:
         """Prepare to save, ``beside`` too, in step with ``peers``; a collective.
 
         ``uploads``: what is saved in ``folder`` goes to object storage, and a run resumes from there.
+        ``copied``: the folder of copies in memory, and the bytes of this rank's state.
         """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
@@ -123,6 +126,9 @@ class Checkpointer:
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.fields = saved_fields(config) if self.rank == 0 else {}
+        self.fields |= {"data": self.data, "ranks": self.ranks}
+        said, timeout = dump(config), config.comm.first_step_timeout
+        self.copies = Copies(*copied, self.fields, said, timeout) if copied else None
         self.thread: threading.Thread | None = None
         self.report: SaveReport | None = None
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
@@ -144,14 +150,22 @@ class Checkpointer:
         folders = self._agreed(own)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
+        found = self.copies.find(self._say) if self.copies else None
+        if found and folders and found.step < store.step_of(folders[0]):
+            self._say(f"copies in memory are of step {found.step}, before {folders[0].name}")
+        elif found:
+            folders = [found.folder, *folders]
         for folder in folders:
-            problems = self._damage(folder)
+            reader = found.reader if found and folder == found.folder else None
+            problems = [] if reader else self._damage(folder)
             if not problems:
-                known = load(folder, self.config, self.composition, self.group, self.optimizer)
-                filled = load_beside(folder, self.beside, self.group)
+                model = self.config, self.composition, self.group, self.optimizer
+                known = load(folder, *model, reader)
+                filled = load_beside(folder, self.beside, self.group, reader)
                 if other := data_changes(folder, known, self.data):
                     self._say(other)
-                self._say(f"{folder}: resumed after step {known.step}")
+                place = f"{self.kept.parent}: {found}" if reader else str(folder)
+                self._say(f"{place}: resumed after step {known.step}")
                 dropped = rank_state.load(
                     folder, self.label, self.beside, self.group, filled, known.step
                 )
@@ -161,6 +175,8 @@ class Checkpointer:
                     self._set_aside(folders, known.step)
                     if known.step and (changed := changes(folder, self.config)):
                         self._say(f"{folder}: goes on with {', '.join(changed)}")
+                if self.copies:
+                    self.copies.settle(found if reader else None)
                 return known.progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
         run = self.kept.parent
@@ -170,6 +186,8 @@ class Checkpointer:
                 f"run.dir: {run}: {reason}, and a run that begins at step 1 would write over the rest:"
                 f" put one back into {self.kept}, or begin anew in another run.dir"
             )
+        if self.copies:
+            self.copies.settle(None)
         return None
 
     def save(self, progress: Progress, wait: bool = False) -> None:
@@ -177,8 +195,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self.unreported = self.finished()
-        state = parts(named_tensors(self.composition, self.optimizer))
-        state |= {name: part for other in self.beside for name, part in other.tensors().items()}
+        state = self._state()
         # State in files would not fit into memory. It changes only in the optimizer's step.
         in_files = any(part.local.untyped_storage().filename for part in state.values())
         files = {n: p for n, p in state.items() if in_files and n.startswith("optimizer.")}
@@ -195,6 +212,31 @@ class Checkpointer:
         if wait or not self.config.checkpoint.async_:
             self.wait()
             self.report.stall = time.perf_counter() - begun
+
+    def _state(self) -> dict[str, LocalShard]:
+        """Return this rank's parts of all that is saved."""
+        state = parts(named_tensors(self.composition, self.optimizer))
+        return state | {name: p for other in self.beside for name, p in other.tensors().items()}
+
+    def copy(self, progress: Progress, last: int) -> None:
+        """Copy the state into memory; ``last`` is the greatest :attr:`copying` of all ranks."""
+        assert self.copies
+        kept = rank_state.copied(self.beside)
+        own = None if kept is None else rank_state.packed(self.label, kept)
+        self.copies.take(self._state(), own, progress, last)
+
+    @property
+    def copying(self) -> int:
+        """The state of this rank's last copy in memory, before a collective of the step."""
+        return self.copies.state if self.copies else WHOLE
+
+    def end(self) -> None:
+        """Wait for the last save, and remove the copies in memory; a collective. The run ends well."""
+        self.wait()
+        report = self.finished()
+        unsaved = bool(report and report.problem)
+        if self.copies and not any(gathered_objects(unsaved, self.group)):
+            self.copies.remove()
 
     def wait(self) -> None:
         """Wait until no save is going on."""
@@ -285,7 +327,7 @@ class Checkpointer:
         """Publish what all ranks have written; return (problem, bytes)."""
         try:
             tensors = {name: entry for part in files for name, entry in part.items()}
-            state = {**asdict(progress), **self.fields, "data": self.data, "ranks": self.ranks}
+            state = {**asdict(progress), **self.fields}
             everything = store.write_run_state(target, state, dump(self.config), tensors)
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:

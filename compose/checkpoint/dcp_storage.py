@@ -300,8 +300,13 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     tensors = read_json(path, _Described, own=True).tensors
     for name, stored in tensors.items():
-        if wrong := _flaw(stored):
+        if wrong := flaw(stored):
             raise ConfigError(f"{path}: tensors.{name if name.isprintable() else ascii(name)}: {wrong}")
+    return metadata_of(tensors)
+
+
+def metadata_of(tensors: Mapping[str, DescribedTensor]) -> Metadata:
+    """Return DCP's description of tensors that have no flaw."""
     return Metadata(
         {
             name: TensorStorageMetadata(
@@ -330,7 +335,7 @@ def shards(metadata: Metadata) -> dict[str, int]:
     return results
 
 
-def _flaw(stored: DescribedTensor) -> str:
+def flaw(stored: DescribedTensor) -> str:
     """Return why the regions of a tensor do not cover it exactly once; empty if they do."""
     if stored.dtype not in _TYPES:
         return f"dtype: {stored.dtype!r} is none of {', '.join(_TYPES)}"

@@ -2,19 +2,30 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future as TorchFuture
 
 from compose.checkpoint import store
-from compose.checkpoint.dcp_storage import PartsReader, load_parts
+from compose.checkpoint.dcp_storage import (
+    Chunk,
+    DescribedTensor,
+    PartsReader,
+    flaw,
+    load_parts,
+    metadata_of,
+)
 from compose.checkpoint.local_shards import LocalShard, mismatches, named_tensors, parts, spread
 from compose.checkpoint.peft import base_identity, name_of_base
 from compose.checkpoint.rank_state import HasState
+from compose.checkpoint.safetensors_files import bytes_of
 from compose.composition import Composition
 from compose.config.models import short_name, training_fields
 from compose.config.tables import Config
@@ -42,6 +53,68 @@ _SAME_TRAINING = {
 }
 
 
+class SentPartsReader(PartsReader):
+    """Reads parts from files in a folder of this node; those on other nodes are sent by ranks there."""
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], owners: Mapping[str, int], group: dist.ProcessGroup
+    ) -> None:
+        """``names`` are those of the files on all nodes; a rank of ``owners`` sends a file's parts."""
+        super().__init__(folder)
+        self.owners, self.group = owners, group
+        self.names = {f"__{number}_0.safetensors": name for number, name in enumerate(names)}
+        self.here = {name for name in names if (folder / name).exists()}
+        self.asked: list[tuple[str, int, int]] | None = None
+        self.received: dict[tuple[str, int, int], Tensor] = {}
+
+    def describe(self, files: Mapping[str, Mapping[str, DescribedTensor]]) -> str:
+        """Take the parts of all files, each from the first that has it; return a flaw of the whole."""
+        regions: dict[str, dict[Any, Chunk]] = {}
+        whole: dict[str, DescribedTensor] = {}
+        for number, real in self.names.items():
+            for name, stored in files[real].items():
+                whole[name] = stored
+                for chunk in stored.chunks:
+                    held = regions.setdefault(name, {})
+                    held.setdefault(chunk.offsets, chunk._replace(file=number))
+        whole = {n: replace(t, chunks=tuple(regions.get(n, {}).values())) for n, t in whole.items()}
+        problem = next(filter(None, map(flaw, whole.values())), "")
+        self.known = None if problem else metadata_of(whole)
+        return problem
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Fill the planner's tensors, with what other nodes send too; a collective."""
+        self.asked = []
+        if len(self.here) < len(self.names):
+            super().read_data(plan, planner)  # notes what is to be asked for
+        asked, self.asked = self.asked, None
+        for rank, wanted in enumerate(gathered_objects(asked, self.group)):
+            for name, begin, size in wanted:
+                if self.owners[name] == self.group.rank():
+                    with open_own(self.folder / name) as file:
+                        file.seek(begin)
+                        data = torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8)
+                    dist.send(data, group=self.group, group_dst=rank)
+                elif rank == self.group.rank():
+                    data = torch.empty(size, dtype=torch.uint8)
+                    dist.recv(data, group=self.group, group_src=self.owners[name])
+                    self.received[name, begin, size] = data
+        result = super().read_data(plan, planner)
+        self.received = {}
+        return result
+
+    def _fill(self, tensor: Tensor, name: str, begin: int) -> None:
+        real, memory = self.names[name], bytes_of(tensor)
+        if real in self.here and self.asked is None:
+            with open_own(self.folder / real, buffering=0) as file:
+                file.seek(begin)
+                file.readinto(memory)
+        elif real not in self.here and self.asked is not None:
+            self.asked.append((real, begin, len(memory)))
+        elif self.asked is None:
+            memory[:] = bytes_of(self.received[real, begin, len(memory)])
+
+
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:
     """Return one line for each damage of a checkpoint; ranks share the reading. A collective."""
     own = store.problems(folder, (group.rank(), group.size()))
@@ -55,11 +128,12 @@ def load(
     composition: Composition,
     group: dist.ProcessGroup,
     optimizer: torch.optim.Optimizer | None = None,
+    reader: PartsReader | None = None,
 ) -> store.State:
     """Fill the model, and the optimizer if given, from a checkpoint; a collective of ``group``.
 
     With [model.lora] it fills the adapters alone. A checkpoint made from published weights has no
-    optimizer state; then the optimizer stays as it is.
+    optimizer state; then the optimizer stays as it is. ``reader`` reads tensors that are elsewhere.
     """
     known = store.read_state(folder)
     wanted, saved = model_fields(config), known.model.model_dump()
@@ -70,7 +144,7 @@ def load(
     ]
     if problems := other or lora_problems(folder, known, config):
         raise ConfigError(*problems)
-    reader = PartsReader(folder)
+    reader = reader or PartsReader(folder)
     stored = reader.read_metadata()
     if not any(name.startswith("optimizer.") for name in stored.state_dict_metadata):
         optimizer = None
@@ -127,9 +201,14 @@ def lora_fields(config: Config) -> store.Adapters | None:
     return store.Adapters(lora.rank, lora.effective_alpha, targets, base, where, **more)
 
 
-def load_beside(folder: Path, others: Sequence[HasState], group: dist.ProcessGroup) -> list[str]:
+def load_beside(
+    folder: Path,
+    others: Sequence[HasState],
+    group: dist.ProcessGroup,
+    reader: PartsReader | None = None,
+) -> list[str]:
     """Fill the tensors that others than the model have, and return the names of the stored ones."""
-    reader = PartsReader(folder)
+    reader = reader or PartsReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     state = {n: part for other in others for n, part in other.tensors().items() if n in stored}
     if state:

@@ -106,11 +106,15 @@ def staged(
 def _host_memory(like: Tensor) -> Tensor:
     """Return memory of the host for a copy; pinned if it is for a copy of a GPU's."""
     memory = torch.empty_like(like, device="cpu")
-    if like.is_cuda and memory.numel():
-        # The pinned memory of PyTorch's allocator may be nearly twice as large, a power of two.
-        address, cuda = memory.data_ptr(), cast(Any, torch.cuda.cudart())
-        torch.cuda.check_error(cuda.cudaHostRegister(address, memory.nbytes, 0))
-        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+    return pinned(memory) if like.is_cuda and memory.numel() else memory
+
+
+def pinned(memory: Tensor) -> Tensor:
+    """Return host memory, pinned in its place, so that a GPU copies to it at the bus's rate."""
+    # The pinned memory of PyTorch's allocator may be nearly twice as large, a power of two.
+    address, cuda = memory.data_ptr(), cast(Any, torch.cuda.cudart())
+    torch.cuda.check_error(cuda.cudaHostRegister(address, memory.nbytes, 0))
+    weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
     return memory
 
 

@@ -59,15 +59,20 @@ def write(folder: Path, rank: int, label: str, state: Mapping[str, Tensor] | Non
     """Write the file of a rank, if there is a state; return the manifest's entry."""
     if state is None:
         return {}
-    path = _file(folder, rank)
-    write_whole(path, save(dict(state), {"of": label}))
+    path = file_of(folder, rank)
+    write_whole(path, packed(label, state))
     return store.manifest_entries([path])
+
+
+def packed(label: str, state: Mapping[str, Tensor]) -> bytes:
+    """Return the content of a rank's file."""
+    return save(dict(state), {"of": label})
 
 
 def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
     """Return this rank's file, in host memory; None if a rank has none with the label; a collective."""
     state: dict[str, Tensor] | None = None
-    path = _file(folder, group.rank())
+    path = file_of(folder, group.rank())
     try:
         with open_own(path), opened(path) as file:
             if (file.metadata() or {}).get("of") == label:
@@ -98,7 +103,7 @@ def load(
         if state:
             raise ConfigError(f"{next(iter(state))} is no name of what messages keep")
     except ConfigError as error:
-        raise ConfigError(f"{_file(folder, group.rank())}: {error}") from None
+        raise ConfigError(f"{file_of(folder, group.rank())}: {error}") from None
     if kept is not None:
         return ""
     return (
@@ -114,5 +119,6 @@ def label_of(config: Config, others: Sequence[HasState]) -> str:
     return json.dumps(common + [one for other in others for one in other.fingerprint], sort_keys=True)
 
 
-def _file(folder: Path, rank: int) -> Path:
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's file in a checkpoint."""
     return folder / f"{PREFIX}{rank:05d}.safetensors"

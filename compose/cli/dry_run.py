@@ -15,7 +15,7 @@ from compose.memory.float8 import select_layers
 from compose.memory.quantized import count_parameters
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, init_mesh
-from compose.train.state_bytes import Placed, placements, state_bytes
+from compose.train.state_bytes import Placed, copied_bytes, placements, state_bytes
 
 _PURPOSES = ("weights", "gradients", "activations")
 
@@ -132,6 +132,12 @@ def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",
     ]
+    if every := config.checkpoint.memory:
+        size = 2 * max(copied_bytes(stage, job) for stage in placed)
+        lines.append(
+            f"  {'copies on the host':<20}{_bytes(size)} (two, checkpoint.memory = {every}; as many"
+            " again for a peer on another node, without replicas there)"
+        )
     if config.precision.float8 != "off":
         recipe, tp = config.precision.float8, config.parallel.tp
         lines.insert(2, str(select_layers(job.model, job.resolved, tp, recipe, job.device_type)))

@@ -22,12 +22,13 @@ from compose.config.setup import Rule, Rules, Target
 from compose.config.tables import Config
 from compose.errors import ConfigError, noted, toml_value
 from compose.memory.lora import is_adapter
+from compose.object_storage import Remote, as_path
 from compose.ops.tensors import tied_names
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import meshes, resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import sequence_ranks
-from compose.pipeline.schedules import build_table, placement
+from compose.pipeline.schedules import ASYNCHRONOUS, build_table, placement
 from compose.pipeline.split import balanced, layer_names
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
@@ -209,6 +210,39 @@ def _best(job: Job) -> Iterator[str]:
 RUN.add("run.min_ranks goes with run.elastic", "no other run chooses its mesh")(
     setup.all_keys_read("run", lambda job: job.config.run)
 )
+
+
+@RUN.add(
+    "with checkpoint.memory, run.dir is a folder of this machine, checkpoint.resume is auto, and there"
+    " are no islands, no adapters, no optimizer.offload and no"
+    " schedule without a flush",
+    "a restart knows its copies by run.dir; islands go on from one step; the others are not proved",
+)
+def _copies(job: Job) -> Iterator[str]:
+    config = job.config
+    if not config.checkpoint.memory:
+        return
+    key = f"checkpoint.memory: {config.checkpoint.memory}"
+    if not config.run.dir:
+        yield f"{key} needs a run.dir, by which a restart knows its copies; set run.dir, or use 0"
+    elif isinstance(as_path(config.run.dir), Remote):
+        yield f"{key} goes with a run.dir of this machine, and {config.run.dir} is none; use 0"
+    if config.checkpoint.resume == "none":
+        yield f'{key} is for a restart, and checkpoint.resume = "none" begins anew; use "auto", or 0'
+    if job.islands > 1:
+        yield f"{key} does not go with islands, which go on from one step; use outer.every = 0, or 0"
+    unproved = {"optimizer.offload": (config.optimizer.offload, "none")}
+    unproved["model.lora.rank"] = (config.model.lora.rank, 0)
+    if job.degrees.pp > 1 and job.degrees.pp_schedule in ASYNCHRONOUS:  # read some steps later
+        unproved["parallel.pp_schedule"] = (job.degrees.pp_schedule, "1F1B")
+    for other, (value, needed) in unproved.items():
+        if value != needed:
+            yield (
+                f"{key} is not proved with {other} = {toml_value(value)}; use checkpoint.memory = 0, or"
+                f" {other} = {toml_value(needed)}"
+            )
+
+
 RUN.add("train.min_delta goes with train.patience", "without it nothing counts improvements")(
     setup.all_keys_read("train", lambda job: job.config.train)
 )

@@ -150,6 +150,9 @@ class Checkpoint:
     """Save after a validation whose loss is among this many lowest, and keep these too; 0 is none."""
     fail_after: NonNegative = 0
     """Stop the run after so many failed saves; 0 trains on."""
+    memory: NonNegative = 0
+    """Steps between copies in shared memory (/dev/shm), from which a restart goes on without the disk;
+    of several nodes each keeps those of another too; 0 is off."""
 
 
 @dataclass(frozen=True)

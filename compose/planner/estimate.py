@@ -17,7 +17,8 @@ from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
 from compose.pipeline.timeline import Slot, simulate, versions
 from compose.planner import costs
 from compose.planner.cluster import Cluster
-from compose.planner.memory import ACTIVATIONS, STEP, WEIGHTS, peak, place_of
+from compose.planner.memory import ACTIVATIONS, STATE, STEP, WEIGHTS, peak, place_of
+from compose.planner.quick_memory import copies_kept
 from compose.planner.quick_units import stream_bytes
 from compose.planner.record_pool import JobRecords, OtherProgram, RankCosts, costs_of_ranks, rank_costs
 from compose.planner.step_time import PART, PROCESSOR, Seconds, no_wait, seconds_of
@@ -55,7 +56,7 @@ class Estimate:
     slots: list[Slot]
     """The actions of all pipeline ranks on the clock."""
     host_bytes: int = 0
-    """Bytes of host memory that offload takes of the fullest node."""
+    """Bytes of host memory that offload and checkpoint.memory take of the fullest node."""
     kwh: float | None = None
     """Energy of a step of all devices and hosts; None: unknown."""
 
@@ -203,8 +204,11 @@ def _summary(
             elif name == PROCESSOR and seconds is not last:
                 exposed["host"] += value
     hosts, computed = [], []
+    copies = copies_kept(job.config, job.world_size > cluster.node)
     for rank, row, times, of_device in zip(ranks, rows, timed, peaks, strict=True):
-        hosts.append(_on_host(cluster, peak(rank.host, row, count)[0], of_device))
+        moved = peak(rank.host, row, count)[0]
+        held = moved + sum(of_device.by_category.get(what, 0) for what in (WEIGHTS, STATE))
+        hosts.append(_on_host(cluster, moved, of_device) + copies * held)
         kinds = ("product", "attention", "memory", PART)
         parts = [*times, rank.seconds[STEP]]
         computed.append(sum(part.get(kind, 0.0) for part in parts for kind in kinds))

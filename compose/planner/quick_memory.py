@@ -167,6 +167,13 @@ def host_bytes(config: Config, own: float, trained: float) -> float:
     return _PINNED * state if config.optimizer.offload == "cpu" else 0.0
 
 
+def copies_kept(config: Config, several: bool) -> int:
+    """Return how many copies of its state a rank keeps on hosts, its peer's on one of ``several``."""
+    if not config.checkpoint.memory:
+        return 0
+    return 4 if several and config.parallel.dp_replicate == 1 else 2
+
+
 def peak_bytes(
     shape: ModelShape,
     config: Config,

@@ -3,6 +3,8 @@
 import contextlib
 import fcntl
 import os
+import re
+import shutil
 import stat
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from compose.checkpoint import in_memory
 from compose.checkpoint.loading import cause_of
 from compose.checkpoint.store import MARK, Progress, newest_first
 from compose.checkpoint.uploads import Uploads, staging_of
@@ -25,7 +28,7 @@ from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
-from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, write_whole
+from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, read_own, write_whole
 from compose.memory.quantized import count_parameters
 from compose.object_storage import Remote, as_path
 from compose.ops.tensors import gathered_objects
@@ -35,7 +38,8 @@ from compose.train.metrics import Sink, StepMetrics, open_sinks
 from compose.train.state_bytes import placements, state_bytes
 from compose.train.workers import Worker
 
-_FILES = (".lock", "config.toml", "metrics.jsonl", "plan.txt", "timeline.png", MARK)
+TOKEN = ".copies"  # has the name of the run's copies in memory; another folder of this name has others
+_FILES = (".lock", "config.toml", "metrics.jsonl", "plan.txt", "timeline.png", MARK, TOKEN)
 _FILES += ("wandb.id", "mlflow.id", "comet.id")
 _DRAWN = 2048  # micro-batches of all pipeline ranks; more take seconds, and bars of less than a pixel
 _FOLDERS = ("checkpoints", "traces", "tokenizer", "islands")
@@ -127,6 +131,26 @@ class RunFolder:
         self._lock = file
         return ""
 
+    def copies(self) -> Path:
+        """Return the folder of this run's copies in shared memory, by a name kept here; a collective.
+
+        What dead runs have left there is removed.
+        """
+        name = [""]
+        if dist.get_rank() == 0:
+            path = self.path / TOKEN
+            try:
+                known = read_own(path) if path.exists() else b""
+                name = [known.decode() if re.fullmatch(b"[0-9a-f]{32}", known) else uuid.uuid4().hex]
+                write_whole(path, name[0])
+            except OSError as error:
+                reason = f"{TOKEN}: {cause_of(error)}"
+                raise ConfigError(f"run.dir: cannot write to {self.path}: {reason}") from None
+        folder = in_memory.ROOT / f"{in_memory.PREFIX}{gathered_objects(name)[0][0]}"
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            remove_left(folder)
+        return folder
+
     def release(self) -> str:
         """Send what is left, and unlock the folder, so that another run may use it.
 
@@ -142,6 +166,34 @@ class RunFolder:
         if self._lock:
             self._lock.close()
         return problem
+
+
+def remove_left(own: Path) -> None:
+    """Remove the copies of this user's runs of which no process is left, but not our ``own``."""
+    for folder in in_memory.ROOT.glob(f"{in_memory.PREFIX}*"):
+        try:
+            if folder == own or folder.lstat().st_uid != os.geteuid():
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ranks hold a lock
+                # While torchrun starts ranks again, it alone is there.
+                if not any(_lives(path.name.partition("-")[0]) for path in folder.iterdir()):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+        except OSError:  # it is in use, or gone
+            continue
+
+
+def _lives(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def _unseen(folder: Path) -> str:

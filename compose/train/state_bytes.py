@@ -95,6 +95,12 @@ def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
     }
 
 
+def copied_bytes(placed: Sequence[Placed], job: Job) -> int:
+    """Return the bytes of what a checkpoint has of the rank with these parameters."""
+    optimizer = state_bytes(placed, job)[f"optimizer ({job.config.optimizer.name})"]
+    return sum(p.local_bytes for p in placed if p.trained) + optimizer
+
+
 def _gathered(stage: Sequence[Placed], config: Config) -> int:
     """Return the bytes of gathered parameters kept for a step; zero 3 keeps those of neighbours."""
     parallel = config.parallel

@@ -25,6 +25,7 @@ from compose.train.hooks import Hook, hooks_of
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
 from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, set_timeout
 from compose.train.run_folder import Report, RunFolder
+from compose.train.state_bytes import copied_bytes, placements
 from compose.train.step import (
     Reading,
     Readings,
@@ -82,6 +83,9 @@ class Trainer:
             self.hooks,
             WorkerCheckpoints(worker),
             self.held.uploads,
+            (self.held.copies(), copied_bytes(placements(self.composition.model, mesh, config), job))
+            if config.checkpoint.memory
+            else None,
         )
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone
@@ -114,8 +118,7 @@ class Trainer:
                 set_timeout(self.config.comm.first_step_timeout, but=self.checkpointer.group)
                 stopped = self._train()
                 # A signal at the end of the run waits for the last save too.
-                self.checkpointer.wait()
-                self.checkpointer.finished()
+                self.checkpointer.end()
             failed = False
         except TrainingError:  # on every rank: the earlier save is whole, so it may be published
             self.checkpointer.wait()
@@ -153,7 +156,7 @@ class Trainer:
             )
             if self.read:
                 self._write(self.read)
-            code, failed = self.read.said if self.read else (0, 0)
+            code, failed, copying = self.read.said if self.read else (0, 0, 0)
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
             if failed:
@@ -165,6 +168,8 @@ class Trainer:
             if saving.interval and (due or number % saving.interval == 0):
                 self._read_rest()
                 self.checkpointer.save(self.progress)
+            if saving.memory and number % saving.memory == 0:
+                self.checkpointer.copy(self.progress, copying)
         self._read_rest()
         if enough:
             self.report.say(f"stopped after step {self.progress.step}: {enough}")
@@ -233,7 +238,8 @@ class Trainer:
             norm = clip_grad_norm_(self.composition, train.max_norm, scale)
         mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
-        said = (self.signals.code, self.checkpointer.failed_too_often)
+        checkpointer = self.checkpointer
+        said = (self.signals.code, checkpointer.failed_too_often, checkpointer.copying)
         self.read = read = self.readings.read(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()
         # The device has done all work before it, so nothing is waited for.

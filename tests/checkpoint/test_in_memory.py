@@ -1,0 +1,388 @@
+"""Copies in shared memory: what a killed run goes on from, on any mesh, and what is passed over."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compose.checkpoint import in_memory, store
+from compose.train.run_folder import remove_left
+from compose.train.trainer import Trainer
+from tests.support.checkpoints import MESHES, SAVING, assert_bitwise, trained_state
+from tests.support.helpers import (
+    ROOT,
+    Keys,
+    make_job,
+    parallel,
+    ranks_in,
+    refusal,
+    refusals,
+    tiered,
+)
+from tests.support.pool import Pool, make_mesh
+from tests.support.small_models import lora
+from tests.support.training import keys_for, lines, train
+
+COPIES: Keys = (
+    SAVING
+    | {"model__n_layers": 2, "data__path": str(ROOT / "README.md")}
+    | {"checkpoint__interval": 0, "checkpoint__memory": 1}
+)
+
+
+class Killed(Exception):
+    """Stands for a kill: no clean-up follows."""
+
+
+@dataclass
+class Machines:
+    """Where each rank's shared memory is, and to which node a rank belongs."""
+
+    root: Path
+    nodes: list[int]
+
+    def __enter__(self) -> None:
+        rank = dist.get_rank()
+        node = self.nodes[rank] if self.nodes else 0
+        root = self.root / f"memory-{node}"
+        root.mkdir(parents=True, exist_ok=True)
+        self.patches = [
+            mock.patch.object(in_memory, "ROOT", root),
+            mock.patch.dict(os.environ, {"GROUP_RANK": str(node)}),
+        ]
+        for patch in self.patches:
+            patch.__enter__()
+
+    def __exit__(self, *unused: object) -> None:
+        for patch in self.patches:
+            patch.__exit__(None, None, None)
+
+
+def of_interest(printed: mock.Mock) -> list[str]:
+    said = [str(call.args[0]) for call in printed.call_args_list if call.args]
+    return [line for line in said if "resumed" in line or "cop" in line or "passed" in line]
+
+
+def until_killed(keys: Keys, machines: Machines, steps: int) -> list[str]:
+    """On every rank: train so many steps, whose copies are whole, and leave all as a kill does."""
+    job = make_job(dist.get_world_size(), **keys)
+    real = Trainer.step
+
+    def step(self: Trainer) -> Any:
+        if self.progress.step == steps:
+            self.checkpointer.wait()
+            raise Killed
+        metrics = real(self)
+        copies = self.checkpointer.copies
+        if copies and copies.thread:
+            copies.thread.join()
+        return metrics
+
+    said = mock.patch("builtins.print")
+    with machines, mock.patch.object(Trainer, "step", step), said as printed:
+        trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+        with pytest.raises(Killed):
+            trainer.run()
+        copies = trainer.checkpointer.copies
+        assert copies
+        assert copies.thread
+        copies.thread.join()
+        os.close(copies.lock)  # as the end of a process does
+    return of_interest(printed)
+
+
+def going_on(keys: Keys, machines: Machines) -> tuple[dict[str, Tensor], list[str]]:
+    """On every rank: the state at the run's end, and what the start has printed."""
+    with machines, mock.patch("builtins.print") as printed:
+        state = trained_state(keys)
+    return state, of_interest(printed)
+
+
+@dataclass
+class Scene:
+    """A run in a folder, and its machines."""
+
+    pool: Pool
+    folder: Path
+    keys: Keys
+    nodes: tuple[int, ...] = ()
+
+    @property
+    def machines(self) -> Machines:
+        return Machines(self.folder / "machines", list(self.nodes))
+
+    def kill_after(self, steps: int, **keys: object) -> list[str]:
+        both = keys_for(self.folder / "run", **(COPIES | self.keys | keys | {"train__stop_after": 7}))
+        return self.pool.run(until_killed, ranks_in(both), both, self.machines, steps)[0]
+
+    def go_on(self, **keys: object) -> tuple[dict[str, Tensor], list[str]]:
+        both = keys_for(self.folder / "run", **(COPIES | self.keys | keys | {"train__stop_after": 7}))
+        return self.pool.run(going_on, ranks_in(both), both, self.machines)[0]
+
+    def undisturbed(self) -> dict[str, Tensor]:
+        keys = COPIES | self.keys | {"checkpoint__memory": 0, "train__stop_after": 7}
+        both = keys_for(self.folder / "whole", **keys)
+        return self.pool.run(trained_state, ranks_in(both), both)[0]
+
+    def files(self, node: int = 0) -> list[Path]:
+        return sorted((self.folder / "machines" / f"memory-{node}").glob("dtensor-compose-*/*"))
+
+    def resumed(self, ranks: int, step: int, of_peers: int = 0) -> str:
+        kept = f"kept, {of_peers} of them by peers" if of_peers else "kept by themselves"
+        run = self.folder / "run"
+        return f"{run}: copies in memory of {ranks} ranks, {kept}: resumed after step {step}"
+
+
+OTHERS: dict[str, Keys] = {
+    "residuals": parallel(dp_shard=2) | {"comm__gradients": "powersgd", "comm__rank": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    tiered(
+        ("tensor, uneven", "one", "replicas", "v-schedule", *OTHERS), slow=("one", "replicas", *OTHERS)
+    ),
+)
+def test_a_killed_run_goes_on_bitwise(pool: Pool, tmp_path: Path, mesh: str) -> None:
+    """There is no checkpoint on the disk. At the end nothing is left in memory."""
+    scene = Scene(pool, tmp_path, MESHES.get(mesh) or OTHERS.get(mesh) or {})
+    expected = scene.undisturbed()
+    scene.kill_after(4)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    state, said = scene.go_on()
+    assert said == [scene.resumed(ranks_in(scene.keys), 4)]
+    assert_bitwise(state, expected)
+    assert scene.files() == []
+    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "run"), strict=True):
+        assert (a["loss"], a["grad_norm"], a["samples"]) == (b["loss"], b["grad_norm"], b["samples"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor, uneven", "pipeline"),
+        pytest.param("v-schedule", "one", marks=pytest.mark.slow),
+        pytest.param("one", "context", marks=pytest.mark.slow),
+    ],
+)
+def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+    scene = Scene(pool, tmp_path, {})
+    expected = scene.undisturbed()
+    scene.kill_after(2, **MESHES[before])
+    state, said = scene.go_on(**MESHES[after])
+    assert said == [scene.resumed(ranks_in(MESHES[before]), 2)]
+    for name, value in expected.items():
+        bound = 1e-3 if name.startswith("model.") else 1e-2
+        error = (state[name].double() - value.double()).norm()
+        assert float(error) <= bound * float(value.double().norm()) + 1e-12, name
+    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "run"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert a["samples"] == b["samples"]
+
+
+def test_a_lost_nodes_state_is_with_its_peers(pool: Pool, tmp_path: Path) -> None:
+    """Of two nodes the second comes back without its memory, later the first."""
+    scene = Scene(pool, tmp_path, parallel(dp_shard=2, tp=2), (0, 0, 1, 1))
+    expected = scene.undisturbed()
+    scene.kill_after(3)
+    shutil.rmtree(tmp_path / "machines" / "memory-1")
+    assert scene.kill_after(5) == [scene.resumed(4, 3, of_peers=2)]
+    shutil.rmtree(tmp_path / "machines" / "memory-0")
+    state, said = scene.go_on()
+    assert said == [scene.resumed(4, 5, of_peers=2)]
+    assert_bitwise(state, expected)
+    assert scene.files(0) == scene.files(1) == []
+
+
+def test_parts_of_another_node_are_sent(pool: Pool, tmp_path: Path) -> None:
+    """On another mesh ranks need parts that only the other node has."""
+    scene = Scene(pool, tmp_path, {}, (0, 0, 1, 1))
+    expected = scene.undisturbed()
+    scene.kill_after(3, **parallel(dp_shard=4))
+    for path in [*scene.files(0), *scene.files(1)]:
+        if ".peer" in path.name:
+            path.unlink()
+    state, said = scene.go_on(**parallel(tp=2, dp_shard=2))
+    assert said == [scene.resumed(4, 3)]
+    for name, value in expected.items():
+        assert float((state[name] - value).norm()) <= 1e-2 * float(value.norm()) + 1e-12, name
+
+
+def test_replicas_need_no_peers(pool: Pool, tmp_path: Path) -> None:
+    scene = Scene(pool, tmp_path, parallel(dp_replicate=2, dp_shard=2), (0, 0, 1, 1))
+    expected = scene.undisturbed()
+    scene.kill_after(4)
+    assert not [path for path in (*scene.files(0), *scene.files(1)) if ".peer" in path.name]
+    shutil.rmtree(tmp_path / "machines" / "memory-0")
+    state, said = scene.go_on()
+    assert said == [scene.resumed(2, 4)]
+    assert_bitwise(state, expected)
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_damaged_is_named_and_passed_over(pool: Pool, tmp_path: Path) -> None:
+    """A flipped bit in the newest copy of a rank, and one in the text beside another."""
+    scene = Scene(pool, tmp_path, parallel(dp_shard=2))
+    expected = scene.undisturbed()
+    scene.kill_after(4)
+    newest = max(p for p in scene.files() if "-00001-" in p.name and p.suffix != ".json")
+    flip(newest, newest.stat().st_size // 2)
+    damaged, lacking, resumed = scene.kill_after(5)
+    assert damaged.startswith(f"copies in memory: {newest.name} of step 4 is damaged in ")
+    assert lacking == "copies in memory: step 4 lacks parts, and is passed over"
+    assert resumed == scene.resumed(2, 3)
+    text = max(p for p in scene.files() if p.name.endswith("-00000-1.json"))
+    flip(text, 40)
+    state, said = scene.go_on()
+    assert said == [
+        f"copies in memory: the description of {text.stem} is not what was written (checksum)",
+        "copies in memory: step 5 lacks parts, and is passed over",
+        scene.resumed(2, 4),
+    ]
+    assert_bitwise(state, expected)
+
+
+def test_memory_is_read_and_not_the_disk(pool: Pool, tmp_path: Path) -> None:
+    """The checkpoint of the same step has no shards that could be read; a newer one is taken."""
+    scene = Scene(pool, tmp_path, parallel(dp_shard=2) | {"checkpoint__interval": 4})
+    scene.kill_after(4)
+    checkpoint = tmp_path / "run" / "checkpoints" / store.name_of(4)
+    kept = {path: path.read_bytes() for path in checkpoint.glob("__*")}
+    assert kept
+    for path in kept:
+        path.unlink()
+    assert scene.kill_after(5) == [scene.resumed(2, 4)]
+    for path, content in kept.items():
+        path.write_bytes(content)
+    newer = checkpoint.rename(checkpoint.with_name(store.name_of(6)))
+    state = (newer / store.STATE).read_text()
+    (newer / store.STATE).write_text(state.replace('"step": 4', '"step": 6'))
+    manifest = store.manifest_entries(p for p in newer.iterdir() if p.name != store.MANIFEST)
+    (newer / store.MANIFEST).write_text(json.dumps({"files": manifest}))
+    _, said = scene.go_on(train__stop_after=6)
+    assert said == [
+        f"copies in memory are of step 5, before {newer.name}",
+        f"{newer}: resumed after step 6",
+    ]
+
+
+def leftovers(root: Path) -> list[str]:
+    """What a start leaves of other runs' copies."""
+    with mock.patch.object(in_memory, "ROOT", root):
+        remove_left(root / f"{in_memory.PREFIX}own")
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
+    """A locked folder is in use. While a launcher lives, it may start its ranks again."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name, pid in {"dead": ended.pid, "own": ended.pid, "restarting": os.getpid()}.items():
+        (tmp_path / f"dtensor-compose-{name}").mkdir()
+        (tmp_path / f"dtensor-compose-{name}" / f"{pid}-abc-00000-0").touch()
+    (tmp_path / "of-another").mkdir()
+    locked = tmp_path / "dtensor-compose-locked"
+    locked.mkdir()
+    handle = os.open(locked, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    names = ["dtensor-compose-locked", "dtensor-compose-own", "dtensor-compose-restarting"]
+    assert leftovers(tmp_path) == [*names, "of-another"]
+    os.close(handle)
+    with mock.patch.object(os, "geteuid", return_value=os.getuid() + 1):
+        assert leftovers(tmp_path) == [*names, "of-another"]
+    assert leftovers(tmp_path) == [*names[1:], "of-another"]
+
+
+def without_room(keys: Keys, root: Path) -> tuple[str, list[str]]:
+    """On every rank: the refusal where shared memory is small; what is said where it fills up later."""
+    with Machines(root, []):
+        free = mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=1000))
+        with free:
+            refused = refusal(train, keys)
+
+        def full(*_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with mock.patch.object(os, "posix_fallocate", full), mock.patch("builtins.print") as printed:
+            train(keys)
+    return refused, of_interest(printed)
+
+
+def test_too_little_memory_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """With the number, on every rank; if it is used up later, the run trains on."""
+    keys = keys_for(tmp_path / "run", **COPIES, train__stop_after=2)
+    ((refused, said),) = pool.run(without_room, 1, keys, tmp_path)
+    found = re.fullmatch(
+        r"checkpoint\.memory: two copies of 1 ranks take ([\d,]+) bytes of \S+, and 1,000 are free on"
+        r" \S+: make it larger \(docker run --shm-size\), or use checkpoint\.memory = 0",
+        refused,
+    )
+    assert found
+    job = make_job(1, **keys)
+    parameters = sum(p.numel() for p in job.model.parameters())
+    assert int(found[1].replace(",", "")) == 2 * 3 * 4 * parameters
+    assert said == [
+        f"rank 0: the copy in memory of step {step} failed: No space left on device; training goes on"
+        for step in (1, 2)
+    ]
+    assert len(lines(tmp_path / "run")) == 2
+
+
+WITH: Keys = {"run__dir": "runs/a", "checkpoint__memory": 5}
+KEY = "checkpoint.memory: 5"
+test_refusals = refusals(
+    [
+        (
+            {"run__dir": ""},
+            f"{KEY} needs a run.dir, by which a restart knows its copies; set run.dir, or use 0",
+        ),
+        (
+            {"run__dir": "s3://bucket/run"},
+            f"{KEY} goes with a run.dir of this machine, and s3://bucket/run is none; use 0",
+        ),
+        (
+            {"checkpoint__resume": "none"},
+            f'{KEY} is for a restart, and checkpoint.resume = "none" begins anew; use "auto", or 0',
+        ),
+        (
+            {"parallel__dp_replicate": 2, "outer__every": 4},
+            f"{KEY} does not go with islands, which go on from one step; use outer.every = 0, or 0",
+        ),
+        (
+            {"optimizer__offload": "cpu"},
+            f'{KEY} is not proved with optimizer.offload = "cpu"; use checkpoint.memory = 0, or'
+            ' optimizer.offload = "none"',
+        ),
+        (
+            parallel(pp=2, pp_schedule="PipeDream")
+            | {"train__max_norm": 0.0, "train__global_batch": 2},
+            f'{KEY} is not proved with parallel.pp_schedule = "PipeDream"; use checkpoint.memory = 0,'
+            ' or parallel.pp_schedule = "1F1B"',
+        ),
+        (
+            lora(2),
+            f"{KEY} is not proved with model.lora.rank = 2; use checkpoint.memory = 0, or"
+            " model.lora.rank = 0",
+        ),
+    ],
+    WITH,
+)
