@@ -305,7 +305,8 @@ def _run_dir(config: Config) -> list[str]:
 
     folder, keep = as_path(config.run.dir or "runs"), config.checkpoint
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
-    resumes = keep.resume == "auto" and (keep.interval or newest_first(folder / "checkpoints"))
+    saves = keep.interval or keep.memory
+    resumes = keep.resume == "auto" and (saves or newest_first(folder / "checkpoints"))
     for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
         if (folder / name).exists():
             why = ", and no checkpoint" if keep.resume == "auto" else ""
