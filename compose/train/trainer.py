@@ -122,6 +122,7 @@ class Trainer:
             failed = False
         except TrainingError:  # on every rank: the earlier save is whole, so it may be published
             self.checkpointer.wait()
+            list(self.readings.rest())  # no rank leaves while others wait for its messages
             raise
         finally:
             for hook in self.hooks:
