@@ -1,5 +1,6 @@
 """A checked run, with everything that the check worked out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,8 +14,10 @@ from compose.config.setup import Setup, Target
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import adapt
-from compose.parallel.mesh import Parallel
+from compose.parallel.mesh import Parallel, Share, deal
 from compose.plan import Plan, Resolved, resolve
+
+_TRIED = 1_000_000  # most sizes to try for a size that divides
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,22 @@ class Job:
         return "cuda" if self.on_cuda else "cpu"
 
     @property
+    def shares(self) -> tuple[Share, ...]:
+        """The part of a global batch that each data rank trains on; () if they are equal."""
+        degrees, micro_batch = self.degrees, self.config.train.micro_batch
+        ranks = degrees.dp_replicate * degrees.dp_shard
+        whole = self.global_batch % (ranks * micro_batch) == 0
+        if not may_be_unequal(self.config) or (whole and not degrees.speeds):
+            return ()
+        # Units are gathered or reduced in each micro-batch, or tokens travel between data ranks.
+        together = degrees.zero >= 2 or degrees.ep > degrees.cp * degrees.tp
+        return deal(self.global_batch, degrees.speeds or ranks * [1.0], micro_batch, together)
+
+    @property
     def micro_batches(self) -> int:
-        """Micro-batches of one rank in a step; 0 if the division has a remainder."""
+        """Micro-batches of one rank in a step, at most; 0 if the division has a remainder."""
+        if shares := self.shares:
+            return max(share.micro_batches for share in shares)
         ranks = self.degrees.dp_replicate * self.degrees.dp_shard
         whole, rest = divmod(self.global_batch, ranks * self.config.train.micro_batch)
         return 0 if rest else whole
@@ -97,6 +114,11 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     return Job(config, world_size // islands, model, plan, resolve(plan, model), islands)
 
 
+def may_be_unequal(config: Config) -> bool:
+    """Return whether data ranks may get unequal shares of a global batch."""
+    return bool(config.parallel.speeds)
+
+
 def check_dealt(global_batch: int, islands: int) -> None:
     """Raise ConfigError if the samples of a step cannot be dealt to so many islands."""
     if global_batch % islands:
@@ -104,6 +126,47 @@ def check_dealt(global_batch: int, islands: int) -> None:
         raise ConfigError(
             f"train.global_batch: {global_batch} cannot be dealt to {islands} islands, the"
             f" ranks of dp_replicate; nearest: {nearest}"
+        )
+
+
+def share_problems(job: Job) -> Iterator[str]:
+    """Yield why the data ranks cannot share a global batch."""
+    train, degrees = job.config.train, job.config.parallel
+    ranks = degrees.dp_replicate * degrees.dp_shard
+    unit = ranks * train.micro_batch
+    if job.shares:
+        yield from _unequal_problems(job)
+        return
+    if train.global_batch % unit == 0:
+        return
+    nearest, smaller = max(1, round(train.global_batch / unit)) * unit, ""
+    share, rest = divmod(train.global_batch, ranks)
+    if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
+        best = max(size for size in range(1, most + 1) if share % size == 0)
+        smaller = f", or train.micro_batch = {best}"
+    yield (
+        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
+    )
+
+
+def _unequal_problems(job: Job) -> Iterator[str]:
+    config, degrees = job.config, job.degrees
+    speeds, ranks = degrees.speeds, degrees.dp_replicate * degrees.dp_shard
+    if speeds and len(speeds) != ranks:
+        yield (
+            f"parallel.speeds: has {len(speeds)} numbers for the {ranks} ranks of dp_replicate x"
+            " dp_shard; give each of them one"
+        )
+    because = "and the ranks have unequal shares of train.global_batch"
+    if job.islands > 1:
+        yield f"outer.every: {config.outer.every} makes islands of equal shares, {because}; use 0"
+    if config.metrics.noise_scale:
+        yield f"metrics.noise_scale: true compares equal micro-batches, {because}; use false"
+    if config.precision.float8 != "off":
+        yield (
+            f'precision.float8: "{config.precision.float8}" would scale by rows of padding, {because};'
+            ' use "off"'
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from compose.config import composition_rules, setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION, backward_in_two_parts, segment_is_short
-from compose.config.job import Job, make_job
+from compose.config.job import Job, make_job, share_problems
 from compose.config.models import find_model, max_seq_len
 from compose.config.setup import Rule, Rules, Target
 from compose.config.tables import Config
@@ -31,7 +31,6 @@ from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import ASYNCHRONOUS, build_table, placement
 from compose.pipeline.split import balanced, layer_names
 
-_TRIED = 1_000_000  # most sizes to try for a size that divides
 RUN = Rules[Job](composition_rules.RUN_OF_STEP)
 
 
@@ -44,25 +43,13 @@ def _task(job: Job) -> Iterator[str]:
         yield from task.check(job.config)
 
 
-@RUN.add(
-    "global_batch is a multiple of dp_replicate x dp_shard x micro_batch",
-    "every rank runs the same number of equal micro-batches, since collectives must match",
-)
-def _global_batch(job: Job) -> Iterator[str]:
-    train, degrees = job.config.train, job.config.parallel
-    ranks = degrees.dp_replicate * degrees.dp_shard
-    unit = ranks * train.micro_batch
-    if train.global_batch % unit == 0:
-        return
-    nearest, smaller = max(1, round(train.global_batch / unit)) * unit, ""
-    share, rest = divmod(train.global_batch, ranks)
-    if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
-        best = max(size for size in range(1, most + 1) if share % size == 0)
-        smaller = f", or train.micro_batch = {best}"
-    yield (
-        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
-        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
-    )
+RUN.add(
+    "global_batch is a multiple of dp_replicate x dp_shard x micro_batch; with parallel.speeds, which"
+    " has a speed for each of these ranks, it need not be, but then float8, noise_scale and islands are"
+    " off",
+    "every rank runs the same number of equal micro-batches, since collectives must match; unequal"
+    " shares are filled up with padding",
+)(share_problems)
 
 
 @RUN.add(

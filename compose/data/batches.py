@@ -15,7 +15,7 @@ from torch import Tensor
 from compose.data.samples import Samples
 from compose.data.token_files import READERS
 from compose.object_storage import Remote, as_path
-from compose.ops.batch import ignore_all
+from compose.ops.batch import empty
 
 
 def shuffled(place: int, size: int, key: int) -> int:
@@ -98,6 +98,11 @@ class Batches:
             # Pinning makes a CUDA context on a thread's current device.
             self.reader = ThreadPoolExecutor(1, "data", torch.cuda.set_device, (device,))
 
+    def deal(self, rows: range) -> None:
+        """Read these rows of each global batch from now on."""
+        self.rows = rows
+        self.ahead.clear()
+
     def batch(self, first: int) -> dict[str, Tensor]:
         """Return this rank's part, tensors (samples, L), of the global batch from ``first`` on."""
         if self.reader is None:
@@ -108,8 +113,10 @@ class Batches:
         return mine.result()
 
     def _read(self, first: int) -> dict[str, Tensor]:
-        numbers = [first + row for row in self.rows]
-        return stacked([*(self.asked.map if self.asked else map)(self._sample, numbers)])
+        # A rank without samples has tensors without rows.
+        numbers = [first + row for row in self.rows or [0]]
+        batch = stacked([*(self.asked.map if self.asked else map)(self._sample, numbers)])
+        return batch if self.rows else {name: value[:0] for name, value in batch.items()}
 
     def _pinned(self, first: int) -> dict[str, Tensor]:
         return {name: value.pin_memory() for name, value in self._read(first).items()}
@@ -147,9 +154,3 @@ def in_order(
 def stacked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack samples with tensors (L, ...) into a batch with tensors (samples, L, ...)."""
     return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
-
-
-def empty(like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a sample of the same length without targets to learn; its positions are -1."""
-    blank = {n: torch.full_like(v, -1 if n == "positions" else 0) for n, v in like.items()}
-    return blank | {"targets": ignore_all(torch.empty_like(like["targets"]))}

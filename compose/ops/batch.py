@@ -26,6 +26,12 @@ def ignore_all(targets: Tensor) -> Tensor:
     return targets.fill_(float("nan") if targets.is_floating_point() else IGNORE)
 
 
+def empty(like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a sample, or rows, of the same shapes without targets to learn; its positions are -1."""
+    blank = {n: torch.full_like(v, -1 if n == "positions" else 0) for n, v in like.items()}
+    return blank | {"targets": ignore_all(torch.empty_like(like["targets"]))}
+
+
 def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the targets of a batch; raise ConfigError if it has none."""
     if "targets" not in batch:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from compose.errors import ConfigError, LocalPath, NonNegative, Positive
+from compose.errors import ConfigError, LocalPath, NonNegative, Positive, Weight
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The axes over which samples differ.
@@ -57,6 +57,9 @@ class Parallel:
     """Layers of each stage, in order; empty: balanced by FLOPs, the output projection counted."""
     ep: Positive = 1
     """Expert-parallel degree, laid over the innermost of the other axes but pp: no ranks of its own."""
+    speeds: tuple[Weight, ...] = ()
+    """How fast each data-parallel rank is, in any unit: a slow one gets fewer samples of the global
+    batch. Empty: equal shares."""
     sequence: bool = True
     """With tp: shard the sequence between layers (norms, residuals) over tp."""
     loss: bool = True
@@ -185,6 +188,82 @@ def batch_share(mesh: DeviceMesh) -> tuple[int, int]:
         size = axis_size(mesh, axis)
         index, count = index * size + mesh.get_local_rank(axis), count * size
     return index, count
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a global batch that one data rank trains on.
+
+    Ranks whose collectives must match run equally many micro-batches. A rank with too few samples fills
+    its micro-batches up with rows from which nothing is learnt.
+    """
+
+    first: int
+    """The number of its first sample in the global batch."""
+    samples: int
+    micro_batch: int
+    """Rows of each of its micro-batches."""
+    micro_batches: int
+    of: int
+    """Samples of the global batch."""
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the global batch that it has."""
+        return slice(self.first, self.first + self.samples)
+
+    @property
+    def padding(self) -> int:
+        """The rows that it runs besides its samples."""
+        return self.micro_batch * self.micro_batches - self.samples
+
+
+def deal(
+    samples: int, speeds: Sequence[float], micro_batch: int, together: bool = True
+) -> tuple[Share, ...]:
+    """Return each data rank's share of a global batch, such that the slowest rank is done soonest.
+
+    Ranks have the relative ``speeds``, and run at most ``micro_batch`` rows at once. If they act
+    ``together``, all run equally many micro-batches, and a slower rank has fewer rows in each; else it
+    has fewer micro-batches. Where equal ranks divide the samples, no row is padding.
+    """
+    fastest = max(speeds)
+
+    def seconds(shares: tuple[Share, ...]) -> float:
+        work = (s.micro_batch * s.micro_batches / v for s, v in zip(shares, speeds, strict=True))
+        return max(work)
+
+    options = []
+    for size in range(micro_batch, 0, -1):
+        if together:
+            sizes = [max(1, int(size * speed / fastest + 1e-9)) for speed in speeds]
+            rows, counts = _cut(samples, sizes), len(speeds) * [-(-samples // sum(sizes))]
+        else:
+            sizes, rows = len(speeds) * [size], _cut(samples, speeds)
+            counts = [-(-len(each) // size) or 1 for each in rows]
+        parts = zip(rows, sizes, counts, strict=True)
+        options.append(tuple(Share(r.start, len(r), size, n, samples) for r, size, n in parts))
+    return min(options, key=seconds)  # of equal ones the first, which has the largest micro-batches
+
+
+def _cut(samples: int, weights: Sequence[float]) -> list[range]:
+    """Cut range(samples) into parts in proportion to ``weights``."""
+    total = sum(weights)
+    ends = [int(samples * part / total + 1e-9) for part in itertools.accumulate(weights, initial=0)]
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def rows_of(mesh: DeviceMesh, batch: Mapping[str, torch.Tensor], share: Share | None = None) -> slice:
+    """Return this rank's rows of a global batch: those of its share, or an equal part.
+
+    Raises ConfigError if equal parts are not whole.
+    """
+    index, count = batch_share(mesh)
+    sizes = {len(value) for value in batch.values()}
+    if not share and any(size % count for size in sizes):
+        raise ConfigError(f"batch: {max(sizes)} samples cannot be shared by {count} ranks")
+    size = max(sizes) // count
+    return share.rows if share else slice(index * size, (index + 1) * size)
 
 
 def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> torch.Tensor:

@@ -101,7 +101,8 @@ def prove(
         units=job.resolved.checkpoint,
         begin_step=begin_step,
     )
-    trial = Trial(train.micro_batch, loss_function(config), max_norm=CLIP * train.max_norm)
+    max_norm = CLIP * train.max_norm
+    trial = Trial(train.micro_batch, loss_function(config), max_norm=max_norm, shares=job.shares)
     report = prove_both(whole, batches, config.precision, setup, trial, logic)
     rows = [*report.rows, _trained(whole, job.plan, config.model.lora)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))

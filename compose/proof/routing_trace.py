@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compose.composition import Composition
 from compose.parallel.context_parallel import shard_sequence
 from compose.parallel.expert_parallel import routers
-from compose.parallel.mesh import axis_size, batch_share
+from compose.parallel.mesh import Share, axis_size, rows_of
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,18 @@ class _Seen(torch.autograd.Function):
 
 
 def ids_of_calls(
-    composition: Composition, shape: torch.Size, micro_batch: int | None
+    composition: Composition, shape: torch.Size, micro_batch: int | None, share: Share | None = None
 ) -> dict[str, list[Tensor]]:
     """Return the ids of the tokens that each router's calls on this rank see; -1 marks padding.
 
     ``shape`` is that of the global batch, (B, S), whose tokens are numbered row by row.
     """
     mesh, pipeline = composition.mesh, composition.pipeline
-    index, count = batch_share(mesh)
-    ids = torch.arange(shape.numel()).view(shape).chunk(count)[index]
+    ids = torch.arange(shape.numel()).view(shape)
+    ids = ids[rows_of(mesh, {"ids": ids}, share)]
+    if share:
+        ids = torch.cat([ids, ids.new_full((share.padding, *ids.shape[1:]), -1)])
+        micro_batch = share.micro_batch
     if axis_size(mesh, "cp") > 1:
         tp = axis_size(mesh, "tp")
         # shard_sequence marks padding under this name, with -1.

@@ -31,7 +31,7 @@ from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_shard, local_tensor
 from compose.optim.adamw import AdamW
 from compose.parallel.expert_parallel import routers
-from compose.parallel.mesh import axis_size, batch_share
+from compose.parallel.mesh import Share, axis_size, batch_share, rows_of
 from compose.plan import Plan, resolve
 from compose.proof.comparison import Comparison, buffers_of, gradient_of, parameters_of, shared, whole
 from compose.proof.observers import (
@@ -81,6 +81,8 @@ class Trial:
     """Makes an optimizer from parameters (named ones, if master weights are bfloat16); None: AdamW."""
     max_norm: float = 1.0
     """The limit of ``clip_grad_norm_``."""
+    shares: tuple[Share, ...] = ()
+    """The shares of the data ranks, if they need not be equal."""
     tolerance: Tolerance | None = None
     """Tolerance of the run in the asked types; None: that of ``report.tolerance_of``."""
 
@@ -234,15 +236,13 @@ def compare(
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     index, count = batch_share(mesh)
-    sizes = {len(value) for batch in batches for value in batch.values()}
-    if any(size % count for size in sizes):
-        raise ConfigError(f"batch: {max(sizes)} samples cannot be shared by {count} ranks")
+    mine = trial.shares[index] if trial.shares else None
+    rows = [rows_of(mesh, batch, mine) for batch in batches]
     tolerance = trial.tolerance or tolerance_of(precision)
     loose: State = "loose" if run.logic else "" if precision.reduced else "coarse"
     comparison = Comparison(torch.device(mesh.device_type), tolerance, run.label, loose)
     held = parameters_of(composition)
     first = dist.get_rank() == 0
-
     model = copy.deepcopy(model) if first else model
     for name, parameter in model.named_parameters():
         values = [whole(p) for p in held.get(name, [])]
@@ -261,15 +261,15 @@ def compare(
         return of(reference) if reference else None
 
     def run_batch(here: Composition, step: int) -> Tensor:
-        share = {name: value.chunk(count)[index] for name, value in batches[step].items()}
         with Widened() if run.widens and precision == EXACT else nullcontext():
             return forward_backward(
                 here,
-                share,
+                {name: value[rows[step]] for name, value in batches[step].items()},
                 micro_batch=micro_batch,
                 loss_function=trial.loss_function,
                 loss_scale=loss_scale,
                 dropout=DropoutKey(step),
+                share=mine,
             )
 
     def train_again(prepare: Callable[[Composition], None]) -> Composition:
@@ -301,7 +301,7 @@ def compare(
             loss = run_batch(composition, step)
         seen: dict[str, list[Choices]] = {}
         if routers(model):
-            calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch)
+            calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch, mine)
             seen = gathered(recorder.choices(calls))
         messages, sent = MessageEffects(), None
         if rounds:

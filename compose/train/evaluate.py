@@ -122,7 +122,10 @@ class Validation:
         report_phase(step, "validation")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
-        for batch in in_order(self.samples, self.job.global_batch, batch_share(composition.mesh)):
+        share = batch_share(composition.mesh)
+        unit = share[1] * train.micro_batch  # each rank runs equally many micro-batches
+        rows = -(-self.job.global_batch // unit) * unit
+        for batch in in_order(self.samples, rows, share):
             here = on_device(batch, self.device)
             loss, targets = evaluate(
                 composition, here, micro_batch=train.micro_batch, loss_function=self.function

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import Documents, targets_of
+from compose.ops.batch import Documents, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
@@ -25,7 +25,7 @@ from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_seq
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.hpz import hpz_shards
-from compose.parallel.mesh import AXES, BATCH_AXES, axis_size, batch_share, sum_over
+from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
 
 
@@ -37,6 +37,7 @@ def forward_backward(
     loss_function: LossFunction = cross_entropy,
     loss_scale: float = 1.0,
     dropout: DropoutKey | None = None,
+    share: Share | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss.
 
@@ -56,6 +57,8 @@ def forward_backward(
             ``chunk`` the model's last projection computes the loss; this needs Plan.output.
         loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
         dropout: The step's number and the run's seed, for a model with dropout in training mode.
+        share: The place of the batch in the global batch, where ranks have unequal shares (``deal``).
+            Rows of padding are added here. ``micro_batch`` is the share's, then.
 
     Returns:
         The mean loss of the global batch, a float64 scalar, the same on every rank. In a pipeline
@@ -67,13 +70,16 @@ def forward_backward(
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
-    micro_batch = samples_at_once(batch, micro_batch)
+    micro_batch = share.micro_batch if share else samples_at_once(batch, micro_batch)
     count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES).clamp(min=1)
-    begin_step(model, targets.shape[:2].numel() * batch_share(mesh)[1], loss_scale)
+    samples = share.of if share else len(targets) * batch_share(mesh)[1]
+    begin_step(model, samples * targets.shape[1:2].numel(), loss_scale)
 
+    if share and share.padding:
+        batch = _filled_up(model, batch, share.padding)
     batch = local_batch(composition, batch)
     loss_function, batch = begun(loss_function, composition, batch, micro_batch)
-    batch = _with_masks(composition, batch, dropout)
+    batch = _with_masks(composition, batch, dropout, share)
     # loss_parallel only changes what cross-entropy does with DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
     scales = shared_scales(model, composition.float8)
@@ -162,7 +168,7 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 
 def _with_masks(
-    composition: Composition, batch: Mapping[str, Any], key: DropoutKey | None
+    composition: Composition, batch: Mapping[str, Any], key: DropoutKey | None, share: Share | None
 ) -> Mapping[str, Any]:
     """Number the samples of a local batch, if the model has dropout."""
     if composition.dropout is None:
@@ -176,8 +182,16 @@ def _with_masks(
         )
         pieces = [torch.arange(start, start + length // len(starts)) for start in starts]
         places = torch.cat(pieces).to(first.device)
-    samples = torch.arange(len(first), device=first.device) + index * len(first)
+    samples = torch.arange(len(first), device=first.device)
+    samples += share.first if share else index * len(first)
     return {**batch, **composition.dropout.begin(key, samples, places)}
+
+
+def _filled_up(model: nn.Module, batch: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
+    """Add rows to a share of a batch from which nothing is learnt, and which routers do not count."""
+    batch = _with_positions(model, batch)
+    more = empty({name: value.new_empty((rows, *value.shape[1:])) for name, value in batch.items()})
+    return {name: torch.cat([value, more[name]]) for name, value in batch.items()}
 
 
 def _padded(model: nn.Module, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:

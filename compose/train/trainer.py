@@ -18,7 +18,7 @@ from compose.data.datasets import OpenData, described, open_data, training_batch
 from compose.memory.precision import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
-from compose.parallel.mesh import axis_size, batch_share
+from compose.parallel.mesh import Share, axis_size, batch_share
 from compose.train.evaluate import Validation
 from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook, hooks_of
@@ -62,6 +62,10 @@ class Trainer:
         index, count = batch_share(mesh)
         share = worker.index * count + index, worker.count * count
         self.batches = training_batches(config, data, share, device)
+        self.share: Share | None = None
+        """This rank's part of the global batch, if it need not be equal to the others'."""
+        if job.shares:
+            self.take(job.shares[index])
         self.validation = Validation(job, data.validation, device, self.loss)
         self.step_tokens = train.global_batch * train.seq_len
         peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
@@ -105,6 +109,11 @@ class Trainer:
             hook.start(self.progress.step)
         self.report = Report(job, self.held, self.batches, self.progress.step, worker)
         self.report.begin(job, self.composition, result)
+
+    def take(self, share: Share) -> None:
+        """Train on this part of each global batch from now on."""
+        self.share = share
+        self.batches.deal(range(share.rows.start, share.rows.stop))
 
     def run(self) -> None:
         """Train to the end, or until a signal asks to stop; then finish the step and save.
@@ -230,7 +239,7 @@ class Trainer:
             loss = forward_backward(
                 self.composition,
                 batch,
-                micro_batch=train.micro_batch,
+                micro_batch=self.share or train.micro_batch,
                 loss_function=self.loss,
                 loss_scale=scale,
                 dropout=DropoutKey(step + ahead, train.seed, place),
