@@ -54,9 +54,9 @@ def _dropped(speeds: tuple[float, ...]) -> list[torch.Tensor]:
     torch.manual_seed(0)
     options = Parallel(dp_shard=len(speeds), zero=3)
     mesh = make_mesh(options)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 3)).double()
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 3))
     composition = apply(model, Plan(shard=["0", "2"]), mesh, Options(options))
-    batch = {"input": torch.randn(5, 4, 6).double(), "targets": torch.randint(3, (5, 4))}
+    batch = {"input": torch.randn(5, 4, 6), "targets": torch.randint(3, (5, 4))}
     share = deal(5, speeds, 2)[mesh.get_local_rank("dp_shard")]
     mine = {name: value[share.rows] for name, value in batch.items()}
     forward_backward(composition, mine, dropout=DropoutKey(3), share=share)
@@ -68,7 +68,7 @@ def test_dropout_goes_by_the_sample(pool: Pool) -> None:
     alone = pool.run(_dropped, 1, (1.0,))[0]
     for gradients in pool.run(_dropped, 2, (1.0, 0.3)):
         for gradient, right in zip(gradients, alone, strict=True):
-            torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("together", [True, False])
