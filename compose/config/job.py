@@ -1,6 +1,6 @@
 """A checked run, with everything that the check worked out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,13 +66,17 @@ class Job:
     def shares(self) -> tuple[Share, ...]:
         """The part of a global batch that each data rank trains on; () if they are equal."""
         degrees, micro_batch = self.degrees, self.config.train.micro_batch
-        ranks = degrees.dp_replicate * degrees.dp_shard
-        whole = self.global_batch % (ranks * micro_batch) == 0
+        whole = self.global_batch % (degrees.data_ranks * micro_batch) == 0
         if not may_be_unequal(self.config) or (whole and not degrees.speeds):
             return ()
+        return self.dealt(degrees.data_speeds)
+
+    def dealt(self, speeds: Sequence[float]) -> tuple[Share, ...]:
+        """Return the data ranks' shares by these speeds."""
+        degrees, micro_batch = self.degrees, self.config.train.micro_batch
         # Units are gathered or reduced in each micro-batch, or tokens travel between data ranks.
         together = degrees.zero >= 2 or degrees.ep > degrees.cp * degrees.tp
-        return deal(self.global_batch, degrees.speeds or ranks * [1.0], micro_batch, together)
+        return deal(self.global_batch, speeds, micro_batch, together)
 
     @property
     def micro_batches(self) -> int:
@@ -152,15 +156,20 @@ def share_problems(job: Job) -> Iterator[str]:
 
 def _unequal_problems(job: Job) -> Iterator[str]:
     config, degrees = job.config, job.degrees
-    speeds, ranks = degrees.speeds, degrees.dp_replicate * degrees.dp_shard
-    if speeds and len(speeds) != ranks:
+    speeds, ranks = degrees.speeds, degrees.pp * degrees.data_ranks
+    if speeds != "measure" and len(speeds) not in (0, ranks):
         yield (
-            f"parallel.speeds: has {len(speeds)} numbers for the {ranks} ranks of dp_replicate x"
+            f"parallel.speeds: has {len(speeds)} numbers for the {ranks} ranks of pp x dp_replicate x"
             " dp_shard; give each of them one"
         )
     because = "and the ranks have unequal shares of train.global_batch"
     if job.islands > 1:
         yield f"outer.every: {config.outer.every} makes islands of equal shares, {because}; use 0"
+    if degrees.pp > 1 and degrees.pp_schedule.startswith("PipeDream"):
+        yield (
+            f"parallel.pp_schedule: {degrees.pp_schedule} runs over the ends of steps, {because}; use"
+            " 1F1B"
+        )
     if config.metrics.noise_scale:
         yield f"metrics.noise_scale: true compares equal micro-batches, {because}; use false"
     if config.precision.float8 != "off":

@@ -133,6 +133,17 @@ def _noise_scale(job: Job) -> Iterator[str]:
 
 
 @RUN.add(
+    'metrics.slow_rank, and parallel.speeds = "measure", go without compile.mode = "model"',
+    "layers are timed one by one, and a graph of the whole model has no layers",
+)
+def _timed(job: Job) -> Iterator[str]:
+    slow, compiled = job.config.metrics.slow_rank, job.config.compile.mode
+    if compiled == "model" and (slow or job.degrees.speeds == "measure"):
+        key = f"metrics.slow_rank: {slow}" if slow else 'parallel.speeds: "measure"'
+        yield f'{key} times layers, and compile.mode = "model" has none; use compile.mode = "block"'
+
+
+@RUN.add(
     "metrics.samples_every goes with metrics.prompts, and with a model that continues a text",
     "without a prompt there is no sample, and other tasks make none of a text",
 )
@@ -358,9 +369,10 @@ def check(
     if degrees.pp == 1:
         return job
     if not degrees.pp_layers:
-        stages = len(placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages))
+        ranks = placement(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages)
+        speeds = [degrees.stage_speeds[rank] for rank in ranks]
         assert job.plan.pipeline is not None
-        layers = balanced(job.model, job.plan.pipeline, stages, job.options.sample)
+        layers = balanced(job.model, job.plan.pipeline, len(ranks), job.options.sample, speeds)
         job = replace(job, config=replace(job.config, parallel=replace(degrees, pp_layers=layers)))
     # These rules read the layers of stages, which are known only now.
     if problems := [*_adapters(job), *segment_is_short(job.setup)]:

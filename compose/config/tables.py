@@ -25,6 +25,7 @@ from compose.parallel.mesh import Parallel
 
 _ELASTIC = ReadWith("is read with elastic; set {}", elastic=())
 _SAMPLES = ReadWith("is read with samples; set {}", samples_every=())
+_SLOW = ReadWith("is read with slow_rank; set {}", slow_rank=())
 _SINKS = ReadWith("is read with sinks; set {}", sinks=())
 _PATIENCE = ReadWith("is read with patience; set {}", patience=())
 
@@ -100,6 +101,11 @@ class Metrics:
     """Steps between console lines; metrics.jsonl has one line for every step."""
     noise_scale: bool = False
     """Measure the gradient noise scale: the batch size up to which a larger one pays."""
+    slow_rank: Annotated[float, Field(ge=0)] = 0.0
+    """Write each rank's seconds in its layers, and name one that takes so many times the median; 0: no
+    layer is timed."""
+    slow_steps: Annotated[Positive, _SLOW] = 10
+    """Steps in a row that a rank must be slow to be named."""
     samples_every: NonNegative = 0
     """Steps between texts that the model continues, once at the end besides; 0 is never."""
     prompts: Annotated[tuple[str, ...], _SAMPLES] = ()

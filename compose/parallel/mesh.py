@@ -57,13 +57,41 @@ class Parallel:
     """Layers of each stage, in order; empty: balanced by FLOPs, the output projection counted."""
     ep: Positive = 1
     """Expert-parallel degree, laid over the innermost of the other axes but pp: no ranks of its own."""
-    speeds: tuple[Weight, ...] = ()
+    speeds: tuple[Weight, ...] | Literal["measure"] = ()
     """How fast each data-parallel rank is, in any unit: a slow one gets fewer samples of the global
-    batch. Empty: equal shares."""
+    batch. With pp: the same for each pipeline rank in turn, by which layers are dealt to stages too.
+    measure: by the times of the first steps. Empty: equal shares."""
     sequence: bool = True
     """With tp: shard the sequence between layers (norms, residuals) over tp."""
     loss: bool = True
     """With tp: keep the logits sharded over the vocabulary and compute the loss so."""
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks over which samples differ."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stage_speeds(self) -> list[float]:
+        """The speed of each pipeline rank: the mean of its data ranks."""
+        return [sum(row) / len(row) for row in self._speeds]
+
+    @property
+    def data_speeds(self) -> list[float]:
+        """The speed of each data rank: of its slowest stage, where layers go by ``stage_speeds``."""
+        means = self.stage_speeds
+        return [
+            min(row[rank] / mean for row, mean in zip(self._speeds, means, strict=True))
+            for rank in range(self.data_ranks)
+        ]
+
+    @property
+    def _speeds(self) -> list[list[float]]:
+        """The speeds of the data ranks of each pipeline rank."""
+        count = self.data_ranks
+        if self.speeds == "measure" or len(self.speeds) != self.pp * count:
+            return self.pp * [count * [1.0]]
+        return [list(self.speeds[i * count : (i + 1) * count]) for i in range(self.pp)]
 
 
 def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
@@ -213,9 +241,14 @@ class Share:
         return slice(self.first, self.first + self.samples)
 
     @property
+    def rows_run(self) -> int:
+        """The rows that it runs, of which some may be padding."""
+        return self.micro_batch * self.micro_batches
+
+    @property
     def padding(self) -> int:
         """The rows that it runs besides its samples."""
-        return self.micro_batch * self.micro_batches - self.samples
+        return self.rows_run - self.samples
 
 
 def deal(
@@ -234,9 +267,9 @@ def deal(
         return max(work)
 
     options = []
-    for size in range(micro_batch, 0, -1):
+    for size, up in itertools.product(range(micro_batch, 0, -1), (0.5, 1e-9)):
         if together:
-            sizes = [max(1, int(size * speed / fastest + 1e-9)) for speed in speeds]
+            sizes = [max(1, int(size * speed / fastest + up)) for speed in speeds]
             rows, counts = _cut(samples, sizes), len(speeds) * [-(-samples // sum(sizes))]
         else:
             sizes, rows = len(speeds) * [size], _cut(samples, speeds)

@@ -107,16 +107,22 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     return modules, weights
 
 
-def balanced(model: nn.Module, pipeline: "Pipeline", stages: int, seq_len: Sample) -> tuple[int, ...]:
-    """Return the layers of each stage such that the slowest stage does the fewest FLOPs.
+def balanced(
+    model: nn.Module,
+    pipeline: "Pipeline",
+    stages: int,
+    seq_len: Sample,
+    speeds: Sequence[float] = (),
+) -> tuple[int, ...]:
+    """Return the layers of each stage such that the slowest stage is done soonest.
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
     output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
-    its matrices count in their place.
+    its matrices count in their place. A stage's are divided by its speed, if ``speeds`` are given.
     """
     check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
-    return fewest_at_most(first, layers, last, stages)
+    return fewest_at_most(first, layers, last, stages, speeds)
 
 
 def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[float, list[float], float]:
@@ -161,7 +167,9 @@ def _weights(module: nn.Module) -> float:
     return float(sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.ndim > 1))
 
 
-def fewest_at_most(first: float, layers: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
+def fewest_at_most(
+    first: float, layers: Sequence[float], last: float, stages: int, speeds: Sequence[float] = ()
+) -> tuple[int, ...]:
     """Return the cut with the smallest greatest cost, and among these the smallest sum of squares."""
     n = len(layers)
     before = [0.0]
@@ -177,6 +185,7 @@ def fewest_at_most(first: float, layers: Sequence[float], last: float, stages: i
             for stop in stops:
                 cost = before[stop] - before[start]
                 cost += (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+                cost /= speeds[stage] if speeds else 1.0
                 option = (max(greatest, cost), squares + cost**2, (*cut, stop - start))
                 if stop not in results or option < results[stop]:
                     results[stop] = option

@@ -265,11 +265,10 @@ def compare(
             return forward_backward(
                 here,
                 {name: value[rows[step]] for name, value in batches[step].items()},
-                micro_batch=micro_batch,
+                micro_batch=mine or micro_batch,
                 loss_function=trial.loss_function,
                 loss_scale=loss_scale,
                 dropout=DropoutKey(step),
-                share=mine,
             )
 
     def train_again(prepare: Callable[[Composition], None]) -> Composition:

@@ -186,6 +186,10 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
         from compose.train.noise_scale import NoiseScale
 
         results.append(NoiseScale(trainer))
+    if config.metrics.slow_rank or config.parallel.speeds == "measure":
+        from compose.train.rank_times import RankTimes
+
+        results.append(RankTimes(trainer))
     if config.metrics.samples_every:
         from compose.train.samples import Samples
 

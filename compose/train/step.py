@@ -33,11 +33,10 @@ def forward_backward(
     composition: Composition,
     batch: Mapping[str, Tensor],
     *,
-    micro_batch: int | None = None,
+    micro_batch: int | Share | None = None,
     loss_function: LossFunction = cross_entropy,
     loss_scale: float = 1.0,
     dropout: DropoutKey | None = None,
-    share: Share | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss.
 
@@ -51,14 +50,13 @@ def forward_backward(
         batch: This rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
             ``loss_function``, all else to the model by name. With cp, each tensor of more dims is cut
             along its second.
-        micro_batch: Samples in one forward; None is the whole share.
+        micro_batch: Samples in one forward; None is the whole share. Where ranks have unequal shares
+            (``compose.parallel.mesh.deal``), it is this rank's; then rows of padding are added here.
         loss_function: Takes (output, targets) and returns a sum over targets: all elements, but
             integers of IGNORE and floats of NaN (``count_targets``). With a CrossEntropy with
             ``chunk`` the model's last projection computes the loss; this needs Plan.output.
         loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
         dropout: The step's number and the run's seed, for a model with dropout in training mode.
-        share: The place of the batch in the global batch, where ranks have unequal shares (``deal``).
-            Rows of padding are added here. ``micro_batch`` is the share's, then.
 
     Returns:
         The mean loss of the global batch, a float64 scalar, the same on every rank. In a pipeline
@@ -70,7 +68,8 @@ def forward_backward(
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
-    micro_batch = share.micro_batch if share else samples_at_once(batch, micro_batch)
+    share = micro_batch if isinstance(micro_batch, Share) else None
+    micro_batch = samples_at_once(batch, share.micro_batch if share else micro_batch)
     count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES).clamp(min=1)
     samples = share.of if share else len(targets) * batch_share(mesh)[1]
     begin_step(model, samples * targets.shape[1:2].numel(), loss_scale)

@@ -3,6 +3,7 @@
 import math
 import signal
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -62,10 +63,11 @@ class Trainer:
         index, count = batch_share(mesh)
         share = worker.index * count + index, worker.count * count
         self.batches = training_batches(config, data, share, device)
+        self.shares: tuple[Share, ...] = ()
         self.share: Share | None = None
         """This rank's part of the global batch, if it need not be equal to the others'."""
         if job.shares:
-            self.take(job.shares[index])
+            self.deal(config.parallel.data_speeds)
         self.validation = Validation(job, data.validation, device, self.loss)
         self.step_tokens = train.global_batch * train.seq_len
         peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
@@ -110,10 +112,12 @@ class Trainer:
         self.report = Report(job, self.held, self.batches, self.progress.step, worker)
         self.report.begin(job, self.composition, result)
 
-    def take(self, share: Share) -> None:
-        """Train on this part of each global batch from now on."""
-        self.share = share
-        self.batches.deal(range(share.rows.start, share.rows.stop))
+    def deal(self, speeds: Sequence[float]) -> tuple[Share, ...]:
+        """Deal each global batch from now on by the speeds of the data ranks; return their shares."""
+        self.shares = self.job.dealt(speeds)
+        self.share = self.shares[batch_share(self.mesh)[0]]
+        self.batches.deal(range(self.share.rows.start, self.share.rows.stop))
+        return self.shares
 
     def run(self) -> None:
         """Train to the end, or until a signal asks to stop; then finish the step and save.

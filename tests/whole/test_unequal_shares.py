@@ -28,8 +28,10 @@ CASES = {
     "cp": "dp_shard=2 cp=2 zero=3 speeds=[1,1] train.global_batch=3",
     "cp, zero 0": "dp_replicate=2 cp=2 zero=0 speeds=[2,1] train.global_batch=6 train.micro_batch=2"
     " train.z_loss=1e-3",
-    "pp": "dp_shard=2 pp=2 zero=2 speeds=[1,1] train.global_batch=3",
-    "pp, zero 1, tied": "dp_shard=2 pp=2 zero=1 speeds=[1,0.5] train.global_batch=6"
+    "stages by speed": "dp_shard=2 pp=2 zero=3 speeds=[4,2,2,1] train.global_batch=6"
+    " train.micro_batch=2 model.n_layers=4",
+    "pp": "dp_shard=2 pp=2 zero=2 speeds=[1,1,1,1] train.global_batch=3",
+    "pp, zero 1, tied": "dp_shard=2 pp=2 zero=1 speeds=[1,0.5,1,0.5] train.global_batch=6"
     " model.tie_embeddings=true",
     "experts": f"dp_shard=3 zero=3 ep=3 speeds=[1,1,1] train.global_batch=5 {EXPERTS}"
     " model.n_experts=6 model.bias_rate=0.01",
@@ -59,7 +61,7 @@ def _dropped(speeds: tuple[float, ...]) -> list[torch.Tensor]:
     batch = {"input": torch.randn(5, 4, 6), "targets": torch.randint(3, (5, 4))}
     share = deal(5, speeds, 2)[mesh.get_local_rank("dp_shard")]
     mine = {name: value[share.rows] for name, value in batch.items()}
-    forward_backward(composition, mine, dropout=DropoutKey(3), share=share)
+    forward_backward(composition, mine, micro_batch=share, dropout=DropoutKey(3))
     return [whole(parameter.grad) for parameter in composition.model.parameters()]
 
 
@@ -113,8 +115,8 @@ test_refused = refusals(
     [
         (
             parallel(dp_shard=2, speeds=[1, 2, 3]),
-            "parallel.speeds: has 3 numbers for the 2 ranks of dp_replicate x dp_shard; give each of"
-            " them one",
+            "parallel.speeds: has 3 numbers for the 2 ranks of pp x dp_replicate x dp_shard; give each"
+            " of them one",
         ),
         (
             parallel(dp_shard=2, speeds=[1, 2]) | keys_in("metrics.noise_scale=true"),

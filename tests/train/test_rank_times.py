@@ -1,0 +1,128 @@
+"""Times of ranks: who is slow is named, and shares by speed balance a step."""
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from compose.parallel.mesh import Parallel, deal
+from compose.pipeline.split import fewest_at_most
+from compose.train.rank_times import ForwardClock, speeds_of
+from models.llama.model import Attention
+from tests.support import training
+from tests.support.helpers import Keys, keys_in, parallel, refusals
+from tests.support.pool import Pool
+
+FAST = 0.05  # seconds that a fast rank takes for a row, by sleeping
+
+
+def _train_slowly(keys: Keys, factors: tuple[float, ...]) -> None:
+    """Train on ranks that sleep for each row of a layer's forward, each by its own factor."""
+    seconds = FAST * factors[torch.distributed.get_rank()]
+    real = Attention.forward
+
+    @functools.wraps(real)
+    def slow(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds * len(x))
+        return real(self, x, *args, **kwargs)
+
+    with mock.patch.object(Attention, "forward", slow):
+        training.train(keys)
+
+
+def _run(pool: Pool, folder: Path, factors: tuple[float, ...], **keys: object) -> list[dict[str, Any]]:
+    base = keys_in("train.global_batch=12 train.micro_batch=3 train.stop_after=8 model.n_layers=1")
+    given = training.keys_for(folder, **(base | parallel(dp_shard=len(factors)) | keys))
+    pool.run(_train_slowly, len(factors), given, factors)
+    return training.lines(folder)
+
+
+def _seconds(steps: list[dict[str, Any]]) -> float:
+    """The quickest of the last two steps: other programs only make a step longer."""
+    return min(12 * 32 / step["tokens_per_second"] for step in steps[-2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_measured_slow_rank_gets_fewer_samples(pool: Pool, tmp_path: Path, zero: int) -> None:
+    """One of two ranks at half speed: the step takes at most 1.1 of the ideal, with the same losses."""
+    equal = _run(pool, tmp_path / "equal", (1.0, 2.0), parallel__zero=zero)
+    dealt = _run(pool, tmp_path / "dealt", (1.0, 2.0), parallel__zero=zero, parallel__speeds="measure")
+    ideal = 12 * FAST / 1.5  # 8 rows by one, 4 by the other at half its speed
+    assert _seconds(equal) > 1.4 * ideal
+    assert _seconds(dealt) < 1.1 * ideal
+    for step, right in zip(dealt, equal, strict=True):
+        assert step["loss"] == pytest.approx(right["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+        assert step["samples"] == right["samples"]
+    times = dealt[-1]["rank_seconds"]
+    assert times["0"] == pytest.approx(times["1"], rel=0.3)
+
+
+def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """After the two first steps and as many as it must be slow; once."""
+    more = {"metrics__slow_rank": 1.5, "metrics__slow_steps": 3, "train__stop_after": 7}
+    steps = _run(pool, tmp_path, (1.0, 3.0), **more)
+    assert all(step["rank_seconds"]["1"] > step["rank_seconds"]["0"] for step in steps)
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("slow for")]
+    assert len(said) == 1
+    assert said[0].startswith("slow for 3 steps: rank 1 takes ")
+    assert said[0].endswith(" times the median")
+
+
+def test_the_clock_adds_up_forwards() -> None:
+    class Sleeps(nn.Module):
+        def forward(self, x: float) -> float:
+            time.sleep(x)
+            return x
+
+    module, other = Sleeps(), Sleeps()
+    clock = ForwardClock([module], "cpu")
+    assert module(0.02) == 0.02
+    module(0.03)
+    other(0.5)
+    assert 0.05 <= clock.take() < 0.5
+    assert clock.take() == 0
+
+
+def test_speeds_are_rows_per_second_within_a_stage() -> None:
+    """Stage 1 has more work than stage 0; its second data rank takes twice as long."""
+    places = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+    assert speeds_of([[1.0, 1.0, 3.0, 6.0]], places, [4, 4]) == [1.0, 0.5]
+    # With half the rows in the same time it is half as fast, and one odd step does not count.
+    steps = [[1.0, 1.0], [9.0, 1.0], [1.0, 1.0]]
+    assert speeds_of(steps, {0: (0, 0), 1: (0, 1)}, [4, 2]) == [1.0, 0.5]
+
+
+def test_noise_of_a_measurement_leaves_shares_equal() -> None:
+    shares = deal(16, (1.0, 0.97), 2)
+    assert [share.samples for share in shares] == [8, 8]
+
+
+def test_stages_go_by_speed() -> None:
+    """The second pipeline rank is half as fast, and its second data rank is slower yet."""
+    table = Parallel(pp=2, dp_shard=2, speeds=(1.0, 1.0, 0.6, 0.4))
+    assert table.stage_speeds == [1.0, 0.5]
+    assert table.data_speeds == [1.0, 0.8]
+    assert fewest_at_most(0.0, [1.0] * 6, 0.0, 2) == (3, 3)
+    assert fewest_at_most(0.0, [1.0] * 6, 0.0, 2, table.stage_speeds) == (4, 2)
+
+
+test_refused = refusals(
+    [
+        (
+            keys_in("compile.mode=model metrics.slow_rank=1.5"),
+            'metrics.slow_rank: 1.5 times layers, and compile.mode = "model" has none; use'
+            ' compile.mode = "block"',
+        ),
+        (
+            keys_in("metrics.slow_steps=4"),
+            "metrics.slow_steps: is read with slow_rank; set metrics.slow_rank",
+        ),
+    ]
+)
