@@ -282,7 +282,7 @@ def deal(
 def _cut(samples: int, weights: Sequence[float]) -> list[range]:
     """Cut range(samples) into parts in proportion to ``weights``."""
     total = sum(weights)
-    ends = [int(samples * part / total + 1e-9) for part in itertools.accumulate(weights, initial=0)]
+    ends = [int(samples * part / total + 0.5) for part in itertools.accumulate(weights, initial=0)]
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
