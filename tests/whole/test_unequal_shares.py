@@ -9,9 +9,8 @@ from torch import nn
 from compose import Options, Parallel, Plan, apply, forward_backward
 from compose.ops.dropout import DropoutKey
 from compose.parallel.mesh import Share, deal
-from compose.proof.comparison import whole
 from tests.support import training
-from tests.support.helpers import Keys, keys_in, parallel, prove_on, refusals, tier
+from tests.support.helpers import Keys, gradients_of, keys_in, parallel, prove_on, refusals, tier
 from tests.support.pool import Pool, make_mesh
 
 EXPERTS = "model.name=qwen3 model.preset=debug_moe model.balance_weight=0.1 model.z_weight=0.01"
@@ -62,7 +61,7 @@ def _dropped(speeds: tuple[float, ...]) -> list[torch.Tensor]:
     share = deal(5, speeds, 2)[mesh.get_local_rank("dp_shard")]
     mine = {name: value[share.rows] for name, value in batch.items()}
     forward_backward(composition, mine, micro_batch=share, dropout=DropoutKey(3))
-    return [whole(parameter.grad) for parameter in composition.model.parameters()]
+    return list(gradients_of(composition.model).values())
 
 
 def test_dropout_goes_by_the_sample(pool: Pool) -> None:
