@@ -14,16 +14,24 @@ step with the plan's tensor-parallel styles applied over one rank, over its time
 
 prints one, "tp": time of a step of compose's with tp over all ranks, over that of the bare loop on one
 of them, with as many threads, while the others wait.
+
+    [torchrun --nproc-per-node N] benchmarks/overhead.py --checks [--steps N] [--section.key=value ...]
+
+prints a line for each check of [comm] against silent corruption: time of a step of the trainer's with
+it, over that of its step without. Several ranks share weights by ZeRO-3, if no key says otherwise.
 """
 
 import argparse
 import copy
 import json
+import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import truediv
 from pathlib import Path
 
@@ -44,6 +52,7 @@ from compose.config.models import find_model
 from compose.config.tables import Config
 from compose.data.datasets import open_data, training_batches
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel
+from compose.train.hooks import MessageCheck
 from compose.train.processes import process_group
 from compose.train.trainer import Trainer
 
@@ -170,13 +179,72 @@ def of_several(job: Job, mesh: DeviceMesh, device: torch.device, steps: int) -> 
         show("tp", device, tp=mesh["tp"].size(), time=ratio(spent["tp"], spent["bare"]))
 
 
+CHECKS = ("check_state", "check_messages", "check_every")
+
+
+def of_checks(folder: str, keys: list[str], steps: int) -> None:
+    """Each check's trainer and one without take turns."""
+    several = dist.is_torchelastic_launched()
+    common = [TRAIN_TOML, "--metrics.tensorboard=false", *(["--parallel.zero=3"] if several else [])]
+    checks = [name for name in CHECKS if several or name != "check_messages"]
+
+    def job_of(name: str) -> Job:
+        value = "1" if name == "check_every" else "true"
+        own = [f"--run.dir={folder}/{name}", *([f"--comm.{name}={value}"] if name in checks else [])]
+        return parse([*common, *own, *keys], program="overhead.py", trains=True).job
+
+    jobs = {name: job_of(name) for name in ("plain", *checks)}
+    with process_group(jobs["plain"].config) as device:
+        mesh = init_mesh(jobs["plain"].degrees, device.type)
+        trainers = {name: Trainer(job, mesh, device) for name, job in jobs.items()}
+        messages = [
+            hook.messages
+            for t in trainers.values()
+            for hook in t.hooks
+            if isinstance(hook, MessageCheck)
+        ]
+
+        def step(name: str) -> None:
+            for each in messages:
+                each.paused = name != "check_messages"
+            trainer = trainers[name]
+            for hook in trainer.hooks:
+                hook.before_step(trainer.progress.step + 1)
+            trainer.step()
+
+        spent = in_turn({name: partial(step, name) for name in jobs}, steps)
+        parameters = sum(p.numel() for p in jobs["plain"].model.parameters())
+        if dist.get_rank() == 0:
+            for name in checks:
+                show(
+                    name,
+                    device,
+                    time=ratio(spent[name], spent["plain"]),
+                    seconds=round(statistics.median(spent["plain"]), 4),
+                    parameters=parameters,
+                    ranks=mesh.size(),
+                )
+        for each in messages:
+            each.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=96, help="steps of each loop")
-    steps = parser.parse_args().steps
+    parser.add_argument("--checks", action="store_true", help="what checks of [comm] cost")
+    given, keys = parser.parse_known_args()
+    steps = given.steps
+    if given.checks:
+        # All ranks have one folder.
+        folder = f"{tempfile.gettempdir()}/overhead-{os.getppid()}"
+        try:
+            of_checks(folder, keys, steps)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
     several = dist.is_torchelastic_launched()
     with tempfile.TemporaryDirectory() as folder:
-        keys = ["--metrics.tensorboard=false"]
+        keys += ["--metrics.tensorboard=false"]
         keys += ["--parallel.tp=-1", "--parallel.dp_shard=1"] if several else [f"--run.dir={folder}"]
         job = parse([TRAIN_TOML, *keys], program="overhead.py", trains=not several).job
         with process_group(job.config) as device:

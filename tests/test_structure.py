@@ -49,7 +49,7 @@ PACKAGES = (
 )
 # They hang on hooks: nothing above imports them.
 ADD_ONS = ("proof", "planner", "compression", "diloco", "preference", "profiling", "cli", "__main__")
-MAX = {"folders": 17, "files at the top": 10, "modules": 204, "floors": 12}
+MAX = {"folders": 17, "files at the top": 10, "modules": 205, "floors": 12}
 # Values at the top of a module that are filled later, and why none of them is the state of a run.
 FILLED_LATER = {
     "compose.compression.activations._BY_KEY": "weak: an operator takes strings alone",

@@ -27,7 +27,8 @@ from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison, parameters_of, shared, whole
 from compose.proof.observers import CODES, MessageEffects, Observer, Subject, allowed
 
-SILENT = {"timeout", "start_timeout", "prefetch", "check_every", "measure_every"}
+_CHECKS = {"check_every", "check_state", "check_messages"}
+SILENT = {"timeout", "start_timeout", "prefetch", "measure_every"} | _CHECKS
 """The keys that change no number."""
 _ADDED = 0.2
 """The part of a residual that int4 adds to a gradient."""

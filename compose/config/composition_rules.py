@@ -305,7 +305,8 @@ def _without_flush(setup: Setup) -> Iterator[str]:
         "precision": {"float8": "off"},
         "compile": {"mode": "off"},
         "activation_checkpoint": {"offload": False, "segment": 1},
-        "comm": {"weights": "off", "gradients": "off"},
+        "comm": dict.fromkeys(("weights", "gradients"), "off")
+        | dict.fromkeys(("check_state", "check_messages"), False),
     }
     for key in ("param", "reduce", "master", "optimizer_state"):
         if getattr(options.precision, key) != "float64":  # the proof's own, which no file may name
@@ -368,6 +369,18 @@ def _run_without_flush(job: "Job") -> Iterator[str]:
         yield (
             f"parallel.pp_schedule: {name} is proved for the next token alone, and without islands; use"
             ' parallel.pp_schedule = "1F1B"'
+        )
+
+
+@STEP.add(
+    "comm.check_messages is for gloo, and so for a CPU",
+    "it looks at messages in host memory, when they were waited for; NCCL's are on the device",
+)
+def _check_messages(setup: Setup) -> Iterator[str]:
+    if setup.options.comm.check_messages and setup.on_cuda:
+        yield (
+            "comm.check_messages: true looks at gloo's messages, and those of a GPU are NCCL's; use"
+            " comm.check_every = 100 and comm.check_state = true, which look at what messages leave"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 T = TypeVar("T")
+
+_COLUMNS = 251  # a prime: words that change places, as rows of a matrix do, then change columns too
+# Odd numbers: a product with one loses no bit where it wraps around.
+_FACTORS = 2 * torch.arange(_COLUMNS) + 0x1E3779B97F4A7C15
 
 
 def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -27,6 +32,40 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     everyone = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(everyone, tensor, group=group)
     return everyone
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sums (T,) of the bytes of tensors, int64, on the first one's device.
+
+    A sum changes with any one flipped bit. Most others change it too, and most bytes that change
+    places: 8 bytes are a word, and words are added up in columns, which wrap around and lose nothing.
+    A column is then made a random number, one to one, and the columns are added up.
+    """
+    columns = [_column_sums(tensor) for tensor in tensors]
+    result = torch.empty(len(columns), dtype=torch.int64, device=columns[0].device)
+    for device in dict.fromkeys(column.device for column in columns):
+        places = [place for place, column in enumerate(columns) if column.device == device]
+        factors = _FACTORS.to(device)
+        mixed = torch.stack([columns[place] for place in places]) * factors
+        # The upper bits reach the lower ones: else two flips of a word's last bit would cancel out.
+        mixed ^= (mixed >> 32) & 0xFFFFFFFF
+        result[places] = (mixed * factors.flip(0)).sum(1).to(result.device)
+    return result
+
+
+def _column_sums(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:  # words begin where a word of the memory begins
+        flat = flat.clone()
+    words = flat[: len(flat) // 8 * 8].view(torch.int64)
+    table = words[: len(words) // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    result = table.sum(0)
+    rest = words[table.numel() :]
+    result[: len(rest)] += rest
+    if last := len(flat) % 8:
+        result[-1] += F.pad(flat[-last:], (0, 8 - last)).view(torch.int64)[0]
+    return result
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ class Comm:
     the next one, in backward, and with experts under ep or tp in forward too."""
     check_every: NonNegative = 0
     """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
+    check_state: bool = False
+    """Compare the bytes of weights and optimizer state, before each update and save, with those that
+    the last update left, and gradients with those that were clipped."""
+    check_messages: bool = False
+    """Compare the checksums of what each rank has received in a step with those of what was sent."""
     weights: Literal["off", "int8", "int4_diff"] = "off"
     """How data parallel sends weights: int8, or as int4 what has changed since they were last sent."""
     gradients: Literal["off", "bfloat16", "int8", "int4", "powersgd", "top_k"] = "off"

@@ -7,7 +7,7 @@ sharded, and a weight that several stages of a pipeline share has one on each.
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,11 @@ from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
 from compose.memory.compilation import graphs_compiled
-from compose.ops.tensors import gathered_objects, local_tensor
+from compose.ops.tensors import checksums, gathered_objects, local_tensor
 from compose.parallel.mesh import AXES
+from compose.parallel.message_checks import MessageChecks
 from compose.train.processes import TrainingError
 from compose.train.step import Reading
-
-_PIECE = 2**24  # bytes
 
 
 def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
@@ -59,21 +58,8 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
     return list(dict.fromkeys(line for lines in gathered_objects(results) for line in lines))
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 that changes with any one flipped bit, and with two bytes that change places."""
-    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    before = 0
-    # It works in pieces, since int64 copies of the bytes take eight times as much memory.
-    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE):
-        places = torch.arange(before + 1, before + 1 + len(piece), device=piece.device)
-        # The factors are odd: a product with an odd number loses no bit where sums wrap around.
-        result += (piece.to(torch.int64) * (2 * places + 1)).sum()
-        before += len(piece)
-    return result
-
-
 def _tensors(
-    composition: Composition, optimizer: torch.optim.Optimizer | None
+    composition: Composition, optimizer: torch.optim.Optimizer | None, steps: bool = False
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield each tensor as (its name in a message, its name in the whole model, the tensor)."""
     for name, parameter in composition.named_parameters():
@@ -81,7 +67,7 @@ def _tensors(
         if parameter.grad is not None:
             yield f"gradient of {name}", name, parameter.grad
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            if isinstance(value, Tensor) and key != "step":  # the step may be on the host
+            if isinstance(value, Tensor) and (steps or key != "step"):  # that may be on the host
                 yield f"{key} of {name}", name, value
     persistent = composition.model.state_dict(keep_vars=True)
     for name, buffer in composition.model.named_buffers():
@@ -93,9 +79,7 @@ def _gathered(
     tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup
 ) -> dict[str, list[tuple[int, int]]]:
     """Return (rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
-    sums = [checksum(tensor) for _, tensor in tensors]
-    # Some may be in host memory; one read waits for the device once.
-    values = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    values = checksums([tensor for _, tensor in tensors]).tolist() if tensors else []
     mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
     everyone = gathered_objects(mine, group)
     copies: dict[str, list[tuple[int, int]]] = {}
@@ -145,6 +129,9 @@ class Hook(HasState):
     def before_step(self, step: int) -> None:
         """Act before the step's batch is made; the time is not the step's."""
 
+    def gradients_ready(self, step: int) -> None:
+        """Act on the clipped gradients, before the step's numbers are read."""
+
     def see(self, reading: Reading, scale: float) -> None:
         """Take the numbers of the step, whose gradients were multiplied by ``scale``."""
 
@@ -164,6 +151,9 @@ class Hook(HasState):
     def measure(self, step: int) -> dict[str, Any]:
         """Return what metrics.jsonl gets of the weights after the step, by key; the time is not its."""
         return {}
+
+    def before_save(self, step: int) -> None:
+        """Act before what was trained is saved or copied into memory; raise if it must not be."""
 
     def finish(self) -> None:
         """End what goes over several steps, since none follows; before the last save."""
@@ -196,6 +186,10 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
         results.append(Samples(trainer))
     for _, hooks in brought("hooks"):
         results += hooks(trainer)
+    if config.comm.check_messages:
+        results.append(MessageCheck())
+    if config.comm.check_state:  # the last to see what an update leaves, the outer one of islands too
+        results.append(StateCheck(trainer))
     return [*results, Garbage()]
 
 
@@ -264,10 +258,107 @@ class ReplicaCheck(Hook):
     def before_update(self, step: int) -> None:
         """Raise TrainingError if ranks' copies differ."""
         if step % self.every == 0 and (result := replica_mismatches(self.composition, self.optimizer)):
-            raise TrainingError(
-                f"step {step}: {'; '.join(result)}: silent corruption; the last checkpoint is"
-                " of before, and these machines want a test"
-            )
+            raise _corruption(step, result)
+
+
+def _corruption(step: int, lines: Sequence[str]) -> TrainingError:
+    return TrainingError(
+        f"step {step}: {'; '.join(lines)}: silent corruption; the last checkpoint is"
+        " of before, and these machines want a test"
+    )
+
+
+def _stop_if_any(step: int, found: Tensor, lines: Callable[[], list[str]]) -> None:
+    """Raise TrainingError on every rank, with the ``lines`` of all, if one has found corruption."""
+    result = found.int()
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    if result.item():  # the one read of a check
+        raise _corruption(step, [line for of_rank in gathered_objects(lines()) for line in of_rank])
+
+
+class MessageCheck(Hook):
+    """Compares what each rank has received in a step with what was sent (``comm.check_messages``)."""
+
+    messages: MessageChecks
+
+    def start(self, done: int) -> None:
+        """Look at messages from now on."""
+        self.messages = MessageChecks()
+
+    def before_update(self, step: int) -> None:
+        """Raise TrainingError if a message was not received as it was sent."""
+        lines = self.messages.problems()
+        _stop_if_any(step, torch.tensor(bool(lines)), lambda: lines)
+
+    def close(self, failed: bool) -> None:
+        """Look at messages no longer."""
+        self.messages.close()
+
+
+_KINDS = {"gradient": "gradient", "buffer": "buffer"}  # by the first words of names
+
+
+class StateCheck(Hook):
+    """Compares bytes with those that were written last, on each rank alone (``comm.check_state``).
+
+    Weights and the optimizer's state are written by an update, gradients by clipping, and buffers by an
+    update or in backward, by routers.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.composition, self.optimizer = trainer.composition, trainer.optimizer
+        self.kept: dict[str, tuple[list[str], Tensor]] = {}
+        self.buffers: tuple[list[str], Tensor] = ([], torch.zeros(0, dtype=torch.bool))
+
+    def start(self, done: int) -> None:
+        """Note what the run begins with."""
+        self.after_update(done)
+
+    def after_update(self, step: int) -> None:
+        """Note what the update leaves."""
+        self.kept |= {kind: self._sums(kind) for kind in ("state", "buffer")}
+
+    def before_step(self, step: int) -> None:
+        """Look at buffers, before routers change them."""
+        self.buffers = self._changed("buffer")
+
+    def gradients_ready(self, step: int) -> None:
+        """Note the gradients."""
+        self.kept["gradient"] = self._sums("gradient")
+
+    def before_update(self, step: int) -> None:
+        """Raise TrainingError before an update, if a bit of what it reads has changed."""
+        self._stop(step, self._changed("state"), self._changed("gradient"), self.buffers)
+
+    def before_save(self, step: int) -> None:
+        """Raise TrainingError before a save, if a bit of it has changed."""
+        self._stop(step, self._changed("state"), self._changed("buffer"))
+
+    def _sums(self, kind: str) -> tuple[list[str], Tensor]:
+        named = [
+            (shown, local_tensor(tensor))
+            for shown, _, tensor in _tensors(self.composition, self.optimizer, steps=True)
+            if kind == _KINDS.get(shown.partition(" ")[0], "state")
+        ]
+        tensors = [tensor for _, tensor in named]
+        return [name for name, _ in named], checksums(tensors) if tensors else torch.zeros(0)
+
+    def _changed(self, kind: str) -> tuple[list[str], Tensor]:
+        names, sums = self._sums(kind)
+        return names, sums != self.kept[kind][1]
+
+    def _stop(self, step: int, *results: tuple[list[str], Tensor]) -> None:
+        device = self.composition.mesh.device_type
+        changed = torch.cat([result.to(device) for _, result in results])
+
+        def lines() -> list[str]:
+            names = [name for result, _ in results for name in result]
+            wrong = [name for name, bad in zip(names, changed.tolist(), strict=True) if bad]
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            rank = dist.get_rank()
+            return [f"rank {rank}: {name}{more} is not what was written" for name in wrong[:1]]
+
+        _stop_if_any(step, changed.any(), lines)
 
 
 class Garbage(Hook):

@@ -181,8 +181,10 @@ class Trainer:
             due = number == last or enough or self.progress.is_among_best(saving.keep_best)
             if saving.interval and (due or number % saving.interval == 0):
                 self._read_rest()
+                self._before_save()
                 self.checkpointer.save(self.progress)
             if saving.memory and number % saving.memory == 0:
+                self._before_save()
                 self.checkpointer.copy(self.progress, copying)
         self._read_rest()
         if enough:
@@ -202,6 +204,7 @@ class Trainer:
         interrupted = asked == signal.SIGINT
         saved = ""
         if not interrupted or self.config.checkpoint.interval:
+            self._before_save()
             self.checkpointer.save(self.progress, wait=True)
             report = self.checkpointer.finished()
             if report and not report.problem:
@@ -212,6 +215,10 @@ class Trainer:
             return TrainingError(said)
         self.report.say(said)
         return KeyboardInterrupt() if interrupted else None
+
+    def _before_save(self) -> None:
+        for hook in self.hooks:
+            hook.before_save(self.progress.step)
 
     def _read_rest(self) -> None:
         """Read and write the steps that are not read, so that no checkpoint is of a step to refuse."""
@@ -250,6 +257,8 @@ class Trainer:
             )
         with record_function("compose::optimizer"):
             norm = clip_grad_norm_(self.composition, train.max_norm, scale)
+        for hook in self.hooks:
+            hook.gradients_ready(step + 1)
         mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
         checkpointer = self.checkpointer

@@ -157,6 +157,10 @@ INSTEAD = {
     "meta tensors, which have no device": """
         torch._subclasses.FakeTensorMode torch._subclasses.fake_tensor.FakeTensorMode
     """,
+    "checks at each place that sends": """
+        torch.distributed.ProcessGroup._get_backend torch._C._distributed_c10d.Backend._allgather_base
+        torch._C._distributed_c10d.Backend._reduce_scatter_base
+    """,
     "a wait that is counted on a GPU": "torch.ops.aten._local_scalar_dense",
     "a __torch_function__ that calls super": "torch._C._disabled_torch_function_impl",
 }

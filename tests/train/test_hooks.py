@@ -13,9 +13,12 @@ from compose import Composition, Parallel
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data.samples import random_batch
+from compose.ops.tensors import checksums, local_tensor
 from compose.train import hooks as replica_check
-from compose.train.hooks import Graphs, checksum, hooks_of, replica_mismatches
+from compose.train.hooks import Graphs, Hook, StateCheck, hooks_of, replica_mismatches
+from compose.train.processes import TrainingError
 from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.trainer import Trainer
 from tests.support.checkpoints import shards
 from tests.support.helpers import Keys, keys_in, make_job, share_of
 from tests.support.pool import Pool, make_mesh
@@ -27,23 +30,47 @@ PRODUCT = keys_in("dp_replicate=2 dp_shard=2 tp=2 train.global_batch=8")
 EXPERTS: Keys = DEEPSEEK | PRODUCT | {"parallel__ep": 2, "train__seq_len": 16, "model__n_layers": 2}
 
 
-@pytest.mark.parametrize("piece", [2**24, 7])
-def test_checksum_sees_every_bit(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(replica_check, "_PIECE", piece)
-    tensor = torch.randn(3, 5)
-    before = int(checksum(tensor))
-    for byte in range(60):
+def _sum(tensor: torch.Tensor) -> int:
+    return int(checksums([tensor])[0])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5),
+        torch.randn(1009).bfloat16(),
+        torch.randn(()).double(),
+        torch.arange(7, dtype=torch.uint8),
+        torch.arange(40, dtype=torch.uint8)[3:],
+    ],
+    ids=["words", "several rows and a rest", "one number", "less than a word", "a part of a word on"],
+)
+def test_checksum_sees_every_bit(tensor: torch.Tensor) -> None:
+    before = _sum(tensor)
+    held = tensor.reshape(-1).view(torch.uint8).clone()
+    assert _sum(held) == before
+    step = 1 + len(held) // 200
+    for byte in {*range(0, len(held), step), *range(max(0, len(held) - 9), len(held))}:
         for bit in range(8):
-            changed = tensor.clone()
-            changed.view(-1).view(torch.uint8)[byte] ^= 1 << bit
-            assert int(checksum(changed)) != before
-    assert int(checksum(tensor.flip(0))) != before
-    assert int(checksum(tensor[0, 0])) == int(checksum(tensor[0, 0].clone()))
+            held[byte] ^= 1 << bit
+            assert _sum(held) != before
+            held[byte] ^= 1 << bit
 
 
-def test_checksum_sees_what_changes_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_check, "_PIECE", 4)
-    assert int(checksum(torch.tensor([1.0, 2.0]))) != int(checksum(torch.tensor([2.0, 1.0])))
+def test_checksum_sees_what_changes_places() -> None:
+    assert _sum(torch.tensor([1.0, 2.0])) != _sum(torch.tensor([2.0, 1.0]))
+    matrix = torch.randn(300, 64)
+    swapped = matrix.clone()
+    swapped[[10, 200]] = matrix[[200, 10]]
+    assert _sum(swapped) != _sum(matrix)
+
+
+def test_checksum_sees_two_flips_of_one_place() -> None:
+    """Twice the sign of an odd element: a sum of words would be the same."""
+    tensor = torch.randn(1000)
+    changed = tensor.clone()
+    changed[[101, 403]] *= -1
+    assert _sum(changed) != _sum(tensor)
 
 
 def _of_plain_tensors(kind: str) -> list[str]:
@@ -166,6 +193,133 @@ def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> Non
     assert [line.get("skipped", 0) for line in there] == [0, 0, 1, 1, 1]
     two, three, four = (shards(tmp_path / "checkpoints" / store.name_of(step)) for step in (2, 3, 4))
     assert two == three != four
+
+
+class _Flip(Hook):
+    """Flips a bit of the first weight at one moment of the third step, on one rank."""
+
+    def __init__(self, trainer: Trainer, moment: str, rank: int) -> None:
+        self.parameter = next(trainer.composition.model.parameters())
+        self.moment, self.rank, self.optimizer = moment, rank, trainer.optimizer
+
+    def flip(self, moment: str, step: int, what: str) -> None:
+        if (moment, step, self.rank) == (self.moment, 3, dist.get_rank()):
+            tensors = {"weight": self.parameter, "gradient": self.parameter.grad}
+            tensor = tensors.get(what, self.optimizer.state[self.parameter].get(what))
+            assert tensor is not None
+            local_tensor(tensor).detach().view(-1).view(torch.int32)[-1] ^= 1
+
+    def before_step(self, step: int) -> None:
+        self.flip("before the step", step, "weight")
+
+    def before_update(self, step: int) -> None:
+        self.flip("before the update", step, "gradient")
+
+    def after_step(self, step: int) -> None:
+        self.flip("before the save", step, "exp_avg_sq")
+
+
+def _run_with_flip(keys: Keys, moment: str, rank: int) -> str:
+    """Train with one flipped bit; return the error."""
+    job = make_job(dist.get_world_size(), **keys)
+    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer.hooks.insert(0, _Flip(trainer, moment, rank))
+    try:
+        trainer.run()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("moment", "shown", "steps"),
+    [
+        ("before the step", "weight", [1, 2]),
+        ("before the update", "gradient of", [1, 2]),
+        ("before the save", "exp_avg_sq of", [1, 2, 3]),
+        ("", "", [1, 2, 3, 4]),
+    ],
+)
+def test_one_bit_without_a_copy_stops_a_run_before_it_spreads(
+    pool: Pool, tmp_path: Path, moment: str, shown: str, steps: list[int]
+) -> None:
+    """No weight and no checkpoint gets anything of it."""
+    keys = keys_for(tmp_path, train__stop_after=4, comm__check_state=True, checkpoint__interval=1)
+    keys |= keys_in("dp_shard=2 zero=3") | {"model__n_layers": 1, "train__seq_len": 16}
+    name = f"{shown} tok_embeddings.weight"
+    said = f"step 3: rank 1: {name} is not what was written: silent corruption; " if moment else ""
+    results = pool.run(_run_with_flip, 2, keys, moment, 1)
+    assert [result[: len(said)] if said else result for result in results] == [said] * 2
+    assert [line["step"] for line in lines(tmp_path)] == steps
+    saved = store.newest_first(tmp_path / "checkpoints")
+    assert saved[0].name == store.name_of(4 if not moment else 2)
+
+
+NO_COPIES = {
+    "alone": (1, keys_in("dp_shard=1")),
+    "dp": (2, keys_in("dp_replicate=2")),
+    "zero3": (4, keys_in("dp_shard=4 zero=3")),
+    "tp": (2, keys_in("tp=2")),
+    "pp": (2, keys_in("pp=2")),
+}
+
+
+def _flips(keys: Keys, count: int) -> list[tuple[str, str]]:
+    """Flip bits, one after another, and return what was flipped and what was said."""
+    job = make_job(dist.get_world_size(), **keys)
+    mesh = make_mesh(job.degrees)
+    composition = build(job, mesh, torch.device("cpu"))
+    optimizer = build_optimizer(composition, job)
+    check = StateCheck(mock.Mock(composition=composition, optimizer=optimizer))
+    check.start(0)
+    vocabulary = job.config.model.config.vocab_size
+    for step in (1, 2):
+        check.before_step(step)
+        batch = random_batch(8, job.config.train.seq_len, vocabulary, step)
+        forward_backward(composition, share_of(batch, mesh), micro_batch=1)
+        clip_grad_norm_(composition, 1.0)
+        check.gradients_ready(step)
+        check.before_update(step)
+        if step == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            check.after_update(step)
+    draw, results = torch.Generator().manual_seed(7), []
+
+    def drawn(below: int) -> int:
+        return int(torch.randint(below, (), generator=draw))
+
+    for _ in range(count):
+        rank, which, place, bit = drawn(dist.get_world_size()), drawn(2**31), drawn(2**31), drawn(8)
+        named = list(replica_check._tensors(composition, optimizer, steps=True))
+        shown, _, tensor = named[which % len(named)]
+        held = local_tensor(tensor).detach().view(-1).view(torch.uint8)
+        mine = rank == dist.get_rank() and len(held) > 0
+        if mine:
+            held[place % len(held)] ^= 1 << bit
+        wanted = f"step 2: rank {rank}: {shown} is not what was written: silent corruption; "
+        said = ""
+        try:
+            check.before_update(2)
+        except TrainingError as error:
+            said = str(error)
+        if mine:
+            held[place % len(held)] ^= 1 << bit
+            results.append((wanted, said[: len(wanted)]))
+    check.before_update(2)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", NO_COPIES)
+def test_of_forty_flipped_bits_each_is_named(pool: Pool, mesh: str) -> None:
+    """Bits of weights, gradients and moments, drawn at random; on five meshes they are 200."""
+    ranks, keys = NO_COPIES[mesh]
+    small: Keys = {"train__seq_len": 16, "train__global_batch": 8, "model__n_layers": 2}
+    everyone = pool.run(_flips, ranks, keys | small, 40)
+    results = [each for of_rank in everyone for each in of_rank]
+    assert len(results) == 40
+    assert [said for _, said in results] == [wanted for wanted, _ in results]
 
 
 def test_graphs_compiled_late_are_told() -> None:

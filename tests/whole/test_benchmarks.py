@@ -32,6 +32,25 @@ def test_overhead_of_two_ranks() -> None:
 
 
 @pytest.mark.full
+def test_checks() -> None:
+    results = shown("benchmarks/overhead.py", "--checks", "--steps", "1", ranks=2)
+    assert [each["benchmark"] for each in results] == ["check_state", "check_messages", "check_every"]
+    assert min(each["time"] for each in results) > 0
+
+
+@pytest.mark.full
+def test_ten_thousand_steps_with_pauses_give_no_alarm() -> None:
+    (result,) = shown("benchmarks/pauses.py")
+    assert (result["steps"], result["pauses"], result["alarms"]) == (10_000, 10, [])
+
+
+@pytest.mark.slow
+def test_pauses_give_no_alarm() -> None:
+    (result,) = shown("benchmarks/pauses.py", "--steps", "60", "--pauses", "2", "--ranks", "2")
+    assert (result["steps"], result["pauses"], result["alarms"]) == (60, 2, [])
+
+
+@pytest.mark.full
 def test_context() -> None:
     results = shown("benchmarks/context.py", "--length", "128", ranks=2)
     assert [result["method"] for result in results] == ["ring", "allgather", "ulysses"]

@@ -203,5 +203,7 @@ SILENT = {
     "comm.start_timeout": "the same until the first step has ended",
     "comm.prefetch": "gathers begin earlier and bring the same; a wrong order would be a wrong weight",
     "comm.check_every": "it compares what ranks hold, and stops a run that differs",
+    "comm.check_state": "it compares what a rank holds with what it held, and stops a run that differs",
+    "comm.check_messages": "it compares what was received with what was sent, and stops a run",
     "comm.measure_every": "it opens accounts, which may only note: the rows 'unwatched update'",
 }

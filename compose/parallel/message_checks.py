@@ -1,0 +1,235 @@
+"""Checksums of messages: what a rank has received is compared with what others have sent.
+
+torch.distributed hands every message of gloo to an operator of c10d. Those are replaced here, so one
+place sees the messages of FSDP, DTensor, pipelines, rings and compiled layers.
+
+A sum (all-reduce, reduce-scatter) of floats is rounded. With x the inputs of n ranks, u the unit
+roundoff of their type and y the result, Higham (Accuracy and Stability of Numerical Algorithms, 2002,
+section 4.2) gives for any order of the additions
+
+    |y_i - sum_r x_ri| <= g sum_r |x_ri|,   g = (n - 1) u / (1 - (n - 1) u)
+
+It is added up over a block of B elements. The sums of a block are computed in float64, which adds at
+most 2 (B + n) 2^-52 to g, and underflow adds n B times the smallest normal number.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from compose.ops.tensors import checksums, gathered
+
+BLOCK = 1024  # elements that share a checksum of their sum
+
+
+class MessageChecks:
+    """Checksums of the messages that this thread sends and receives until :meth:`close`.
+
+    Other threads write checkpoints, at a time of their own.
+    """
+
+    def __init__(self) -> None:
+        """Replace the operators; a process has one object of this kind at a time."""
+        self.thread, self.paused = threading.get_ident(), False
+        self.sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)  # by rank
+        self.got = torch.zeros_like(self.sent)
+        self.sums: dict[str, list[_Sum]] = {}  # by group
+        self.waiting: dict[int, _Watched] = {}
+        self.library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*verrid")
+            for name, method in (
+                ("allreduce_", self._all_reduce),
+                ("_reduce_scatter_base_", self._reduce_scatter),
+                ("_allgather_base_", self._all_gather),
+                ("allgather_", self._all_gather_lists),
+                ("alltoall_base_", self._all_to_all),
+                ("broadcast_", self._broadcast),
+                ("send", self._send),
+                ("recv_", self._receive),
+            ):
+                self.library.impl(name, method, "CPU", allow_override=True)
+
+    def close(self) -> None:
+        """Put the operators of torch.distributed back."""
+        self.library._destroy()
+
+    def problems(self) -> list[str]:
+        """Compare the messages since the last call, and return this rank's lines; a collective."""
+        for work in list(self.waiting.values()):
+            work.wait()
+        self.paused, me, world = True, dist.get_rank(), dist.group.WORLD
+        assert world is not None
+        everyone = torch.stack(gathered(self.sent, world))
+        # Messages are added up, so the order in which they arrive does not matter.
+        wrong = (everyone[:, me] != self.got).nonzero().flatten().tolist()
+        lines = [f"rank {me} has got other bytes than rank {source} sent" for source in wrong]
+        self.sent.zero_()
+        self.got.zero_()
+        for name in sorted(self.sums):  # one order for all ranks, whatever groups they are in
+            messages = self.sums.pop(name)
+            total = torch.cat([message.given.flatten() for message in messages])
+            dist.all_reduce(total, group=messages[0].group)
+            parts = total.split([message.given.numel() for message in messages])
+            for message, part in zip(messages, parts, strict=True):
+                if message.differs(part.view_as(message.given)):
+                    ranks = ", ".join(map(str, dist.get_process_group_ranks(message.group)))
+                    lines.append(f"rank {me} has got another sum than ranks {ranks} gave")
+        self.paused = False
+        return lines
+
+    @property
+    def _counts(self) -> bool:
+        return not self.paused and threading.get_ident() == self.thread
+
+    def _add(
+        self, to: Tensor, group: dist.ProcessGroup, tensors: Sequence[Tensor], ranks: Iterable[int]
+    ) -> None:
+        """Add the checksums of a tensor for each of some ranks of a group, or of one for all."""
+        if self._counts:
+            world = dist.get_process_group_ranks(group)
+            to[[world[rank] for rank in ranks]] += checksums(tensors)
+
+    def _given(self, group: dist.ProcessGroup, how: Any, tensor: Tensor, parts: int) -> "_Sum | None":
+        """Return the checksums of what this rank gives to a sum; None if nothing is added up."""
+        if not self._counts or how.op() != dist.ReduceOp.SUM.value or not tensor.numel():
+            return None
+        result = _Sum(group, tensor.detach(), parts)
+        self.sums.setdefault(group.group_name, []).append(result)
+        return result
+
+    def _watched(self, work: Any, arrived: Callable[[], None] | None) -> Any:
+        """Return ``work`` as c10d has it; when it was waited for, ``arrived`` is called."""
+        if arrived is None or not self._counts:
+            return work.boxed()
+        watched = self.waiting[id(work)] = _Watched(work, self.waiting, arrived)
+        return watched.boxed()
+
+    # The operators of torch/csrc/distributed/c10d/Ops.cpp. The limits of time are the group's.
+
+    def _all_reduce(self, tensors: list[Tensor], group: Any, how: Any, *_: Any) -> Any:
+        ranks, backend = _opened(group)
+        given = self._given(ranks, how, tensors[0], 1)
+        work = backend.allreduce(tensors, _options(dist.AllreduceOptions(), how))
+        return tensors, self._watched(work, given and partial(given.arrived, tensors[0], 0))
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, group: Any, how: Any, *_: Any) -> Any:
+        ranks, backend = _opened(group)
+        given = self._given(ranks, how, tensor, ranks.size())
+        work = backend._reduce_scatter_base(out, tensor, _options(dist.ReduceScatterOptions(), how))
+        return out, self._watched(work, given and partial(given.arrived, out, ranks.rank()))
+
+    def _all_gather(self, out: Tensor, tensor: Tensor, group: Any, *_: Any) -> Any:
+        ranks, backend = _opened(group)
+        self._add(self.sent, ranks, [tensor], range(ranks.size()))
+        work = backend._allgather_base(out, tensor)
+        parts = out.view(-1).chunk(ranks.size())
+        return out, self._watched(work, partial(self._add, self.got, ranks, parts, range(len(parts))))
+
+    def _all_gather_lists(
+        self, outs: list[list[Tensor]], tensors: list[Tensor], group: Any, *_: Any
+    ) -> Any:
+        ranks, backend = _opened(group)
+        self._add(self.sent, ranks, tensors, range(ranks.size()))
+        work = backend.allgather(outs, tensors)
+        parts = outs[0]
+        return outs, self._watched(work, partial(self._add, self.got, ranks, parts, range(len(parts))))
+
+    def _all_to_all(
+        self, out: Tensor, tensor: Tensor, group: Any, got: list[int], sent: list[int], *_: Any
+    ) -> Any:
+        ranks, backend = _opened(group)
+        size = ranks.size()
+        given = tensor.split(sent or [len(tensor) // size] * size)
+        self._add(self.sent, ranks, given, range(size))
+        work = backend.alltoall_base(out, tensor, got, sent)
+        parts = out.split(got or [len(out) // size] * size)
+        return self._watched(work, partial(self._add, self.got, ranks, parts, range(size)))
+
+    def _broadcast(self, tensors: list[Tensor], group: Any, root: int, *_: Any) -> Any:
+        ranks, backend = _opened(group)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        if ranks.rank() == root:
+            self._add(self.sent, ranks, tensors, range(ranks.size()))
+        work = backend.broadcast(tensors, options)
+        return tensors, self._watched(work, partial(self._add, self.got, ranks, tensors, [root]))
+
+    def _send(self, tensors: list[Tensor], group: Any, to: int, tag: int) -> Any:
+        ranks, backend = _opened(group)
+        self._add(self.sent, ranks, tensors, [to])
+        return backend.send(tensors, to, tag).boxed()
+
+    def _receive(self, tensors: list[Tensor], group: Any, source: int, tag: int) -> Any:
+        ranks, backend = _opened(group)
+        work = backend.recv(tensors, source, tag)
+        return self._watched(work, partial(self._add, self.got, ranks, tensors, [source]))
+
+
+class _Sum:
+    """The checksums of a sum over ranks: the sums of its blocks, and of their absolutes."""
+
+    def __init__(self, group: dist.ProcessGroup, tensor: Tensor, parts: int) -> None:
+        self.group, self.dtype, self.own = group, tensor.dtype, 0
+        blocks = _blocks(tensor, parts)
+        wide = torch.float64
+        self.given = torch.stack([blocks.sum(-1, dtype=wide), blocks.abs().sum(-1, dtype=wide)], 1)
+        self.got = self.given[0, 0]
+
+    def arrived(self, result: Tensor, own: int) -> None:
+        """Take the result, which is part ``own`` of the sum."""
+        self.own = own
+        self.got = _blocks(result.detach(), 1)[0].sum(-1, dtype=torch.float64)
+
+    def differs(self, total: Tensor) -> bool:
+        """Return whether the result is not the sum of what all ranks have given, but for rounding."""
+        (wanted, absolutes), ranks = total[self.own], self.group.size()
+        added, smallest = 0.0, 0.0
+        if self.dtype.is_floating_point:
+            number = torch.finfo(self.dtype)
+            added, smallest = (ranks - 1) * number.eps / 2, number.tiny
+        factor = added / (1 - added) if added < 1 else float("inf")
+        factor += 2 * (BLOCK + ranks) * torch.finfo(torch.float64).eps
+        most = factor * absolutes + ranks * BLOCK * smallest
+        # What is not finite stops a run anyway, or the step is skipped.
+        return bool((absolutes.isfinite() & ~((self.got - wanted).abs() <= most)).any())
+
+
+def _blocks(tensor: Tensor, parts: int) -> Tensor:
+    """Return the elements of each part, (parts, blocks, BLOCK)."""
+    rows = tensor.reshape(parts, -1)
+    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).view(parts, -1, BLOCK)
+
+
+class _Watched(dist.Work):
+    """A message on its way, whose result is looked at as soon as it was waited for."""
+
+    def __init__(self, work: Any, waiting: "dict[int, _Watched]", arrived: Callable[[], None]) -> None:
+        super().__init__()
+        self.work, self.others, self.arrived = work, waiting, arrived
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait, and look at the result; no ``timeout`` is the group's."""
+        if self.others.pop(id(self.work), None):  # a receive of gloo cannot be waited for twice
+            self.work.wait(timeout)
+            self.arrived()
+        return True
+
+
+def _opened(group: Any) -> tuple[dist.ProcessGroup, Any]:
+    """Return the process group behind c10d's own object, and its gloo."""
+    ranks = dist.ProcessGroup.unbox(group)
+    return ranks, ranks._get_backend(torch.device("cpu"))
+
+
+def _options(options: Any, how: Any) -> Any:
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.RedOpType(how.op()))
+    return options
