@@ -68,8 +68,10 @@ def forward_backward(
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
-    share = micro_batch if isinstance(micro_batch, Share) else None
-    micro_batch = samples_at_once(batch, share.micro_batch if share else micro_batch)
+    share = None
+    if isinstance(micro_batch, Share):
+        share, micro_batch = micro_batch, micro_batch.micro_batch
+    micro_batch = samples_at_once(batch, micro_batch)
     count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES).clamp(min=1)
     samples = share.of if share else len(targets) * batch_share(mesh)[1]
     begin_step(model, samples * targets.shape[1:2].numel(), loss_scale)

@@ -1,7 +1,9 @@
 """Times of ranks: who is slow is named, and shares by speed balance a step."""
 
 import functools
+import io
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +23,9 @@ from tests.support.pool import Pool
 FAST = 0.05  # seconds that a fast rank takes for a row, by sleeping
 
 
-def _train_slowly(keys: Keys, factors: tuple[float, ...]) -> None:
-    """Train on ranks that sleep for each row of a layer's forward, each by its own factor."""
+def _train_slowly(keys: Keys, factors: tuple[float, ...]) -> str:
+    """Train on ranks that sleep for each row of a layer's forward, each by its own factor; return what
+    is said."""
     seconds = FAST * factors[torch.distributed.get_rank()]
     real = Attention.forward
 
@@ -31,15 +34,20 @@ def _train_slowly(keys: Keys, factors: tuple[float, ...]) -> None:
         time.sleep(seconds * len(x))
         return real(self, x, *args, **kwargs)
 
-    with mock.patch.object(Attention, "forward", slow):
+    said = io.StringIO()
+    with mock.patch.object(Attention, "forward", slow), redirect_stdout(said):
         training.train(keys)
+    return said.getvalue()
 
 
-def _run(pool: Pool, folder: Path, factors: tuple[float, ...], **keys: object) -> list[dict[str, Any]]:
+def _run(
+    pool: Pool, folder: Path, factors: tuple[float, ...], **keys: object
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The steps of a run, and the lines that its first rank says."""
     base = keys_in("train.global_batch=12 train.micro_batch=3 train.stop_after=8 model.n_layers=1")
     given = training.keys_for(folder, **(base | parallel(dp_shard=len(factors)) | keys))
-    pool.run(_train_slowly, len(factors), given, factors)
-    return training.lines(folder)
+    said = pool.run(_train_slowly, len(factors), given, factors)
+    return training.lines(folder), said[0].splitlines()
 
 
 def _seconds(steps: list[dict[str, Any]]) -> float:
@@ -52,8 +60,12 @@ def _seconds(steps: list[dict[str, Any]]) -> float:
 def test_a_measured_slow_rank_gets_fewer_samples(pool: Pool, tmp_path: Path, zero: int) -> None:
     """One of two ranks at half speed: the step takes at most 1.1 of the ideal, with the same losses."""
     times = {"metrics__slow_rank": 9.0}
-    equal = _run(pool, tmp_path / "equal", (1.0, 2.0), parallel__zero=zero, **times)
-    dealt = _run(pool, tmp_path / "dealt", (1.0, 2.0), parallel__zero=zero, parallel__speeds="measure")
+    equal, _ = _run(pool, tmp_path / "equal", (1.0, 2.0), parallel__zero=zero, **times)
+    keys = parallel(zero=zero, speeds="measure")
+    dealt, said = _run(pool, tmp_path / "dealt", (1.0, 2.0), **keys)
+    assert [line.partition("; ")[2] for line in said if line.startswith("step 6: speeds")] == [
+        "samples of each: 8, 4"
+    ]
     ideal = 12 * FAST / 1.5  # 8 rows by one, 4 by the other at half its speed
     assert _seconds(equal) > 1.4 * ideal
     assert _seconds(dealt) < 1.1 * ideal
@@ -63,12 +75,12 @@ def test_a_measured_slow_rank_gets_fewer_samples(pool: Pool, tmp_path: Path, zer
         assert step["samples"] == right["samples"]
 
 
-def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
     """After the two first steps and as many as it must be slow; once."""
     more = {"metrics__slow_rank": 1.5, "metrics__slow_steps": 3, "train__stop_after": 7}
-    steps = _run(pool, tmp_path, (1.0, 3.0), **more)
+    steps, lines = _run(pool, tmp_path, (1.0, 3.0), **more)
     assert all(step["rank_seconds"]["1"] > step["rank_seconds"]["0"] for step in steps)
-    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("slow for")]
+    said = [line for line in lines if line.startswith("slow for")]
     assert len(said) == 1
     assert said[0].startswith("slow for 3 steps: rank 1 takes ")
     assert said[0].endswith(" times the median")
@@ -121,7 +133,7 @@ test_refused = refusals(
         ),
         (
             keys_in("metrics.slow_steps=4"),
-            "metrics.slow_steps: is read with slow_rank; set metrics.slow_rank",
+            "metrics.slow_steps: 4 is read with slow_rank; set metrics.slow_rank",
         ),
     ]
 )
