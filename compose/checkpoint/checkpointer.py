@@ -230,13 +230,19 @@ class Checkpointer:
         """The state of this rank's last copy in memory, before a collective of the step."""
         return self.copies.state if self.copies else WHOLE
 
-    def end(self) -> None:
-        """Wait for the last save, and remove the copies in memory; a collective. The run ends well."""
+    def end(self) -> str:
+        """Wait for the last save, and remove the copies in memory; a collective. The run ends well.
+
+        Return a line if the last checkpoint could not be saved. Then the copies stay.
+        """
         self.wait()
         report = self.finished()
-        unsaved = bool(report and report.problem)
-        if self.copies and not any(gathered_objects(unsaved, self.group)):
+        failed = report.step if report and report.problem else 0
+        if step := max(gathered_objects(failed, self.group)):
+            return f"the checkpoint of step {step}, the last, could not be saved: start again, to go on"
+        if self.copies:
             self.copies.remove()
+        return ""
 
     def wait(self) -> None:
         """Wait until no save is going on."""

@@ -131,7 +131,7 @@ class Trainer:
                 set_timeout(self.config.comm.first_step_timeout, but=self.checkpointer.group)
                 stopped = self._train()
                 # A signal at the end of the run waits for the last save too.
-                self.checkpointer.end()
+                unsaved = self.checkpointer.end()
             failed = False
         except TrainingError:  # on every rank: the earlier save is whole, so it may be published
             self.checkpointer.wait()
@@ -142,8 +142,8 @@ class Trainer:
                 hook.close(failed)
             self.report.close()
             unsent = self.held.release()
-        if unsent:
-            raise TrainingError(unsent)
+        if lost := unsent or unsaved:
+            raise TrainingError(lost)
         if stopped:
             raise stopped
 

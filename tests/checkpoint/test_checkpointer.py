@@ -209,9 +209,10 @@ def _train_saying(keys: Keys) -> list[str]:
     with mock.patch("builtins.print") as said:
         try:
             trained_state(keys)
+            ended = []
         except Exception as error:
-            return [str(error)]
-    return [str(call.args[0]) for call in said.call_args_list]
+            ended = [str(error)]
+    return [str(call.args[0]) for call in said.call_args_list] + ended
 
 
 def _with_full_disk(keys: Keys) -> list[str]:
@@ -234,7 +235,7 @@ def _with_full_disk(keys: Keys) -> list[str]:
 
 
 def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
-    """Training goes on, and says so once for each save; what was valid stays."""
+    """Training goes on, and says so once for each save; what was valid stays. The end is a failure."""
     train_on(pool, tmp_path, {}, MESHES["data"], 2)
     root = tmp_path / "checkpoints"
     keys = keys_for(tmp_path, **(SAVING | MESHES["data"] | {"train__stop_after": 6}))
@@ -245,6 +246,7 @@ def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
         "checkpoint of step 6",
     ]
     assert all(line.endswith("; training goes on") for line in failures)
+    assert said[-1] == "the checkpoint of step 6, the last, could not be saved: start again, to go on"
     assert len(lines(tmp_path)) == 6
     assert [line["checkpoint"]["failed"] for line in lines(tmp_path) if "checkpoint" in line] == [1.0]
     assert [p.name for p in root.iterdir()] == [store.name_of(2)]

@@ -16,7 +16,7 @@ a rank's tokens go with another's targets | CP parallel__cp_balance=none | loss 
     chunks_of(rank, cp, balance)] => chunks_of((rank + (name == 'targets')) % cp, cp, balance)]
 the loss is that of a rank's part | CP | loss
     in compose.train.step:forward_backward with untouched='gradient/*'
-    ("pp", *BATCH_AXES, "cp") => ("pp", *BATCH_AXES)
+    *BATCH_AXES, "cp") => *BATCH_AXES)
 gradients are those of a rank's part | CP | gradient
     in compose.parallel.data_parallel:_data_meshes with untouched='loss/step 1'
     ["dp_replicate"], ["dp_shard", "cp"] => ["dp_replicate"], ["dp_shard"]
