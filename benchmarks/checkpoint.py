@@ -177,6 +177,7 @@ def copying() -> None:
                 trainer.step()
                 if copied:
                     before = copies.thread
+                    assert trainer.read
                     trainer.checkpointer.copy(trainer.progress, trainer.read.said[-1])
                     taken += copies.thread is not before
             if copies.thread:

@@ -305,8 +305,7 @@ def _without_flush(setup: Setup) -> Iterator[str]:
         "precision": {"float8": "off"},
         "compile": {"mode": "off"},
         "activation_checkpoint": {"offload": False, "segment": 1},
-        "comm": dict.fromkeys(("weights", "gradients"), "off")
-        | dict.fromkeys(("check_state", "check_messages"), False),
+        "comm": {"weights": "off", "gradients": "off", "check_state": False, "check_messages": False},
     }
     for key in ("param", "reduce", "master", "optimizer_state"):
         if getattr(options.precision, key) != "float64":  # the proof's own, which no file may name

@@ -120,7 +120,7 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
 
 def may_be_unequal(config: Config) -> bool:
     """Return whether data ranks may get unequal shares of a global batch."""
-    return bool(config.parallel.speeds)
+    return bool(config.parallel.speeds) or config.run.elastic
 
 
 def check_dealt(global_batch: int, islands: int) -> None:
@@ -161,6 +161,12 @@ def _unequal_problems(job: Job) -> Iterator[str]:
         yield (
             f"parallel.speeds: has {len(speeds)} numbers for the {ranks} ranks of pp x dp_replicate x"
             " dp_shard; give each of them one"
+        )
+    idle = sum(share.samples == 0 for share in job.shares)
+    if config.run.elastic and idle:
+        yield (
+            f"train.global_batch: {job.global_batch} leaves {idle} of {degrees.data_ranks} data ranks"
+            f" without a sample; nearest: {degrees.data_ranks}"
         )
     because = "and the ranks have unequal shares of train.global_batch"
     if job.islands > 1:

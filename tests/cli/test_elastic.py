@@ -66,11 +66,25 @@ def test_layers_of_stages_go_with_their_pipeline() -> None:
 
 def test_a_micro_batch_is_cut_if_there_are_many_ranks() -> None:
     """The batch is what it was: a rank has fewer samples at a time."""
-    keys = parallel(dp_shard=2)
+    keys = parallel(dp_shard=2) | {"metrics__noise_scale": True}  # which needs equal shares, two each
+    keys["train__global_batch"] = 24
     assert chosen(2, train__micro_batch=6, **keys)[1] == 6
     assert chosen(4, train__micro_batch=6, **keys)[:2] == ({"dp_shard": 4}, 3)
     job, _ = elastic.choose(config(train__micro_batch=6, **keys), 4)
-    assert job.config.train.global_batch == 12
+    assert job.config.train.global_batch == 24
+
+
+def test_ranks_that_do_not_divide_the_batch_have_unequal_shares() -> None:
+    """Each has a sample at least; a mesh that has more ranks than samples is not legal."""
+    job, line = elastic.choose(config(**parallel(dp_shard=-1)), 5)
+    assert [share.samples for share in job.shares] == [2, 3, 2, 3, 2]
+    assert line == "run.elastic: 5 ranks: dp_shard 5, micro_batch 1, as the config says"
+    keys = {"train__global_batch": 2, "model__n_layers": 2}
+    _, _, line = chosen(5, **keys, **parallel(dp_shard=-1, cp_method="ulysses"))
+    assert line.endswith(
+        "; rank 4 waits, since no mesh of 5 ranks is legal (train.global_batch: 2 leaves 3 of 5 data"
+        " ranks without a sample)"
+    )
 
 
 def test_what_is_said() -> None:

@@ -177,10 +177,8 @@ class Disturbed:
 
     def _end_ranks(self) -> None:
         """End ranks that are left, and say so: none may outlive the run for long."""
-        for _ in range(50):
-            left = self._left()
-            if not left:
-                return
+        until = time.monotonic() + 5
+        while (left := self._left()) and time.monotonic() < until:
             time.sleep(0.1)
         stopped = {n["pid"] for i in range(len(self.case.plan)) if (n := fired(self.faults, i))}
         for pid in left:

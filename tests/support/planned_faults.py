@@ -190,13 +190,13 @@ class Faults:
 
         append, reserve = JsonLines._append, os.posix_fallocate
 
-        def no_line(sink: JsonLines, line: bytes) -> None:
-            real: Any = sink.file
-            sink.file = real if time.monotonic() > end else Full(real)
+        def no_line(self: Any, line: bytes) -> None:
+            real = self.file
+            self.file = real if time.monotonic() > end else Full(real)
             try:
-                append(sink, line)
+                append(self, line)
             finally:
-                sink.file = real
+                self.file = real
 
         def no_room(*where: int) -> None:
             reserve(*where) if time.monotonic() > end else full()
@@ -238,7 +238,8 @@ class Faults:
             enter({"done": self.steps, "time": time.time()})
             return result
 
-        Trainer.step = step
+        replaced: Any = Trainer
+        replaced.step = step
 
     def _before(self, owner: Any, name: str, moment: str) -> None:
         real = getattr(owner, name)
