@@ -371,7 +371,7 @@ OTHER_FAULTS = {
         "None",
         "tp 2",
     ),
-    "masks by rank": ("compose.train.step:_with_masks", " + index * len(first)", "", "dr 2"),
+    "masks by rank": ("compose.train.step:_with_masks", "index * len(first)", "0", "dr 2"),
     "masks of the first columns": (
         "compose.parallel.lora_parallel:AdapterParallel._apply",
         "local_region(module.A)[1].start",
