@@ -49,7 +49,7 @@ PACKAGES = (
 )
 # They hang on hooks: nothing above imports them.
 ADD_ONS = ("proof", "planner", "compression", "diloco", "preference", "profiling", "cli", "__main__")
-MAX = {"folders": 17, "files at the top": 10, "modules": 205, "floors": 12}
+MAX = {"folders": 17, "files at the top": 10, "modules": 206, "floors": 12}
 # Values at the top of a module that are filled later, and why none of them is the state of a run.
 FILLED_LATER = {
     "compose.compression.activations._BY_KEY": "weak: an operator takes strings alone",
@@ -451,6 +451,7 @@ NO_TEST_MODULE = {
     "cli/migrate_meaning": "cli/test_migrate",
     "cli/migrate_tables": "cli/test_migrate",
     "cli/train": "train/test_trainer",
+    "train/readings": "train/test_trainer",
     "composition": "test_structure",
     "compression/gather": "compression/test_reduce",
     "compression/losses": "compression/test_proof",

@@ -229,7 +229,9 @@ def _copies(job: Job) -> Iterator[str]:
         yield f'{key} is for a restart, and checkpoint.resume = "none" begins anew; use "auto", or 0'
     if job.islands > 1:
         yield f"{key} does not go with islands, which go on from one step; use outer.every = 0, or 0"
-    unproved: dict[str, tuple[object, object]] = {"optimizer.offload": (config.optimizer.offload, "none")}
+    unproved: dict[str, tuple[object, object]] = {
+        "optimizer.offload": (config.optimizer.offload, "none")
+    }
     unproved["model.lora.rank"] = (config.model.lora.rank, 0)
     if job.degrees.pp > 1 and job.degrees.pp_schedule in ASYNCHRONOUS:  # read some steps later
         unproved["parallel.pp_schedule"] = (job.degrees.pp_schedule, "1F1B")

@@ -28,7 +28,7 @@ from compose.parallel.lora_parallel import Adapter
 from compose.preference.loss import PairLoss, log_probabilities
 from compose.train.evaluate import forward
 from compose.train.hooks import Hook
-from compose.train.step import Reading
+from compose.train.readings import Reading
 
 if TYPE_CHECKING:
     from compose.train.state_bytes import Placed

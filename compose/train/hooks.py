@@ -24,7 +24,7 @@ from compose.ops.tensors import checksums, gathered_objects, local_tensor
 from compose.parallel.mesh import AXES
 from compose.parallel.message_checks import MessageChecks
 from compose.train.processes import TrainingError
-from compose.train.step import Reading
+from compose.train.readings import Reading
 
 
 def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from compose.composition import Composition
 from compose.parallel.mesh import AXES, sum_over
 from compose.train.hooks import Hook
-from compose.train.step import Reading, squared_norm_share
+from compose.train.readings import Reading
+from compose.train.step import squared_norm_share
 
 if TYPE_CHECKING:
     from compose.train.trainer import Trainer

@@ -19,7 +19,7 @@ from compose.ops.tensors import gathered
 from compose.parallel.mesh import axis_size
 from compose.pipeline.stand_ins import Elsewhere
 from compose.train.hooks import Hook
-from compose.train.step import Reading
+from compose.train.readings import Reading
 
 if TYPE_CHECKING:
     from compose.train.trainer import Trainer

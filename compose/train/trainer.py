@@ -25,16 +25,10 @@ from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook, hooks_of
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
 from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, set_timeout
+from compose.train.readings import Reading, Readings, StepClock
 from compose.train.run_folder import Report, RunFolder
 from compose.train.state_bytes import copied_bytes, placements
-from compose.train.step import (
-    Reading,
-    Readings,
-    StepClock,
-    clip_grad_norm_,
-    forward_backward,
-    on_device,
-)
+from compose.train.step import clip_grad_norm_, forward_backward, on_device
 from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 
 

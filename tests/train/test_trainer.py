@@ -18,7 +18,7 @@ from compose.config.toml import tomllib
 from compose.optim.lr_schedule import learning_rate
 from compose.train import trainer as trainer_module
 from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError
-from compose.train.step import Reading, StepClock, read_step
+from compose.train.readings import Reading, StepClock, read_step
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
 from tests.support.command_lines import QUICK, answered, command, execute, launch
@@ -178,7 +178,7 @@ def test_a_reading_is_of_all_ranks(pool: Pool) -> None:
 def test_the_clock_runs_from_reading_to_reading() -> None:
     """A device's work after a reading is in the next one; time between steps is in none."""
     times = [0.0, 5.0, 7.0, 8.0, 108.0, 110.0, 111.0]
-    with mock.patch("compose.train.step.time.perf_counter", side_effect=times):
+    with mock.patch("compose.train.readings.time.perf_counter", side_effect=times):
         clock = StepClock()
         clock.begin()
         assert clock.read() == 2
