@@ -178,8 +178,8 @@ def stand_by() -> int:
 
 def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker) -> None:
     """Tell of ``error`` if this rank is the first to fail; else let the first have told."""
-    # A torchrun that has seen a rank die ends the others at once. Then nobody would tell, and ranks that
-    # are still in their step would wait for it. This rank ends by itself within seconds.
+    # A torchrun that has seen a rank die ends the others at once. Then nobody would tell, and ranks
+    # that are still in their step would wait for it. This rank ends by itself within seconds.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stragglers = Stragglers(store, world_size)
