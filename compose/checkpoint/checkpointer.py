@@ -195,7 +195,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self.wait()
         self.unreported = self.finished()
-        state = self._state()
+        state = self._state(progress.step)
         # State in files would not fit into memory. It changes only in the optimizer's step.
         in_files = any(part.local.untyped_storage().filename for part in state.values())
         files = {n: p for n, p in state.items() if in_files and n.startswith("optimizer.")}
@@ -213,17 +213,19 @@ class Checkpointer:
             self.wait()
             self.report.stall = time.perf_counter() - begun
 
-    def _state(self) -> dict[str, LocalShard]:
-        """Return this rank's parts of all that is saved."""
+    def _state(self, step: int) -> dict[str, LocalShard]:
+        """Return this rank's parts of all that is saved after a step."""
+        for other in self.beside:
+            other.before_save(step)
         state = parts(named_tensors(self.composition, self.optimizer))
         return state | {name: p for other in self.beside for name, p in other.tensors().items()}
 
     def copy(self, progress: Progress, last: int) -> None:
         """Copy the state into memory; ``last`` is the greatest :attr:`copying` of all ranks."""
         assert self.copies
-        kept = rank_state.copied(self.beside)
+        state, kept = self._state(progress.step), rank_state.copied(self.beside)
         own = None if kept is None else rank_state.packed(self.label, kept)
-        self.copies.take(self._state(), own, progress, last)
+        self.copies.take(state, own, progress, last)
 
     @property
     def copying(self) -> int:

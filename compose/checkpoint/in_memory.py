@@ -51,7 +51,7 @@ class _Copy:
     attempt: str
     """The start of the run that has made it."""
     layout: int
-    """What stands for the names and places of the parts. Replicas have the same, and the same parts."""
+    """A number made of the names and places of the parts. Replicas have the same number and parts."""
     layouts: list[int]
     """Those of all ranks."""
     tensors: dict[str, DescribedTensor]

@@ -31,6 +31,9 @@ class HasState:
     fingerprint: tuple[Any, ...] = ()
     """Values that must be the same, beside the mesh and the messages, for :meth:`state` to be used."""
 
+    def before_save(self, step: int) -> None:
+        """Act before a save, or a copy into memory, of what was trained; raise if it must not be."""
+
     def tensors(self) -> dict[str, LocalShard]:
         """Return this rank's parts of tensors that do not depend on the mesh, by name."""
         return {}

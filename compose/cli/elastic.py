@@ -139,7 +139,7 @@ def _by_distance(wanted: Parallel, ranks: int) -> Iterator[list[Parallel]]:
         factors = [max(Fraction(a, b), Fraction(b, a)) for a, b in pairs if a not in (-1, b)]
         # More cuts are more messages.
         grown = sum(a < b for a, b in pairs if a != -1)
-        # Of data parallel one axis is kept, and the other takes what is left.
+        # One axis of data parallel is kept, and the other takes what is left.
         kept = "dp_shard" if wanted.dp_replicate == -1 else "dp_replicate"
         moved = getattr(parallel, kept) != getattr(wanted, kept)
         return len(factors), grown, math.prod(factors, start=Fraction(1)), moved

@@ -361,6 +361,8 @@ def _run_without_flush(job: "Job") -> Iterator[str]:
         ("optimizer.name", optimizer.name, "adamw"),
         ("optimizer.offload", optimizer.offload, "none"),
         ("model.lora.rank", config.model.lora.rank, 0),
+        ("checkpoint.memory", config.checkpoint.memory, 0),
+        ("parallel.speeds", config.parallel.speeds, ()),
     ]
     yield from _unproved(name, given)
     others = any(task(config) for _, task in brought("task"))

@@ -1,6 +1,7 @@
 """Rules of the mesh: which degrees fit together, and fit a plan; and what [comm] may send on it."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 from torch.nn.utils.parametrize import is_parametrized
@@ -20,6 +21,10 @@ from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names
 
+if TYPE_CHECKING:  # a job holds a setup
+    from compose.config.job import Job
+
+_TRIED = 1_000_000  # most sizes to try for a size that divides
 MESH = Rules[Setup]()
 
 
@@ -319,4 +324,51 @@ def _types(setup: Setup) -> Iterator[str]:
         yield (
             f"comm: the unit of {odd[0]} has parameters of several types, of which {kind} has no code;"
             ' use comm.weights = "off" and comm.gradients = "off"'
+        )
+
+
+def share_problems(job: "Job") -> Iterator[str]:
+    """Yield why the data ranks cannot share a global batch."""
+    train, degrees = job.config.train, job.config.parallel
+    ranks = degrees.dp_replicate * degrees.dp_shard
+    unit = ranks * train.micro_batch
+    if job.shares:
+        yield from _unequal_problems(job)
+        return
+    if train.global_batch % unit == 0:
+        return
+    nearest, smaller = max(1, round(train.global_batch / unit)) * unit, ""
+    share, rest = divmod(train.global_batch, ranks)
+    if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
+        best = max(size for size in range(1, most + 1) if share % size == 0)
+        smaller = f", or train.micro_batch = {best}"
+    yield (
+        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
+    )
+
+
+def _unequal_problems(job: "Job") -> Iterator[str]:
+    config, degrees = job.config, job.degrees
+    speeds, ranks = degrees.speeds, degrees.pp * degrees.data_ranks
+    if speeds != "measure" and len(speeds) not in (0, ranks):
+        yield (
+            f"parallel.speeds: has {len(speeds)} numbers for the {ranks} ranks of pp x dp_replicate x"
+            " dp_shard; give each of them one"
+        )
+    idle = sum(share.samples == 0 for share in job.shares)
+    if config.run.elastic and idle:
+        yield (
+            f"train.global_batch: {job.global_batch} leaves {idle} of {degrees.data_ranks} data ranks"
+            f" without a sample; nearest: {degrees.data_ranks}"
+        )
+    because = "and the ranks have unequal shares of train.global_batch"
+    if job.islands > 1:
+        yield f"outer.every: {config.outer.every} makes islands of equal shares, {because}; use 0"
+    if config.metrics.noise_scale:
+        yield f"metrics.noise_scale: true compares equal micro-batches, {because}; use false"
+    if config.precision.float8 != "off":
+        yield (
+            f'precision.float8: "{config.precision.float8}" would scale by rows of padding, {because};'
+            ' use "off"'
         )

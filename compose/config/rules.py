@@ -16,7 +16,8 @@ from torch import nn
 from compose.config import composition_rules, setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION, backward_in_two_parts, segment_is_short
-from compose.config.job import Job, make_job, share_problems
+from compose.config.job import Job, make_job
+from compose.config.mesh_rules import share_problems
 from compose.config.models import find_model, max_seq_len
 from compose.config.setup import Rule, Rules, Target
 from compose.config.tables import Config
@@ -28,7 +29,7 @@ from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import meshes, resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.tensor_parallel import sequence_ranks
-from compose.pipeline.schedules import ASYNCHRONOUS, build_table, placement
+from compose.pipeline.schedules import build_table, placement
 from compose.pipeline.split import balanced, layer_names
 
 RUN = Rules[Job](composition_rules.RUN_OF_STEP)
@@ -44,9 +45,9 @@ def _task(job: Job) -> Iterator[str]:
 
 
 RUN.add(
-    "global_batch is a multiple of dp_replicate x dp_shard x micro_batch; with parallel.speeds, which"
-    " has a speed for each of these ranks, it need not be, but then float8, noise_scale and islands are"
-    " off",
+    "global_batch is a multiple of dp_replicate x dp_shard x micro_batch; with run.elastic, or"
+    " parallel.speeds, which has a speed for each of these ranks, it need not be, but then float8,"
+    " noise_scale and islands are off",
     "every rank runs the same number of equal micro-batches, since collectives must match; unequal"
     " shares are filled up with padding",
 )(share_problems)
@@ -212,8 +213,7 @@ RUN.add("run.min_ranks goes with run.elastic", "no other run chooses its mesh")(
 
 @RUN.add(
     "with checkpoint.memory, run.dir is a folder of this machine, checkpoint.resume is auto, and there"
-    " are no islands, no adapters, no optimizer.offload and no"
-    " schedule without a flush",
+    " are no islands, no adapters and no optimizer.offload",
     "a restart knows its copies by run.dir; islands go on from one step; the others are not proved",
 )
 def _copies(job: Job) -> Iterator[str]:
@@ -233,8 +233,6 @@ def _copies(job: Job) -> Iterator[str]:
         "optimizer.offload": (config.optimizer.offload, "none")
     }
     unproved["model.lora.rank"] = (config.model.lora.rank, 0)
-    if job.degrees.pp > 1 and job.degrees.pp_schedule in ASYNCHRONOUS:  # read some steps later
-        unproved["parallel.pp_schedule"] = (job.degrees.pp_schedule, "1F1B")
     for other, (value, needed) in unproved.items():
         if value != needed:
             yield (

@@ -199,7 +199,7 @@ class _Sum:
         factor = added / (1 - added) if added < 1 else float("inf")
         factor += 2 * (BLOCK + ranks) * torch.finfo(torch.float64).eps
         most = factor * absolutes + ranks * BLOCK * smallest
-        # What is not finite stops a run anyway, or the step is skipped.
+        # A sum that is not finite stops the run anyway, or its step is skipped.
         return bool((absolutes.isfinite() & ~((self.got - wanted).abs() <= most)).any())
 
 

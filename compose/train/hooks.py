@@ -152,9 +152,6 @@ class Hook(HasState):
         """Return what metrics.jsonl gets of the weights after the step, by key; the time is not its."""
         return {}
 
-    def before_save(self, step: int) -> None:
-        """Act before what was trained is saved or copied into memory; raise if it must not be."""
-
     def finish(self) -> None:
         """End what goes over several steps, since none follows; before the last save."""
 

@@ -6,11 +6,12 @@ entry point in the group "compose.sinks".
 
 import contextlib
 import json
+import math
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from compose.config.tables import Config
 from compose.errors import ConfigError, open_own, write_whole
 from compose.memory.precision import Precision
+from compose.train.readings import Reading
 
 # Dense peak FLOP/s by a part of torch.cuda.get_device_name(), first match wins; bfloat16 and float8
 # without sparsity, from the makers' data sheets (docs/metrics.md names them).
@@ -94,6 +96,12 @@ class StepMetrics:
     """Steps of this process that were not finite."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Reports of routers, saves and hooks, by key."""
+
+    def with_numbers(self, reading: Reading) -> "StepMetrics":
+        """Return the line with the numbers that were read; None where one is not finite."""
+        numbers = (reading.loss, reading.norm, reading.z_loss)
+        loss, norm, z_loss = (n if n is not None and math.isfinite(n) else None for n in numbers)
+        return replace(self, loss=loss, grad_norm=norm, z_loss=z_loss)
 
     def values(self) -> dict[str, Any]:
         """Return the values by key, without those that say nothing."""

@@ -244,6 +244,11 @@ def _report(error: Exception, rank: int) -> None:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
 
 
+def name_of(asked: signal.Signals) -> str:
+    """Return what has asked a run to end, for a person."""
+    return {signal.SIGINT: "Ctrl-C", LAUNCHER_DIED: "the death of a torchrun"}.get(asked, asked.name)
+
+
 class Signals:
     """A context in which SIGINT, SIGTERM and SIGUSR1 let the current step finish.
 

@@ -123,7 +123,8 @@ class RankTimes(Hook):
     def _deal(self, step: int) -> None:
         trainer = self.trainer()
         assert trainer is not None
-        measured = speeds_of(self.steps[_SKIPPED:], self.places, [s.rows_run for s in trainer.shares])
+        rows = [share.rows_run for share in trainer.job.shares]
+        measured = speeds_of(self.steps[_SKIPPED:], self.places, rows)
         shares = trainer.deal(measured)
         samples = ", ".join(str(share.samples) for share in shares)
         shown = ", ".join(f"{speed:.2f}" for speed in measured)

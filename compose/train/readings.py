@@ -1,5 +1,6 @@
 """The numbers of a step, which all ranks read at once, and the time that steps take."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from compose.composition import Composition
+from compose.parallel.mesh import axis_size
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,13 @@ class Reading:
     """The z-loss, if there is one."""
     said: tuple[int, ...]
     """The greatest of all ranks, for each number that ranks say."""
+
+    @property
+    def problem(self) -> str:
+        """Say which number is not finite; empty if none is."""
+        named = {"loss": self.loss, "gradient norm": self.norm}
+        wrong = [f"the {name} is {value}" for name, value in named.items() if not math.isfinite(value)]
+        return wrong[0] if wrong else ""
 
 
 def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]) -> Reading:
@@ -43,14 +54,15 @@ def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[
 
 
 class Readings:
-    """Reads the numbers of a run's steps, each ``late`` steps after its own, or at its end for 0.
+    """Reads the numbers of a run's steps: each at its end, or ``composition.late`` steps later.
 
-    ``stage`` is the number of ranks of one pipeline stage. No stage waits for another in a late reading
-    of the numbers, which are sums over stages then.
+    In a late reading no stage of the pipeline waits for another. The numbers are sums over stages then.
     """
 
-    def __init__(self, late: int, stage: int) -> None:
-        self.late, self.stage = late, stage
+    def __init__(self, composition: Composition) -> None:
+        self.late, mesh = composition.late, composition.mesh
+        self.stage = mesh.size() // axis_size(mesh, "pp")
+        """The ranks of one stage."""
         self.begun: deque[tuple[list[Tensor], dist.Work | None]] = deque()
 
     def read(

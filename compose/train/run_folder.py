@@ -9,6 +9,7 @@ import stat
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +36,8 @@ from compose.ops.tensors import gathered_objects
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.train.metrics import Sink, StepMetrics, open_sinks
-from compose.train.state_bytes import placements, state_bytes
+from compose.train.readings import Reading
+from compose.train.state_bytes import copied_bytes, placements, state_bytes
 from compose.train.workers import Worker
 
 TOKEN = ".copies"  # has the name of the run's copies in memory; another folder of this name has others
@@ -131,11 +133,14 @@ class RunFolder:
         self._lock = file
         return ""
 
-    def copies(self) -> Path:
-        """Return the folder of this run's copies in shared memory, by a name kept here; a collective.
+    def copies(self, job: Job, composition: Composition) -> tuple[Path, int] | None:
+        """Return the folder of this run's copies in shared memory, and their bytes; a collective.
 
-        What dead runs have left there is removed.
+        None without ``checkpoint.memory``. The folder goes by a name kept here. Copies that dead runs
+        have left are removed.
         """
+        if not job.config.checkpoint.memory:
+            return None
         name = [""]
         if dist.get_rank() == 0:
             path = self.path / TOKEN
@@ -149,7 +154,7 @@ class RunFolder:
         folder = in_memory.ROOT / f"{in_memory.PREFIX}{gathered_objects(name)[0][0]}"
         if os.environ.get("LOCAL_RANK", "0") == "0":
             remove_left(folder)
-        return folder
+        return folder, copied_bytes(placements(composition.model, composition.mesh, job.config), job)
 
     def release(self) -> str:
         """Send what is left, and unlock the folder, so that another run may use it.
@@ -283,6 +288,8 @@ class Report:
         self.place = held.place
         self.last_step, self.worker, self.sets = train.last_step, worker, batches.sets
         self.sinks: list[Sink] = []
+        # Steps whose numbers are not read: the newest, and others of a pipeline without a flush.
+        self.unwritten: deque[StepMetrics] = deque()
         if dist.get_rank() != 0:
             return
         try:
@@ -328,8 +335,13 @@ class Report:
         if crossing := crosses_nodes(job.degrees):
             self.say(f"{crossing}, whose links are slow; docs/planning.md")
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Write and print a step."""
+    def add(self, metrics: StepMetrics) -> None:
+        """Take a step, to be written when its numbers are read."""
+        self.unwritten.append(metrics)
+
+    def write(self, reading: Reading) -> None:
+        """Write and print the oldest step that is not written, of which these are the numbers."""
+        metrics = self.unwritten.popleft().with_numbers(reading)
         for sink in self.sinks:
             sink.write(metrics)
 

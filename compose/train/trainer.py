@@ -1,8 +1,6 @@
 """The training loop: the same few lines for every model and every mesh."""
 
-import math
 import signal
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,15 +17,14 @@ from compose.data.datasets import OpenData, described, open_data, training_batch
 from compose.memory.precision import first_scale
 from compose.ops.dropout import DropoutKey
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
-from compose.parallel.mesh import Share, axis_size, batch_share
+from compose.parallel.mesh import Share, batch_share
 from compose.train.evaluate import Validation
 from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook, hooks_of
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
-from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, set_timeout
+from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, name_of, set_timeout
 from compose.train.readings import Reading, Readings, StepClock
 from compose.train.run_folder import Report, RunFolder
-from compose.train.state_bytes import copied_bytes, placements
 from compose.train.step import clip_grad_norm_, forward_backward, on_device
 from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 
@@ -57,7 +54,6 @@ class Trainer:
         index, count = batch_share(mesh)
         share = worker.index * count + index, worker.count * count
         self.batches = training_batches(config, data, share, device)
-        self.shares: tuple[Share, ...] = ()
         self.share: Share | None = None
         """This rank's part of the global batch, if it need not be equal to the others'."""
         if job.shares:
@@ -83,9 +79,7 @@ class Trainer:
             self.hooks,
             WorkerCheckpoints(worker),
             self.held.uploads,
-            (self.held.copies(), copied_bytes(placements(self.composition.model, mesh, config), job))
-            if config.checkpoint.memory
-            else None,
+            self.held.copies(job, self.composition),
         )
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone
@@ -94,11 +88,8 @@ class Trainer:
         if result is None and not frozen:
             fill_weights(self.composition, job, device)
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
-        stage = mesh.size() // axis_size(mesh, "pp")
-        self.readings = Readings(self.composition.late, stage)
+        self.readings = Readings(self.composition)
         self.read: Reading | None = None
-        # Steps whose numbers are not read: this one, and earlier ones of a pipeline without a flush.
-        self.unwritten: deque[StepMetrics] = deque()
         begun, scale = result or Progress(0, 0, 0), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
@@ -108,10 +99,10 @@ class Trainer:
 
     def deal(self, speeds: Sequence[float]) -> tuple[Share, ...]:
         """Deal each global batch from now on by the speeds of the data ranks; return their shares."""
-        self.shares = self.job.dealt(speeds)
-        self.share = self.shares[batch_share(self.mesh)[0]]
+        shares = self.job.dealt(speeds)
+        self.share = shares[batch_share(self.mesh)[0]]
         self.batches.deal(range(self.share.rows.start, self.share.rows.stop))
-        return self.shares
+        return shares
 
     def run(self) -> None:
         """Train to the end, or until a signal asks to stop; then finish the step and save.
@@ -144,8 +135,7 @@ class Trainer:
     def _train(self) -> BaseException | None:
         """Take the steps that are left; return what to raise if a signal has stopped the run."""
         saving, last = self.config.checkpoint, self.config.train.last_step
-        first = self.progress.step + 1
-        enough = self.validation.enough(self.progress.validations)
+        first, enough = self.progress.step + 1, self.validation.enough(self.progress.validations)
         while self.progress.step < last and not enough:
             number = self.progress.step + 1
             for hook in self.hooks:
@@ -159,11 +149,9 @@ class Trainer:
             if number == first:
                 set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.group)
             more = {name: v for hook in self.hooks for name, v in hook.measure(number).items()}
-            self.unwritten.append(
-                replace(metrics, validation_loss=measured, more={**metrics.more, **more})
-            )
+            self.report.add(replace(metrics, validation_loss=measured, more={**metrics.more, **more}))
             if self.read:
-                self._write(self.read)
+                self.report.write(self.read)
             code, failed, copying = self.read.said if self.read else (0, 0, 0)
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
@@ -175,10 +163,8 @@ class Trainer:
             due = number == last or enough or self.progress.is_among_best(saving.keep_best)
             if saving.interval and (due or number % saving.interval == 0):
                 self._read_rest()
-                self._before_save()
                 self.checkpointer.save(self.progress)
             if saving.memory and number % saving.memory == 0:
-                self._before_save()
                 self.checkpointer.copy(self.progress, copying)
         self._read_rest()
         if enough:
@@ -195,34 +181,23 @@ class Trainer:
         self._read_rest()
         for hook in self.hooks:
             hook.finish()
-        interrupted = asked == signal.SIGINT
-        saved = ""
+        interrupted, saved = asked == signal.SIGINT, ""
         if not interrupted or self.config.checkpoint.interval:
-            self._before_save()
             self.checkpointer.save(self.progress, wait=True)
             report = self.checkpointer.finished()
             if report and not report.problem:
                 saved = f"; saved: the same command with --run.dir={self.held.place} goes on"
-        names = {signal.SIGINT: "Ctrl-C", LAUNCHER_DIED: "the death of a torchrun"}
-        said = f"stopped by {names.get(asked, asked.name)} after step {self.progress.step}{saved}"
+        said = f"stopped by {name_of(asked)} after step {self.progress.step}{saved}"
         if asked == LAUNCHER_DIED:
             return TrainingError(said)
         self.report.say(said)
         return KeyboardInterrupt() if interrupted else None
 
-    def _before_save(self) -> None:
-        for hook in self.hooks:
-            hook.before_save(self.progress.step)
-
     def _read_rest(self) -> None:
         """Read and write the steps that are not read, so that no checkpoint is of a step to refuse."""
         for reading in self.readings.rest():
-            self._may_be_taken(self.unwritten[0].step - 1, reading)
-            self._write(reading)
-
-    def _write(self, reading: Reading) -> None:
-        """Write and print the oldest step that is not written, of which these are the numbers."""
-        self.report.write(_with_numbers(self.unwritten.popleft(), reading))
+            self._may_be_taken(self.report.unwritten[0].step - 1, reading)
+            self.report.write(reading)
 
     def step(self) -> StepMetrics:
         """Take the next optimizer step; except those of saving, metrics are equal on all ranks.
@@ -237,8 +212,8 @@ class Trainer:
         for ahead in self.composition.needed():
             report_phase(step + 1, "the data")
             with record_function("compose::data"):
-                first = before.samples + ahead * train.global_batch
-                batch = on_device(self.batches.batch(first), self.device)
+                batch = self.batches.batch(before.samples + ahead * train.global_batch)
+                batch = on_device(batch, self.device)
             report_phase(step + 1, "forward and backward")
             place = worker.index * train.global_batch // worker.count
             loss = forward_backward(
@@ -255,8 +230,7 @@ class Trainer:
             hook.gradients_ready(step + 1)
         mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
-        checkpointer = self.checkpointer
-        said = (self.signals.code, checkpointer.failed_too_often, checkpointer.copying)
+        said = (self.signals.code, self.checkpointer.failed_too_often, self.checkpointer.copying)
         self.read = read = self.readings.read(loss, norm, z_loss, said)
         rate = self.step_tokens / self.clock.read()
         # The device has done all work before it, so nothing is waited for.
@@ -303,37 +277,24 @@ class Trainer:
             },
         )
         self.clock.end()
-        return _with_numbers(metrics, read) if read and not self.composition.late else metrics
+        return metrics.with_numbers(read) if read and not self.composition.late else metrics
 
     def _may_be_taken(self, step: int, read: Reading) -> bool:
         """Tell whether the step can be taken; raise TrainingError if not, unless it may be skipped."""
         scale = self.progress.scale
-        for name, value in (("loss", read.loss), ("gradient norm", read.norm)):
-            if math.isfinite(value):
-                continue
-            if scale and scale.may_overflow(read.loss):
-                self.skipped += 1
-                return False
-            if self.config.train.skip_nonfinite:
-                self.skipped += 1
-                self.report.say(
-                    f"step {step + 1}: the {name} is {value}; skipped, {self.skipped} in all"
-                )
-                return False
-            weights = f"are still those of step {step}"
-            if self.composition.late:
-                weights = "were changed by it, those of the last checkpoint were not"
-            raise TrainingError(
-                f"step {step + 1}: the {name} is {value}; the weights {weights} (a lower"
-                " optimizer.lr or a longer optimizer.warmup may help)"
-            )
-        return True
-
-
-def _with_numbers(metrics: StepMetrics, read: Reading) -> StepMetrics:
-    loss, norm, z_loss = map(_finite, (read.loss, read.norm, read.z_loss))
-    return replace(metrics, loss=loss, grad_norm=norm, z_loss=z_loss)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
+        if not read.problem:
+            return True
+        if scale and scale.may_overflow(read.loss):
+            self.skipped += 1
+            return False
+        if self.config.train.skip_nonfinite:
+            self.skipped += 1
+            self.report.say(f"step {step + 1}: {read.problem}; skipped, {self.skipped} in all")
+            return False
+        weights = f"are still those of step {step}"
+        if self.composition.late:
+            weights = "were changed by it, those of the last checkpoint were not"
+        raise TrainingError(
+            f"step {step + 1}: {read.problem}; the weights {weights} (a lower optimizer.lr or a longer"
+            " optimizer.warmup may help)"
+        )

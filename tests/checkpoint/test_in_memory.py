@@ -373,12 +373,6 @@ test_refusals = refusals(
             ' optimizer.offload = "none"',
         ),
         (
-            parallel(pp=2, pp_schedule="PipeDream")
-            | {"train__max_norm": 0.0, "train__global_batch": 2},
-            f'{KEY} is not proved with parallel.pp_schedule = "PipeDream"; use checkpoint.memory = 0,'
-            ' or parallel.pp_schedule = "1F1B"',
-        ),
-        (
             lora(2),
             f"{KEY} is not proved with model.lora.rank = 2; use checkpoint.memory = 0, or"
             " model.lora.rank = 0",

@@ -238,6 +238,8 @@ UNPROVED = {
     "precision.param=bfloat16": ('"bfloat16"', '"float32"'),
     "train.z_loss=1e-4": ("0.0001", "0.0"),
     "train.skip_nonfinite=true": ("true", "false"),
+    "checkpoint.memory=1 run.dir=runs/mine": ("1", "0"),
+    "parallel.speeds=[1,1]": ("[1.0, 1.0]", "[]"),
     "optimizer.name=muon": ('"muon"', '"adamw"'),
     "activation_checkpoint.mode=selective": ('"selective"', '"full"'),
 }
