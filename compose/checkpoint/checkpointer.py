@@ -135,6 +135,7 @@ class Checkpointer:
         self.failures = 0
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.reads_files = False  # saves do, of state that is in files
+        self.only_in_memory = False  # the step that was resumed has no checkpoint yet
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint; print what was loaded, changed and passed over."""
@@ -151,10 +152,11 @@ class Checkpointer:
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
         found = self.copies.find(self._say) if self.copies else None
-        if found and folders and found.step < store.step_of(folders[0]):
-            self._say(f"copies in memory are of step {found.step}, before {folders[0].name}")
-        elif found:
-            folders = [found.folder, *folders]
+        if found:
+            newer = [folder for folder in folders if store.step_of(folder) > found.step]
+            if newer:
+                self._say(f"copies in memory are of step {found.step}, before {newer[0].name}")
+            folders = [*newer, found.folder, *folders[len(newer) :]]
         for folder in folders:
             reader = found.reader if found and folder == found.folder else None
             problems = [] if reader else self._damage(folder)
@@ -176,7 +178,9 @@ class Checkpointer:
                     if known.step and (changed := changes(folder, self.config)):
                         self._say(f"{folder}: goes on with {', '.join(changed)}")
                 if self.copies:
-                    self.copies.settle(found if reader else None)
+                    self.copies.settle(found, read=bool(reader))
+                steps = [store.step_of(other) for other in folders if other != folder]
+                self.only_in_memory = bool(reader) and known.step not in steps
                 return known.progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
         run = self.kept.parent
@@ -187,14 +191,21 @@ class Checkpointer:
                 f" put one back into {self.kept}, or begin anew in another run.dir"
             )
         if self.copies:
-            self.copies.settle(None)
+            self.copies.settle(found)
         return None
+
+    def due(self, progress: Progress, enough: str) -> bool:
+        """Return whether the state is to be saved now; ``enough``: why no other step follows."""
+        keep = self.config.checkpoint
+        last = bool(enough) or progress.step == self.config.train.last_step
+        wanted = last or progress.is_among_best(keep.keep_best)
+        return keep.interval > 0 and (wanted or progress.step % keep.interval == 0)
 
     def save(self, progress: Progress, wait: bool = False) -> None:
         """Begin to save the state as it is now, after the end of an earlier save."""
         begun = time.perf_counter()
         self.wait()
-        self.unreported = self.finished()
+        self.unreported, self.only_in_memory = self.finished(), False
         state = self._state(progress.step)
         # State in files would not fit into memory. It changes only in the optimizer's step.
         in_files = any(part.local.untyped_storage().filename for part in state.values())
@@ -238,8 +249,8 @@ class Checkpointer:
         Return a line if the last checkpoint could not be saved. Then the copies stay.
         """
         self.wait()
-        report = self.finished()
-        failed = report.step if report and report.problem else 0
+        self.finished()
+        failed = self.report.step if self.report and self.report.problem else 0
         if step := max(gathered_objects(failed, self.group)):
             return f"the checkpoint of step {step}, the last, could not be saved: start again, to go on"
         if self.copies:
@@ -274,6 +285,11 @@ class Checkpointer:
                 own=True,
             )
         return report
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of its threads, for which no step waits."""
+        return [self.group, self.copies.group] if self.copies else [self.group]
 
     @property
     def failed_too_often(self) -> bool:

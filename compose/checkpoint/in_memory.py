@@ -76,7 +76,7 @@ class _Slot:
         if len(self.memory) == size:
             return
         self.path.unlink(missing_ok=True)
-        self.memory = self.memory[:0]
+        self.memory, self.tensors = self.memory[:0], {}
         with open_own(self.path, "xb") as file:
             os.posix_fallocate(file.fileno(), 0, size)  # or a later write would end the process
         self.memory = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
@@ -300,20 +300,23 @@ class Copies:
         for part in wanted.values():
             write_whole(folder / name, bytes(bytes_of(part.local)))
 
-    def settle(self, found: Found | None) -> None:
-        """Remove what was left of earlier starts, but what was ``found``; when all have read it."""
+    def settle(self, found: Found | None, read: bool = False) -> None:
+        """Remove what was left of earlier starts, but what was ``found`` and all have ``read``."""
         dist.barrier(self.group)
-        kept = [*found.names, *(f"{name}{_TEXT}" for name in found.names)] if found else []
+        kept = [*found.names, *(f"{name}{_TEXT}" for name in found.names)] if found and read else []
         if found:
             shutil.rmtree(found.folder.parent, ignore_errors=True)
         if self.rank == self.near[0]:
             self._remove_earlier(kept)
-        self.settled = not found
+        self.settled = not kept
 
     def _remove_earlier(self, kept: Sequence[str] = ()) -> None:
         for path in self.folder.iterdir():
             if f"-{self.attempt}-" not in path.name and path.name not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)  # another agent of this host may be first
+                else:
+                    path.unlink(missing_ok=True)
 
     def take(
         self, state: dict[str, LocalShard], kept: bytes | None, progress: Progress, last: int
@@ -349,53 +352,81 @@ class Copies:
         """Sum and publish the copy, and exchange it with peers. This runs in the thread."""
         state = FAILED
         try:
-            own = torch.tensor(slot.layout if filled else -1)
-            layouts = [int(n) for n in (gathered(own, self.group) if self.ranks > 1 else [own])]
+            rows = self._of_all(slot.layout if filled else -1, len(slot.memory))
+            layouts = [layout for layout, _ in rows]
             if min(layouts) >= 0:  # or the copy would have parts of some ranks alone
-                rest = {
-                    "step": progress.step,
-                    "attempt": self.attempt,
-                    "layout": slot.layout,
-                    "layouts": layouts,
-                    "sums": slot.sums(),
-                    "state": {**asdict(progress), **self.about},
-                    "config": self.config,
-                }
-                text = f'{json.dumps(rest)[:-1]}, "tensors": {slot.places}}}'.encode()
-                slot.publish(text)
-                self._exchange(slot, text, layouts)
-                state = WHOLE
+                to, sources = self._exchanges(layouts)
+                # No rank may wait for one that has no room.
+                ready = self._make_room({rank: rows[rank][1] for rank in sources}, progress.step)
+                if not self.peers or all(flag for (flag,) in self._of_all(int(ready))):
+                    rest = {
+                        "step": progress.step,
+                        "attempt": self.attempt,
+                        "layout": slot.layout,
+                        "layouts": layouts,
+                        "sums": slot.sums(),
+                        "state": {**asdict(progress), **self.about},
+                        "config": self.config,
+                    }
+                    text = f'{json.dumps(rest)[:-1]}, "tensors": {slot.places}}}'.encode()
+                    texts = self._exchange(slot, text, to, sources)
+                    slot.publish(text)
+                    for rank, theirs in texts.items():
+                        self.received[rank][self.slot].publish(theirs)
+                    state = WHOLE
         except Exception as error:
             self._say_failed(progress.step, error)
         self.state = state
 
-    def _exchange(self, slot: _Slot, text: bytes, layouts: list[int]) -> None:
-        """Send the copy to a peer and receive those of others, where no other node has a replica."""
+    def _of_all(self, *own: int) -> list[list[int]]:
+        """Return the numbers of every rank."""
+        mine = torch.tensor(own)
+        return [row.tolist() for row in (gathered(mine, self.group) if self.ranks > 1 else [mine])]
+
+    def _exchanges(self, layouts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the rank to which this one's copy goes, if any, and those whose copies it gets.
+
+        A copy stays where it is if another node has a replica.
+        """
         where = defaultdict[int, set[str]](set)
         for place, layout in zip(self.places, layouts, strict=True):
             where[layout].add(place)
-        sent = {r: peer for r, peer in self.peers.items() if len(where[layouts[r]]) == 1}
-        sizes = torch.tensor([len(text), len(slot.memory)])
-        words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sent = {rank: peer for rank, peer in self.peers.items() if len(where[layouts[rank]]) == 1}
+        to = [sent[self.rank]] if self.rank in sent else []
+        return to, [rank for rank, peer in sent.items() if peer == self.rank]
+
+    def _make_room(self, sizes: Mapping[int, int], step: int) -> bool:
+        """Make files for the copies of other ranks; say if there is no room."""
+        try:
+            for rank, size in sizes.items():
+                names = [self.folder / f"{self._name(rank, number)}{_PEER}" for number in (0, 1)]
+                self.received.setdefault(rank, [*map(_Slot, names)])[self.slot].reserve(size)
+        except OSError as error:
+            self._say_failed(step, error)
+            return False
+        return True
+
+    def _exchange(
+        self, slot: _Slot, text: bytes, to: Sequence[int], sources: Sequence[int]
+    ) -> dict[int, bytes]:
+        """Send the copy to a peer, and receive those of others; return their texts."""
+        words, texts = torch.frombuffer(bytearray(text), dtype=torch.uint8), dict[int, bytes]()
         works = [
-            dist.isend(data, group=self.group, group_dst=sent[self.rank])
-            for data in (sizes, words, slot.memory)
-            if self.rank in sent
+            dist.isend(data, group=self.group, group_dst=peer)
+            for peer in to
+            for data in (torch.tensor([len(text)]), words, slot.memory)
         ]
-        for source in (rank for rank, peer in sent.items() if peer == self.rank):
-            names = [self.folder / f"{self._name(source, number)}{_PEER}" for number in (0, 1)]
-            into = self.received.setdefault(source, [_Slot(path) for path in names])[self.slot]
-            theirs = torch.empty(2, dtype=torch.int64)
-            dist.recv(theirs, group=self.group, group_src=source)
-            length, size = theirs.tolist()
-            into.reserve(size)
-            said = torch.empty(length, dtype=torch.uint8)
-            for data in (said, into.memory):
+        for source in sources:
+            length = torch.empty(1, dtype=torch.int64)
+            dist.recv(length, group=self.group, group_src=source)
+            theirs = torch.empty(int(length), dtype=torch.uint8)
+            for data in (theirs, self.received[source][self.slot].memory):
                 dist.recv(data, group=self.group, group_src=source)
-            into.publish(bytes(bytes_of(said)))
+            texts[source] = bytes(bytes_of(theirs))
         for work in works:
             assert work is not None
             work.wait()
+        return texts
 
     def _say_failed(self, step: int, error: Exception) -> None:
         words = f"the copy in memory of step {step} failed: {cause_of(error)}; training goes on"

@@ -104,15 +104,13 @@ class SentPartsReader(PartsReader):
         return result
 
     def _fill(self, tensor: Tensor, name: str, begin: int) -> None:
-        real, memory = self.names[name], bytes_of(tensor)
+        real = self.names[name]
         if real in self.here and self.asked is None:
-            with open_own(self.folder / real, buffering=0) as file:
-                file.seek(begin)
-                file.readinto(memory)
+            super()._fill(tensor, real, begin)
         elif real not in self.here and self.asked is not None:
-            self.asked.append((real, begin, len(memory)))
+            self.asked.append((real, begin, tensor.nbytes))
         elif self.asked is None:
-            memory[:] = bytes_of(self.received[real, begin, len(memory)])
+            bytes_of(tensor)[:] = bytes_of(self.received[real, begin, tensor.nbytes])
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> list[str]:

@@ -81,6 +81,7 @@ def named_tensors(
     return results
 
 
+@torch.no_grad()  # or each DTensor.to_local would be an autograd function
 def parts(tensors: dict[str, list[Tensor]]) -> dict[str, LocalShard]:
     """Return this rank's part of each tensor, taken from the first copy."""
     return {name: local_shard_of(copies[0]) for name, copies in tensors.items()}

@@ -103,11 +103,12 @@ def load(
     try:
         for other in others:
             other.load(state, filled, step)
+        state.pop("noise_scale", None)  # of a run that measured it; this one does not
         if state:
             raise ConfigError(f"{next(iter(state))} is no name of what messages keep")
     except ConfigError as error:
         raise ConfigError(f"{file_of(folder, group.rank())}: {error}") from None
-    if kept is not None:
+    if kept is not None or not any(gathered_objects(file_of(folder, group.rank()).exists(), group)):
         return ""
     return (
         f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"

@@ -20,7 +20,7 @@ def train(arguments: Sequence[str], program: str = "compose train") -> None:
 
     ranks = command.job.world_size * command.job.islands
     if ranks <= int(os.environ.get("RANK", "0")):  # of a run that chooses its mesh
-        sys.exit(stand_by())
+        sys.exit(stand_by(command.config))
 
     from compose.train.trainer import Trainer
 

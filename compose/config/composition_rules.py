@@ -358,6 +358,7 @@ def _run_without_flush(job: "Job") -> Iterator[str]:
         ("train.z_loss", train.z_loss, 0.0),
         ("train.skip_nonfinite", train.skip_nonfinite, False),
         ("metrics.noise_scale", config.metrics.noise_scale, False),
+        ("metrics.slow_rank", config.metrics.slow_rank, 0.0),
         ("optimizer.name", optimizer.name, "adamw"),
         ("optimizer.offload", optimizer.offload, "none"),
         ("model.lora.rank", config.model.lora.rank, 0),

@@ -15,6 +15,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.lora import adapt
 from compose.parallel.mesh import Parallel, Share, deal
+from compose.pipeline.schedules import build_table
 from compose.plan import Plan, Resolved, resolve
 
 
@@ -67,14 +68,26 @@ class Job:
         whole = self.global_batch % (degrees.data_ranks * micro_batch) == 0
         if not may_be_unequal(self.config) or (whole and not degrees.speeds):
             return ()
-        return self.dealt(degrees.data_speeds)
+        shares = self.dealt(degrees.data_speeds)
+        equal = len({(share.samples, share.micro_batch) for share in shares}) == 1
+        return () if whole and equal and degrees.speeds != "measure" else shares
 
     def dealt(self, speeds: Sequence[float]) -> tuple[Share, ...]:
         """Return the data ranks' shares by these speeds."""
         degrees, micro_batch = self.degrees, self.config.train.micro_batch
         # Units are gathered or reduced in each micro-batch, or tokens travel between data ranks.
-        together = degrees.zero >= 2 or degrees.ep > degrees.cp * degrees.tp
-        return deal(self.global_batch, speeds, micro_batch, together)
+        together = degrees.zero >= 2 or degrees.cp * degrees.tp % degrees.ep != 0
+        return deal(self.global_batch, speeds, micro_batch, together, self.can_run)
+
+    def can_run(self, micro_batches: int) -> bool:
+        """Tell whether the pipeline's schedule can run so many micro-batches."""
+        degrees = self.degrees
+        if degrees.pp > 1:
+            try:
+                build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, micro_batches)
+            except ConfigError:
+                return False
+        return True
 
     @property
     def micro_batches(self) -> int:

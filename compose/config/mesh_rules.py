@@ -331,7 +331,12 @@ def share_problems(job: "Job") -> Iterator[str]:
     """Yield why the data ranks cannot share a global batch."""
     train, degrees = job.config.train, job.config.parallel
     ranks = degrees.dp_replicate * degrees.dp_shard
-    unit = ranks * train.micro_batch
+    unit, of_speeds = ranks * train.micro_batch, degrees.pp * job.degrees.data_ranks
+    if degrees.speeds != "measure" and len(degrees.speeds) not in (0, of_speeds):
+        yield (
+            f"parallel.speeds: has {len(degrees.speeds)} numbers for the {of_speeds} ranks of pp x"
+            " dp_replicate x dp_shard; give each of them one"
+        )
     if job.shares:
         yield from _unequal_problems(job)
         return
@@ -350,12 +355,6 @@ def share_problems(job: "Job") -> Iterator[str]:
 
 def _unequal_problems(job: "Job") -> Iterator[str]:
     config, degrees = job.config, job.degrees
-    speeds, ranks = degrees.speeds, degrees.pp * degrees.data_ranks
-    if speeds != "measure" and len(speeds) not in (0, ranks):
-        yield (
-            f"parallel.speeds: has {len(speeds)} numbers for the {ranks} ranks of pp x dp_replicate x"
-            " dp_shard; give each of them one"
-        )
     idle = sum(share.samples == 0 for share in job.shares)
     if config.run.elastic and idle:
         yield (

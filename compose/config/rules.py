@@ -94,12 +94,11 @@ def _positions(job: Job) -> Iterator[str]:
     " ScheduleInterleavedZeroBubble and ScheduleDualPipeV, __init__",
 )
 def _micro_batches(job: Job) -> Iterator[str]:
-    degrees, count = job.degrees, job.micro_batches
-    if degrees.pp == 1 or not count:
-        return
+    degrees, counts = job.degrees, {share.micro_batches for share in job.shares} or {job.micro_batches}
     problems = list[str]()
-    with noted(problems):
-        build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
+    for count in sorted(counts - {0}) if degrees.pp > 1 else ():
+        with noted(problems):
+            build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
     times = degrees.dp_replicate * degrees.dp_shard * job.config.train.micro_batch
     for problem in problems:
         unit = f" (train.global_batch is {times} times that)" if "; nearest: " in problem else ""

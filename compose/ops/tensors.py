@@ -34,7 +34,6 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return everyone
 
 
-@torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sums (T,) of the bytes of tensors, int64, on the first one's device.
 
@@ -42,19 +41,26 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     places: 8 bytes are a word, and words are added up in columns, which wrap around and lose nothing.
     A column is then made a random number, one to one, and the columns are added up.
     """
-    columns = [_column_sums(tensor) for tensor in tensors]
+    return mixed([column_sums(tensor) for tensor in tensors])
+
+
+@torch.no_grad()
+def mixed(columns: Sequence[Tensor]) -> Tensor:
+    """Return the checksums (T,) of tensors of which these are the :func:`column_sums`."""
     result = torch.empty(len(columns), dtype=torch.int64, device=columns[0].device)
     for device in dict.fromkeys(column.device for column in columns):
         places = [place for place, column in enumerate(columns) if column.device == device]
         factors = _FACTORS.to(device)
-        mixed = torch.stack([columns[place] for place in places]) * factors
+        products = torch.stack([columns[place] for place in places]) * factors
         # The upper bits reach the lower ones: else two flips of a word's last bit would cancel out.
-        mixed ^= (mixed >> 32) & 0xFFFFFFFF
-        result[places] = (mixed * factors.flip(0)).sum(1).to(result.device)
+        products ^= (products >> 32) & 0xFFFFFFFF
+        result[places] = (products * factors.flip(0)).sum(1).to(result.device)
     return result
 
 
-def _column_sums(tensor: Tensor) -> Tensor:
+@torch.no_grad()
+def column_sums(tensor: Tensor) -> Tensor:
+    """Return the sums of a tensor's words by columns, the first part of a checksum."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:  # words begin where a word of the memory begins
         flat = flat.clone()

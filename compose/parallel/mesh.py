@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -252,13 +252,18 @@ class Share:
 
 
 def deal(
-    samples: int, speeds: Sequence[float], micro_batch: int, together: bool = True
+    samples: int,
+    speeds: Sequence[float],
+    micro_batch: int,
+    together: bool = True,
+    can_run: Callable[[int], bool] = lambda micro_batches: True,
 ) -> tuple[Share, ...]:
     """Return each data rank's share of a global batch, such that the slowest rank is done soonest.
 
     Ranks have the relative ``speeds``, and run at most ``micro_batch`` rows at once. If they act
     ``together``, all run equally many micro-batches, and a slower rank has fewer rows in each; else it
-    has fewer micro-batches. Where equal ranks divide the samples, no row is padding.
+    has fewer micro-batches. Where equal ranks divide the samples, no row is padding. Numbers of
+    micro-batches that a rank ``can_run`` come before others.
     """
     fastest = max(speeds)
 
@@ -276,7 +281,9 @@ def deal(
             counts = [-(-len(each) // size) or 1 for each in rows]
         parts = zip(rows, sizes, counts, strict=True)
         options.append(tuple(Share(r.start, len(r), size, n, samples) for r, size, n in parts))
-    return min(options, key=seconds)  # of equal ones the first, which has the largest micro-batches
+    runs = [shares for shares in options if all(can_run(share.micro_batches) for share in shares)]
+    # Of equal ones it takes the first, which has the largest micro-batches.
+    return min(runs or options, key=seconds)
 
 
 def _cut(samples: int, weights: Sequence[float]) -> list[range]:

@@ -15,7 +15,7 @@ most 2 (B + n) 2^-52 to g, and underflow adds n B times the smallest normal numb
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from compose.ops.tensors import checksums, gathered
+from compose.ops.tensors import column_sums, gathered, mixed
 
 BLOCK = 1024  # elements that share a checksum of their sum
 
@@ -39,9 +39,10 @@ class MessageChecks:
     def __init__(self) -> None:
         """Replace the operators; a process has one object of this kind at a time."""
         self.thread, self.paused = threading.get_ident(), False
-        self.sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)  # by rank
-        self.got = torch.zeros_like(self.sent)
-        self.sums: dict[str, list[_Sum]] = {}  # by group
+        # Sums of a tensor's words, and the ranks of the job to which, or from which, it was sent.
+        self.sent: list[tuple[Tensor, list[int]]] = []
+        self.got: list[tuple[Tensor, list[int]]] = []
+        self.sums: dict[tuple[str, str], list[_Sum]] = {}  # by group and type
         self.waiting: dict[int, _Watched] = {}
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
@@ -68,21 +69,18 @@ class MessageChecks:
             work.wait()
         self.paused, me, world = True, dist.get_rank(), dist.group.WORLD
         assert world is not None
-        everyone = torch.stack(gathered(self.sent, world))
+        everyone = torch.stack(gathered(_by_rank(self.sent), world))
         # Messages are added up, so the order in which they arrive does not matter.
-        wrong = (everyone[:, me] != self.got).nonzero().flatten().tolist()
+        wrong = (everyone[:, me] != _by_rank(self.got)).nonzero().flatten().tolist()
         lines = [f"rank {me} has got other bytes than rank {source} sent" for source in wrong]
-        self.sent.zero_()
-        self.got.zero_()
-        for name in sorted(self.sums):  # one order for all ranks, whatever groups they are in
-            messages = self.sums.pop(name)
+        for key in sorted(self.sums):  # one order for all ranks, whatever groups they are in
+            messages = self.sums.pop(key)
+            group, sizes = messages[0].group, [message.given.numel() for message in messages]
             total = torch.cat([message.given.flatten() for message in messages])
-            dist.all_reduce(total, group=messages[0].group)
-            parts = total.split([message.given.numel() for message in messages])
-            for message, part in zip(messages, parts, strict=True):
-                if message.differs(part.view_as(message.given)):
-                    ranks = ", ".join(map(str, dist.get_process_group_ranks(message.group)))
-                    lines.append(f"rank {me} has got another sum than ranks {ranks} gave")
+            dist.all_reduce(total, group=group)
+            if _differ(messages, total.split(sizes)):
+                ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+                lines.append(f"rank {me} has got another sum than ranks {ranks} gave")
         self.paused = False
         return lines
 
@@ -91,19 +89,25 @@ class MessageChecks:
         return not self.paused and threading.get_ident() == self.thread
 
     def _add(
-        self, to: Tensor, group: dist.ProcessGroup, tensors: Sequence[Tensor], ranks: Iterable[int]
+        self,
+        to: list[tuple[Tensor, list[int]]],
+        group: dist.ProcessGroup,
+        tensors: Sequence[Tensor],
+        ranks: Sequence[int],
     ) -> None:
-        """Add the checksums of a tensor for each of some ranks of a group, or of one for all."""
+        """Add the words of a tensor for each of some ranks of a group, or of one for all."""
         if self._counts:
             world = dist.get_process_group_ranks(group)
-            to[[world[rank] for rank in ranks]] += checksums(tensors)
+            of_job = [world[rank] for rank in ranks]
+            each = [of_job] if len(tensors) == 1 else [[rank] for rank in of_job]
+            to += zip(map(column_sums, tensors), each, strict=True)
 
     def _given(self, group: dist.ProcessGroup, how: Any, tensor: Tensor, parts: int) -> "_Sum | None":
         """Return the checksums of what this rank gives to a sum; None if nothing is added up."""
         if not self._counts or how.op() != dist.ReduceOp.SUM.value or not tensor.numel():
             return None
         result = _Sum(group, tensor.detach(), parts)
-        self.sums.setdefault(group.group_name, []).append(result)
+        self.sums.setdefault((group.group_name, str(tensor.dtype)), []).append(result)
         return result
 
     def _watched(self, work: Any, arrived: Callable[[], None] | None) -> Any:
@@ -179,28 +183,46 @@ class _Sum:
 
     def __init__(self, group: dist.ProcessGroup, tensor: Tensor, parts: int) -> None:
         self.group, self.dtype, self.own = group, tensor.dtype, 0
-        blocks = _blocks(tensor, parts)
-        wide = torch.float64
-        self.given = torch.stack([blocks.sum(-1, dtype=wide), blocks.abs().sum(-1, dtype=wide)], 1)
+        blocks = _blocks(tensor, parts).double()
+        self.given = torch.stack([blocks.sum(-1), blocks.abs().sum(-1)], 1)
         self.got = self.given[0, 0]
 
     def arrived(self, result: Tensor, own: int) -> None:
         """Take the result, which is part ``own`` of the sum."""
         self.own = own
-        self.got = _blocks(result.detach(), 1)[0].sum(-1, dtype=torch.float64)
+        self.got = _blocks(result.detach(), 1)[0].double().sum(-1)
 
-    def differs(self, total: Tensor) -> bool:
-        """Return whether the result is not the sum of what all ranks have given, but for rounding."""
-        (wanted, absolutes), ranks = total[self.own], self.group.size()
-        added, smallest = 0.0, 0.0
-        if self.dtype.is_floating_point:
-            number = torch.finfo(self.dtype)
-            added, smallest = (ranks - 1) * number.eps / 2, number.tiny
-        factor = added / (1 - added) if added < 1 else float("inf")
-        factor += 2 * (BLOCK + ranks) * torch.finfo(torch.float64).eps
-        most = factor * absolutes + ranks * BLOCK * smallest
-        # A sum that is not finite stops the run anyway, or its step is skipped.
-        return bool((absolutes.isfinite() & ~((self.got - wanted).abs() <= most)).any())
+
+def _differ(messages: Sequence[_Sum], totals: Sequence[Tensor]) -> bool:
+    """Return whether a result is not the sum of what all ranks have given, but for rounding.
+
+    The messages are of one group and type; ``totals`` are the sums of their checksums over the ranks.
+    """
+    own = [t.view_as(one.given)[one.own] for one, t in zip(messages, totals, strict=True)]
+    wanted, absolutes = torch.cat(own, 1)
+    dtype, ranks, added, smallest = messages[0].dtype, messages[0].group.size(), 0.0, 0.0
+    if dtype.is_floating_point:
+        number = torch.finfo(dtype)
+        added, smallest = (ranks - 1) * number.eps / 2, number.tiny
+    factor = added / (1 - added) if added < 1 else float("inf")
+    factor += 2 * (BLOCK + ranks) * torch.finfo(torch.float64).eps
+    most = factor * absolutes + ranks * BLOCK * smallest
+    got = torch.cat([message.got for message in messages])
+    # A sum that is not finite stops the run anyway, or its step is skipped.
+    finite = absolutes.isfinite() & got.isfinite()
+    return bool((finite & ~((got - wanted).abs() <= most)).any())
+
+
+def _by_rank(messages: list[tuple[Tensor, list[int]]]) -> Tensor:
+    """Return the checksums of messages, added up by the rank of the job; let the messages go."""
+    result = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    if messages:
+        sums = mixed([words for words, _ in messages])
+        counts = torch.tensor([len(ranks) for _, ranks in messages])
+        places = torch.tensor([rank for _, ranks in messages for rank in ranks])
+        result.index_add_(0, places, sums.repeat_interleave(counts))
+        messages.clear()
+    return result
 
 
 def _blocks(tensor: Tensor, parts: int) -> Tensor:

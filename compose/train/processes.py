@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.ops.torch_versions import default_store
+from compose.parallel.mesh import AXES
 from compose.train.heartbeat import (
     SAID,
     Stragglers,
@@ -42,15 +43,15 @@ _ASKS = (*_SENT, LAUNCHER_DIED)
 _ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
 
 
-def set_timeout(timeout: timedelta, but: dist.ProcessGroup) -> None:
-    """Set how long collectives wait from now on, but for a group, and how long a rank may be silent.
+def set_timeout(timeout: timedelta, but: Sequence[dist.ProcessGroup]) -> None:
+    """Set how long collectives wait from now on, except in some groups, and ranks may be silent.
 
     Meshes make their groups with PyTorch's own limit. On gloo, sends and receives between two ranks, as
     in a pipeline, keep the limit that their group was made with.
     """
     # PyTorch lists the groups of flattened meshes, and those that only one module knows, here alone.
     for group in dist.distributed_c10d._world.pg_map:
-        if group is not but:
+        if not any(group is other for other in but):
             group.set_timeout(timeout + _backstop("nccl" in dist.get_backend(group)))
     set_limit(default_store(), dist.get_rank(), timeout.total_seconds())
 
@@ -120,12 +121,16 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
     world_size -= spares.count
 
     def end() -> None:
-        spares.release(1)
+        # The store may be in a process that is stopped, and then does not answer.
+        telling = threading.Thread(target=spares.release, args=(1,), daemon=True)
+        telling.start()
+        telling.join(_SKEW + 1)
         os._exit(1)
 
     worker, store, rank, world_size = divide(everyone, rank, world_size, islands)
     timeout = config.comm.first_step_timeout
     try:
+        _agree(everyone, config)
         device = pick_device(config.run.device)
         _claim(device, store)
         dist.init_process_group(
@@ -171,9 +176,23 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
         worker.leave(rank, world_size, timeout.total_seconds())
 
 
-def stand_by() -> int:
+def stand_by(config: Config) -> int:
     """Wait as a rank that the run's mesh does not use; return the code with which the run ends."""
-    return Spares(_rendezvous()[0], 1).wait()
+    everyone, *_ = _rendezvous()
+    _agree(everyone, config)
+    return Spares(everyone, 1).wait()
+
+
+def _agree(store: dist.Store, config: Config) -> None:
+    """Raise ConfigError if another rank has chosen another mesh by ``run.elastic``."""
+    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
+    own = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    own = f"({own or 'no axis'})"
+    if config.run.elastic and (first := store.compare_set("compose/mesh", "", own).decode()) != own:
+        raise ConfigError(
+            f"run.elastic: nodes with other devices have chosen other meshes {first} and {own}: set the"
+            " degrees, with run.elastic = false, or use nodes of one kind"
+        )
 
 
 def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker) -> None:

@@ -2,7 +2,7 @@
 
 A rank's time is that of its layers' forwards. FSDP gathers a layer before its forward, and a pipeline
 receives before it, so neither wait is in the time. Ranks of tp, cp and ep wait for each other within a
-layer: they have the time of the slowest of them. Recomputation in backward counts too.
+layer: they have the time of the slowest of them.
 """
 
 import time
@@ -80,7 +80,7 @@ class RankTimes(Hook):
         names = resolved.checkpoint or [unit[0] for unit in resolved.shard]
         layers = [held[name] for name in names if name in held]
         here = [layer for layer in layers if not isinstance(layer, Elsewhere)]
-        self.clock = ForwardClock(here, trainer.mesh.device_type)
+        self.clock, self.layers = ForwardClock(here, trainer.mesh.device_type), max(1, len(here))
         # By rank: its place on pp, and its data rank.
         ranks = trainer.mesh.mesh.flatten(1, 2).flatten(2)
         self.places = {
@@ -94,12 +94,15 @@ class RankTimes(Hook):
 
     def see(self, reading: Reading, scale: float) -> None:
         """Gather the times of the step; a collective."""
-        mine = torch.full((1,), self.clock.take(), dtype=torch.float64, device=self.mesh.device_type)
-        group = torch.distributed.group.WORLD
+        trainer, group = self.trainer(), torch.distributed.group.WORLD
+        assert trainer is not None
         assert group is not None
-        self.steps.append(torch.cat(gathered(mine, group)).tolist())
+        rows, seconds = trainer.share.rows_run if trainer.share else 1, self.clock.take()
+        mine = torch.tensor([seconds, seconds / (self.layers * rows)], dtype=torch.float64)
+        times, paces = torch.stack(gathered(mine.to(self.mesh.device_type), group)).T.tolist()
+        self.steps.append(times)
         if self.factor and len(self.steps) > _SKIPPED:
-            self._name(self.steps[-1])
+            self._name(paces)
 
     def metrics(self) -> dict[str, Any]:
         """Return ``rank_seconds`` by rank, and ``stage_seconds`` of each stage's slowest rank."""
@@ -125,13 +128,17 @@ class RankTimes(Hook):
         assert trainer is not None
         rows = [share.rows_run for share in trainer.job.shares]
         measured = speeds_of(self.steps[_SKIPPED:], self.places, rows)
+        if not all(trainer.job.can_run(s.micro_batches) for s in trainer.job.dealt(measured)):
+            schedule = trainer.config.parallel.pp_schedule
+            self.say(f"step {step}: {schedule} cannot run shares by the measured speeds; they stay")
+            return
         shares = trainer.deal(measured)
         samples = ", ".join(str(share.samples) for share in shares)
         shown = ", ".join(f"{speed:.2f}" for speed in measured)
         self.say(f"step {step}: speeds of the data ranks [{shown}]; samples of each: {samples}")
 
     def _name(self, times: Sequence[float]) -> None:
-        """Say which ranks have been slow for so many steps."""
+        """Say which ranks have been slow for so many steps, by their times for a layer and a row."""
         named = []
         for rank, (stage, _) in self.places.items():
             peers = [times[other] for other, place in self.places.items() if place[0] == stage]

@@ -40,6 +40,7 @@ from compose.train.readings import Reading
 from compose.train.state_bytes import copied_bytes, placements, state_bytes
 from compose.train.workers import Worker
 
+_KEPT = 3600.0  # seconds
 TOKEN = ".copies"  # has the name of the run's copies in memory; another folder of this name has others
 _FILES = (".lock", "config.toml", "metrics.jsonl", "plan.txt", "timeline.png", MARK, TOKEN)
 _FILES += ("wandb.id", "mlflow.id", "comet.id")
@@ -146,15 +147,21 @@ class RunFolder:
             path = self.path / TOKEN
             try:
                 known = read_own(path) if path.exists() else b""
-                name = [known.decode() if re.fullmatch(b"[0-9a-f]{32}", known) else uuid.uuid4().hex]
-                write_whole(path, name[0])
+                # A copy of the folder is another run, and has another inode.
+                mark = f" {self.path.stat().st_ino:x}".encode()
+                if not re.fullmatch(b"[0-9a-f]{32}" + mark, known):
+                    known = uuid.uuid4().hex.encode() + mark
+                    write_whole(path, known)
+                name = [known[:32].decode()]
             except OSError as error:
                 reason = f"{TOKEN}: {cause_of(error)}"
                 raise ConfigError(f"run.dir: cannot write to {self.path}: {reason}") from None
         folder = in_memory.ROOT / f"{in_memory.PREFIX}{gathered_objects(name)[0][0]}"
+        size = copied_bytes(placements(composition.model, composition.mesh, job.config), job)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            remove_left(folder)
-        return folder, copied_bytes(placements(composition.model, composition.mesh, job.config), job)
+            # Two slots of each rank here, and of as many peers.
+            remove_left(folder, 4 * size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return folder, size
 
     def release(self) -> str:
         """Send what is left, and unlock the folder, so that another run may use it.
@@ -173,11 +180,17 @@ class RunFolder:
         return problem
 
 
-def remove_left(own: Path) -> None:
-    """Remove the copies of this user's runs of which no process is left, but not our ``own``."""
-    for folder in in_memory.ROOT.glob(f"{in_memory.PREFIX}*"):
+def remove_left(own: Path, needed: int) -> None:
+    """Remove the copies of this user's runs of which no process is left, but not our ``own``.
+
+    Those of the last hour stay while ``needed`` bytes are free, since their runs may be started again.
+    """
+    folders = in_memory.ROOT.glob(f"{in_memory.PREFIX}*")
+    for age, folder in sorted(((_age(folder), folder) for folder in folders), reverse=True):
         try:
             if folder == own or folder.lstat().st_uid != os.geteuid():
+                continue
+            if age < _KEPT and shutil.disk_usage(in_memory.ROOT).free >= needed:
                 continue
             handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
@@ -189,6 +202,14 @@ def remove_left(own: Path) -> None:
                 os.close(handle)
         except OSError:  # it is in use, or gone
             continue
+
+
+def _age(folder: Path) -> float:
+    """Return the seconds since something in a folder was written; 0 if it is gone."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return 0.0
 
 
 def _lives(process: str) -> bool:

@@ -48,7 +48,7 @@ class Trainer:
         config = job.config
         self.job, self.config, self.mesh, self.device = job, config, mesh, device
         self.worker = worker = this_worker() if job.islands > 1 else Worker()
-        train, shape = config.train, config.model.config
+        train, run, shape = config.train, config.run, config.model.config
         self.composition = parallelize(job, mesh, device)
         self.loss = loss_function(config)
         index, count = batch_share(mesh)
@@ -63,9 +63,7 @@ class Trainer:
         peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
         # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
-        self.held = RunFolder(
-            config.run.dir, config.checkpoint.interval > 0, worker, config.run.staging
-        )
+        self.held = RunFolder(run.dir, config.checkpoint.interval > 0, worker, run.staging)
         self.folder = self.held.path
         part = f"island-{worker.index}" if worker.count > 1 else ""
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder, part=part)
@@ -90,6 +88,7 @@ class Trainer:
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
         self.readings = Readings(self.composition)
         self.read: Reading | None = None
+        self.said = (0, 0, 0)  # the signal, failed saves and copies of all ranks, as read last
         begun, scale = result or Progress(0, 0, 0), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         for hook in self.hooks:
@@ -113,7 +112,7 @@ class Trainer:
         failed = True
         try:
             with self.signals:
-                set_timeout(self.config.comm.first_step_timeout, but=self.checkpointer.group)
+                set_timeout(self.config.comm.first_step_timeout, but=self.checkpointer.groups)
                 stopped = self._train()
                 # A signal at the end of the run waits for the last save too.
                 unsaved = self.checkpointer.end()
@@ -136,6 +135,8 @@ class Trainer:
         """Take the steps that are left; return what to raise if a signal has stopped the run."""
         saving, last = self.config.checkpoint, self.config.train.last_step
         first, enough = self.progress.step + 1, self.validation.enough(self.progress.validations)
+        if self.checkpointer.only_in_memory and self.checkpointer.due(self.progress, enough):
+            self.checkpointer.save(self.progress)  # the run was killed before this save had ended
         while self.progress.step < last and not enough:
             number = self.progress.step + 1
             for hook in self.hooks:
@@ -147,21 +148,18 @@ class Trainer:
             self.progress = self.progress.validated(measured)
             enough = self.validation.enough(self.progress.validations)
             if number == first:
-                set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.group)
+                set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.groups)
             more = {name: v for hook in self.hooks for name, v in hook.measure(number).items()}
             self.report.add(replace(metrics, validation_loss=measured, more={**metrics.more, **more}))
             if self.read:
                 self.report.write(self.read)
-            code, failed, copying = self.read.said if self.read else (0, 0, 0)
+            code, failed, copying = self.said
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
             if failed:
-                raise TrainingError(
-                    f"step {number}: {saving.fail_after} checkpoints could not be saved"
-                    " (checkpoint.fail_after)"
-                )
-            due = number == last or enough or self.progress.is_among_best(saving.keep_best)
-            if saving.interval and (due or number % saving.interval == 0):
+                problem = f"{saving.fail_after} checkpoints could not be saved (checkpoint.fail_after)"
+                raise TrainingError(f"step {number}: {problem}")
+            if self.checkpointer.due(self.progress, enough):
                 self._read_rest()
                 self.checkpointer.save(self.progress)
             if saving.memory and number % saving.memory == 0:
@@ -182,7 +180,7 @@ class Trainer:
         for hook in self.hooks:
             hook.finish()
         interrupted, saved = asked == signal.SIGINT, ""
-        if not interrupted or self.config.checkpoint.interval:
+        if not interrupted or self.config.checkpoint.interval or self.config.checkpoint.memory:
             self.checkpointer.save(self.progress, wait=True)
             report = self.checkpointer.finished()
             if report and not report.problem:
@@ -196,6 +194,7 @@ class Trainer:
     def _read_rest(self) -> None:
         """Read and write the steps that are not read, so that no checkpoint is of a step to refuse."""
         for reading in self.readings.rest():
+            self.said = reading.said
             self._may_be_taken(self.report.unwritten[0].step - 1, reading)
             self.report.write(reading)
 
@@ -232,6 +231,7 @@ class Trainer:
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
         said = (self.signals.code, self.checkpointer.failed_too_often, self.checkpointer.copying)
         self.read = read = self.readings.read(loss, norm, z_loss, said)
+        self.said = read.said if read else self.said
         rate = self.step_tokens / self.clock.read()
         # The device has done all work before it, so nothing is waited for.
         routing = self.composition.routing()

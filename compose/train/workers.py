@@ -196,8 +196,9 @@ class Spares:
                 if launcher_died():
                     return 1
                 time.sleep(_OFTEN)
-            self.store.add(_KNOWN, 1)
-            return int(self.store.get(_ENDED))
+            code = int(self.store.get(_ENDED))
+            self.store.add(_KNOWN, 1)  # the first rank, which may have the store, now leaves
+            return code
         except RuntimeError:  # the store was in a rank that has failed, or in its torchrun
             return 1
 

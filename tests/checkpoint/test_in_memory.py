@@ -2,11 +2,15 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.checkpoint import in_memory, store
+from compose.checkpoint import dcp_storage, in_memory, loading, store
+from compose.checkpoint.checkpointer import Checkpointer
 from compose.train.run_folder import remove_left
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, SAVING, assert_bitwise, trained_state
@@ -84,11 +89,10 @@ def until_killed(keys: Keys, machines: Machines, steps: int) -> list[str]:
         if self.progress.step == steps:
             self.checkpointer.wait()
             raise Killed
-        metrics = real(self)
         copies = self.checkpointer.copies
         if copies and copies.thread:
-            copies.thread.join()
-        return metrics
+            copies.thread.join()  # or the next copy may be left out
+        return real(self)
 
     said = mock.patch("builtins.print")
     with machines, mock.patch.object(Trainer, "step", step), said as printed:
@@ -131,6 +135,10 @@ class Scene:
         both = keys_for(self.folder / "run", **(COPIES | self.keys | keys | {"train__stop_after": 7}))
         return self.pool.run(going_on, ranks_in(both), both, self.machines)[0]
 
+    def run(self, function: Callable[..., Any], **keys: object) -> list[Any]:
+        both = keys_for(self.folder / "run", **(COPIES | self.keys | keys | {"train__stop_after": 7}))
+        return self.pool.run(function, ranks_in(both), both, self.machines)
+
     def undisturbed(self) -> dict[str, Tensor]:
         keys = COPIES | self.keys | {"checkpoint__memory": 0, "train__stop_after": 7}
         both = keys_for(self.folder / "whole", **keys)
@@ -143,6 +151,64 @@ class Scene:
         kept = f"kept, {of_peers} of them by peers" if of_peers else "kept by themselves"
         run = self.folder / "run"
         return f"{run}: copies in memory of {ranks} ranks, {kept}: resumed after step {step}"
+
+
+def ends_unsaved(keys: Keys, machines: Machines) -> None:
+    """On every rank: train to the end, with copies, and be killed before the last save has ended."""
+    with (
+        machines,
+        mock.patch.object(Checkpointer, "save"),
+        mock.patch.object(Checkpointer, "end") as end,
+    ):
+        job = make_job(dist.get_world_size(), **keys)
+        trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+        copies = trainer.checkpointer.copies
+        assert copies
+
+        def killed() -> None:
+            assert copies.thread
+            copies.thread.join()
+            raise Killed
+
+        end.side_effect = killed
+        real = Trainer.step
+
+        def step(self: Trainer) -> Any:
+            if copies.thread:
+                copies.thread.join()  # or the next copy may be left out
+            return real(self)
+
+        with mock.patch.object(Trainer, "step", step), pytest.raises(Killed):
+            trainer.run()
+        os.close(copies.lock)
+
+
+def interrupted(keys: Keys, machines: Machines) -> None:
+    """On every rank: Ctrl-C in the third step."""
+    real = Trainer.step
+
+    def step(self: Trainer) -> Any:
+        if self.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self)
+
+    with machines, mock.patch.object(Trainer, "step", step), pytest.raises(KeyboardInterrupt):
+        train(keys)
+
+
+def lacking_room_once(keys: Keys, machines: Machines) -> list[str]:
+    """On every rank: the second rank has no room for the first copy of its peer; what is said."""
+    real, made = in_memory._Slot.reserve, []
+
+    def reserve(self: Any, *args: Any) -> None:
+        if self.path.name.endswith(".peer") and dist.get_rank() == 1:
+            made.append(self.path)
+            if len(made) == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, *args)
+
+    with machines, mock.patch.object(in_memory._Slot, "reserve", reserve):
+        return until_killed(keys, Machines(machines.root, machines.nodes), 4)
 
 
 OTHERS: dict[str, Keys] = {
@@ -285,15 +351,98 @@ def test_memory_is_read_and_not_the_disk(pool: Pool, tmp_path: Path) -> None:
     ]
 
 
-def leftovers(root: Path) -> list[str]:
-    """What a start leaves of other runs' copies."""
-    with mock.patch.object(in_memory, "ROOT", root):
-        remove_left(root / f"{in_memory.PREFIX}own")
+def test_a_damaged_checkpoint_is_not_before_a_whole_copy(pool: Pool, tmp_path: Path) -> None:
+    scene = Scene(pool, tmp_path, {"checkpoint__interval": 4})
+    scene.kill_after(5)
+    checkpoint = tmp_path / "run" / "checkpoints" / store.name_of(4)
+    newer = checkpoint.rename(checkpoint.with_name(store.name_of(6)))
+    next(newer.glob("__*")).unlink()
+    _, said = scene.go_on()
+    assert [line.partition(": damaged")[0] for line in said] == [
+        f"copies in memory are of step 5, before {newer.name}",
+        str(newer),
+        scene.resumed(1, 5),
+    ]
+
+
+def test_a_last_save_that_was_killed_is_made_up_for(pool: Pool, tmp_path: Path) -> None:
+    """The last step is in memory alone. The start that reads it has no step to take, and saves it."""
+    scene = Scene(pool, tmp_path, parallel(dp_shard=2) | {"checkpoint__interval": 100})
+    expected = scene.undisturbed()
+    scene.run(ends_unsaved)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    state, said = scene.go_on()
+    assert said == [scene.resumed(2, 7)]
+    assert_bitwise(state, expected)
+    assert store.problems(tmp_path / "run" / "checkpoints" / store.name_of(7)) == []
+    assert scene.files() == []
+
+
+def test_ctrl_c_loses_no_step_that_was_copied(pool: Pool, tmp_path: Path) -> None:
+    """Copies go at the end of a run. So its state is saved, though checkpoint.interval is 0."""
+    scene = Scene(pool, tmp_path, {})
+    scene.run(interrupted)
+    _, said = scene.go_on()
+    assert said == [f"{tmp_path / 'run' / 'checkpoints' / store.name_of(3)}: resumed after step 3"]
+
+
+def test_no_rank_waits_for_a_peer_without_room(pool: Pool, tmp_path: Path) -> None:
+    """That copy is given up on every rank, with one line; the next one is whole."""
+    scene = Scene(pool, tmp_path, parallel(dp_shard=2), (0, 1))
+    assert scene.run(lacking_room_once) == [
+        [],
+        [
+            "rank 1: the copy in memory of step 1 failed: No space left on device; training goes on",
+        ],
+    ]
+    assert scene.go_on()[1] == [scene.resumed(2, 4)]
+
+
+def test_a_fork_is_another_run(pool: Pool, tmp_path: Path) -> None:
+    """It does not go on from the copies of the first, nor remove them."""
+    scene = Scene(pool, tmp_path, {})
+    scene.kill_after(3)
+    fork = Scene(pool, tmp_path, {})
+    (tmp_path / "run").rename(tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert fork.go_on()[1] == []
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "first").rename(tmp_path / "run")
+    assert scene.go_on()[1] == [scene.resumed(1, 3)]
+
+
+def test_a_part_is_read_whole(tmp_path: Path) -> None:
+    """Though the system gives fewer bytes than were asked for, as Linux does beyond 2 GiB."""
+
+    class Short(io.BytesIO):
+        def readinto(self, memory: Any) -> int:
+            return super().readinto(memoryview(memory)[:5])
+
+    (tmp_path / "copy").touch()
+    group: Any = None
+    reader = loading.SentPartsReader(tmp_path, ["copy"], {}, group)
+    short = mock.Mock(side_effect=lambda *_, **__: Short(bytes(range(100))))
+    tensor = torch.zeros(40, dtype=torch.uint8)
+    with (
+        mock.patch.object(loading, "open_own", short),
+        mock.patch.object(dcp_storage, "open_own", short),
+    ):
+        reader._fill(tensor, "__0_0.safetensors", 10)
+    assert tensor.tolist() == [*range(10, 50)]
+
+
+def leftovers(root: Path, free: int = 0) -> list[str]:
+    """What a start that needs 1,000 bytes leaves of other runs' copies."""
+    usage = mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free))
+    with mock.patch.object(in_memory, "ROOT", root), usage:
+        remove_left(root / f"{in_memory.PREFIX}own", 1000)
     return sorted(path.name for path in root.iterdir())
 
 
 def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
-    """A locked folder is in use. While a launcher lives, it may start its ranks again."""
+    """A locked folder is in use. While a launcher lives, it may start its ranks again. What is younger
+    than an hour stays if there is room."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     for name, pid in {"dead": ended.pid, "own": ended.pid, "restarting": os.getpid()}.items():
@@ -305,6 +454,11 @@ def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
     handle = os.open(locked, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)
     names = ["dtensor-compose-locked", "dtensor-compose-own", "dtensor-compose-restarting"]
+    assert leftovers(tmp_path, free=1000) == ["dtensor-compose-dead", *names, "of-another"]
+    old = tmp_path / "dtensor-compose-old"
+    old.mkdir()
+    os.utime(old, (0, time.time() - 3700))
+    assert leftovers(tmp_path, free=1000) == ["dtensor-compose-dead", *names, "of-another"]
     assert leftovers(tmp_path) == [*names, "of-another"]
     os.close(handle)
     with mock.patch.object(os, "geteuid", return_value=os.getuid() + 1):

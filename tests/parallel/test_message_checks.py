@@ -212,7 +212,7 @@ def _trained(keys: Keys) -> list[tuple[bool, bool]]:
     real = check.messages.problems
 
     def problems() -> list[str]:
-        seen.append((bool(check.messages.sent.any()), bool(check.messages.sums)))
+        seen.append((bool(check.messages.sent), bool(check.messages.sums)))
         return real()
 
     with mock.patch.object(check.messages, "problems", problems):

@@ -9,7 +9,7 @@ from benchmarks.planner_textbook import BEGIN, END, QUESTIONS, ask, row_of, writ
 from compose.planner.cluster import load_cluster
 from tests.support.helpers import tier
 
-LONG = {("70b", "512xh100_sxm"), ("175b", "1024xa100_80gb"), ("deepseek_v3:671b", "2048xh100_sxm")}
+SHORT = {("7b", "8xa100_80gb"), ("10b", "2xrtx4090")}
 Keys = Mapping[str, Any]
 
 
@@ -38,7 +38,7 @@ SIGNED: dict[tuple[str, str], Callable[[Keys], bool]] = {
 
 @pytest.mark.parametrize(
     ("model", "gpus"),
-    [pytest.param(*one, marks=tier(slow=one not in LONG, full=one in LONG)) for one in QUESTIONS],
+    [pytest.param(*one, marks=tier(slow=one in SHORT, full=one not in SHORT)) for one in QUESTIONS],
 )
 def test_an_expert_would_sign(model: str, gpus: str) -> None:
     data = ask(model, gpus)

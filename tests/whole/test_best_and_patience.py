@@ -15,6 +15,7 @@ import pytest
 from compose.checkpoint import store
 from compose.checkpoint.hf_folder import checkpoints
 from tests.support.command_lines import QUICK, TIMEOUT, answered, begin, command, execute
+from tests.support.helpers import tier
 from tests.support.training import lines
 
 MESHES = {
@@ -86,20 +87,28 @@ def _decisions(folder: Path, output: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-def test_the_same_decisions_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "kills"),
+    [
+        pytest.param(["pipeline"], 1, marks=tier(slow=True), id="pipeline"),
+        pytest.param([*MESHES], 2, marks=tier(full=True), id="two meshes"),
+    ],
+)
+def test_the_same_decisions_after_a_kill(tmp_path: Path, names: list[str], kills: int) -> None:
     """On the same mesh bitwise so, and on another one too; convert takes the best."""
     words, results, folder = _words(tmp_path), {}, tmp_path
-    for name, (ranks, mesh) in MESHES.items():
-        for kills in (0, 2):
-            folder = tmp_path / f"{name}, {kills} kills"
+    for name in names:
+        ranks, mesh = MESHES[name]
+        for many in (0, kills):
+            folder = tmp_path / f"{name}, {many} kills"
             run = [*words, *mesh, f"--run.dir={folder}"]
-            for after in (8, int(next(iter(results.values()))["end"][0]) - 8) if kills else ():
+            last = int(results[next(iter(results))]["end"][0]) if results else 0
+            for after in sorted((last - 8, 8)[:many]):
                 _kill_a_rank(folder, run, ranks, after)
             done = execute(*run, ranks=ranks)
             assert done.returncode == 0, done.stderr
             results[folder.name] = _decisions(folder, done.stdout)
-        whole, killed = (lines(tmp_path / f"{name}, {kills} kills") for kills in (0, 2))
+        whole, killed = (lines(tmp_path / f"{name}, {many} kills") for many in (0, kills))
         losses = [[line.get("validation_loss") for line in each] for each in (whole, killed)]
         assert losses[0] == losses[1]
     first, *others = results.values()
@@ -107,7 +116,7 @@ def test_the_same_decisions_after_a_kill(tmp_path: Path) -> None:
     assert len(first["kept"]) == 3
     assert len(first["steps"]) < 120
     assert int(first["end"][1]) == store.step_of(Path(first["best first"][0]))
-    assert others == [first] * 3
+    assert others == [first] * (2 * len(names) - 1)
     done = answered("-m", "compose", "convert", str(folder), str(tmp_path / "out"), "--best")
     best = folder / "checkpoints" / first["best first"][0]
     assert done.stdout.startswith(f"{best}: has the lowest validation loss\n"), done.stderr
