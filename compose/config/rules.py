@@ -101,7 +101,8 @@ def _micro_batches(job: Job) -> Iterator[str]:
             build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
     times = degrees.dp_replicate * degrees.dp_shard * job.config.train.micro_batch
     for problem in problems:
-        unit = f" (train.global_batch is {times} times that)" if "; nearest: " in problem else ""
+        equal = "; nearest: " in problem and not job.shares
+        unit = f" (train.global_batch is {times} times that)" if equal else ""
         yield problem + unit
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -215,15 +216,17 @@ def _train_saying(keys: Keys) -> list[str]:
     return [str(call.args[0]) for call in said.call_args_list] + ended
 
 
-def _with_full_disk(keys: Keys) -> list[str]:
+def _with_full_disk(keys: Keys, warned: int = 0) -> list[str]:
     """With a limit on the size of files, which the shards exceed. A save ends before the next step but
-    one, so that its failure is in that step's line whatever the load.
+    one, so that its failure is in that step's line whatever the load. SIGTERM comes in step ``warned``.
     """
     before, real = resource.getrlimit(resource.RLIMIT_FSIZE), Trainer.step
 
     def step(trainer: Trainer) -> Any:
         if trainer.progress.step % 2:
             trainer.checkpointer.wait()
+        if trainer.progress.step + 1 == warned:
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(trainer)
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
@@ -255,6 +258,11 @@ def test_a_full_disk(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_with_full_disk, 2, keys)[0][-1].endswith(
         ": 1 checkpoints could not be saved (checkpoint.fail_after)"
     )
+    said = pool.run(_with_full_disk, 2, keys | {"checkpoint__fail_after": 0}, 3)[0]
+    assert said[-2:] == [
+        "stopped by SIGTERM after step 3",
+        "the checkpoint of step 3, the last, could not be saved: start again, to go on",
+    ]
 
 
 def _train_and_remove(keys: Keys) -> list[str]:

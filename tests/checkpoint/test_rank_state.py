@@ -1,5 +1,6 @@
 """Anyone may have made the files of a rank's state: another shape, type or name is one line."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from compose.checkpoint import rank_state
 from compose.checkpoint.checkpointer import Checkpointer
+from compose.checkpoint.rank_state import HasState
 from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError
 from compose.train.trainer import Trainer
@@ -102,3 +104,26 @@ def test_what_islands_keep(pool: Pool, tmp_path: Path) -> None:
     keys = outer(every=4, fragments=1, dtype="top_k", delay=1) | {"parallel__dp_replicate": 2}
     result = pool.run(_differences, 2, keys_for(tmp_path / "run", **keys), tmp_path, 2, islands=2)
     assert result == [[], []]
+
+
+class _Keeps(HasState):
+    def state(self) -> State:
+        return {"kept": torch.ones(2)}
+
+    def load(self, state: State, read: Collection[str], step: int) -> None:
+        state.pop("kept", None)
+
+
+def test_a_metric_that_is_switched_on_or_off(tmp_path: Path) -> None:
+    """What metrics.noise_scale had kept is dropped without a word; a first state is not missed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup)
+        assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
+        rank_state.write(tmp_path, 0, "", _Keeps().state() | {"noise_scale": torch.ones(3)})
+        assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
+        line = rank_state.load(tmp_path, "another", [_Keeps()], group, [], STEPS)
+        assert line == f"{tmp_path}: {DROPPED}"
+    finally:
+        dist.destroy_process_group()

@@ -193,6 +193,7 @@ def _other_messages() -> list[str]:
         own = torch.randn(3)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         dist.all_reduce(torch.full((5,), float("nan")))
+        dist.all_reduce(torch.full((5,), 4e4, dtype=torch.float16))  # the sum is inf
         dist.all_reduce(torch.empty(0))
         dist.all_gather_object([None, None], "an object")
         return checks.problems()

@@ -1,10 +1,13 @@
 """PipeDream and 2BW, proved equal to one process that applies the same gradients of older weights."""
 
 import copy
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from compose.parallel.mesh import batch_share
 from compose.pipeline.pipedream import AsynchronousRunner
 from compose.proof.one_process import EXACT, PlainAttention
 from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.trainer import Trainer
 from tests.support.helpers import ROOT, Keys, make_job, parallel, prove_step, ranks_in, refused
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train, train_until_error
@@ -216,6 +220,26 @@ def test_a_loss_that_is_not_finite_ends_the_run_later(pool: Pool, tmp_path: Path
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
+def _warned(keys: Keys) -> None:
+    """Train; SIGTERM comes in the third step."""
+    real = Trainer.step
+
+    def step(trainer: Trainer) -> Any:
+        if trainer.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(trainer)
+
+    with mock.patch.object(Trainer, "step", step):
+        train(keys)
+
+
+def test_a_signal_stops_a_run_that_saves_each_step(pool: Pool, tmp_path: Path) -> None:
+    """A save reads all steps, so that none is read late."""
+    keys = _keys("2,1", "PipeDream", 1, 1) | {"train__steps": 20, "checkpoint__interval": 1}
+    pool.run(_warned, 2, keys_for(tmp_path, **keys))
+    assert 3 <= len(lines(tmp_path)) < 10
+
+
 BASE = "parallel.pp=2 parallel.pp_schedule=PipeDream train.global_batch=2 train.max_norm=0.0"
 REFUSED = {
     "train.max_norm=1.0": "train.max_norm: 1 needs the norm of all stages before any of them takes its"
@@ -240,6 +264,7 @@ UNPROVED = {
     "train.skip_nonfinite=true": ("true", "false"),
     "checkpoint.memory=1 run.dir=runs/mine": ("1", "0"),
     "parallel.speeds=[1,1]": ("[1.0, 1.0]", "[]"),
+    "metrics.slow_rank=1.5": ("1.5", "0.0"),
     "optimizer.name=muon": ('"muon"', '"adamw"'),
     "activation_checkpoint.mode=selective": ('"selective"', '"full"'),
 }

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.train.processes import Signals, _claim, pick_device
+from compose.errors import ConfigError
+from compose.train.processes import Signals, _agree, _claim, pick_device
 from compose.train.workers import Worker
-from tests.support.helpers import refusal
+from tests.support.helpers import keys_in, make_config, refusal
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,19 @@ def test_signals_are_of_the_main_thread() -> None:
     use()
     assert inside[1] == signals._note
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == kept
+
+
+def test_nodes_that_choose_other_meshes_are_refused() -> None:
+    """By run.elastic: each start chooses by the devices that it sees. Spare ranks ask too."""
+    store, mesh = dist.HashStore(), keys_in("dp_shard=2 tp=2 run.elastic=true run.dir=x")
+    saving = keys_in("checkpoint.interval=2")
+    _agree(store, make_config(4, **mesh, **saving))
+    _agree(store, make_config(4, **mesh, **saving))
+    other = make_config(4, **(mesh | {"parallel__dp_shard": 4, "parallel__tp": 1}), **saving)
+    with pytest.raises(ConfigError) as raised:
+        _agree(store, other)
+    assert str(raised.value) == (
+        "run.elastic: nodes with other devices have chosen other meshes (dp_shard 2, tp 2) and"
+        " (dp_shard 4): set the degrees, with run.elastic = false, or use nodes of one kind"
+    )
+    _agree(dist.HashStore(), other)

@@ -10,11 +10,20 @@ from compose import Options, Parallel, Plan, apply, forward_backward
 from compose.ops.dropout import DropoutKey
 from compose.parallel.mesh import Share, deal
 from tests.support import training
-from tests.support.helpers import Keys, gradients_of, keys_in, parallel, prove_on, refusals, tier
+from tests.support.helpers import (
+    Keys,
+    gradients_of,
+    keys_in,
+    make_job,
+    parallel,
+    prove_on,
+    refusals,
+    tier,
+)
 from tests.support.pool import Pool, make_mesh
 
 EXPERTS = "model.name=qwen3 model.preset=debug_moe model.balance_weight=0.1 model.z_weight=0.01"
-# Keys of three or four ranks. With two samples, one of three ranks has padding alone.
+# Keys of two to six ranks. With two samples, one of three ranks has padding alone.
 CASES = {
     "zero 3, 8 samples": "dp_shard=3 zero=3 speeds=[1,1,1] train.global_batch=8",
     "zero 3, 2 samples": "dp_shard=3 zero=3 speeds=[1,1,1] train.global_batch=2",
@@ -36,6 +45,10 @@ CASES = {
     " model.n_experts=6 model.bias_rate=0.01",
     "experts with a capacity": f"dp_shard=3 zero=1 speeds=[1,1,1] train.global_batch=5 {EXPERTS}"
     " model.capacity_factor=1.0 model.balance_loss=sequence",
+    "experts of two data ranks": "dp_replicate=2 cp=3 ep=2 zero=1 speeds=[2,1] train.global_batch=6"
+    f" train.micro_batch=2 train.seq_len=24 {EXPERTS}",
+    "an interleaved schedule": "dp_shard=2 pp=2 zero=3 pp_schedule=Interleaved1F1B speeds=[2,1,2,1]"
+    " train.global_batch=13 train.micro_batch=4 model.n_layers=4",
     "bf16, recomputed": "dp_shard=2 zero=3 speeds=[2,1] train.global_batch=5 train.micro_batch=2"
     " precision.param=bfloat16 activation_checkpoint.mode=full",
 }
@@ -92,6 +105,24 @@ def test_a_slow_rank_gets_less() -> None:
     assert deal(28, (1.0, 1.0, 1.0, 0.5), 2, together=False)[3] == Share(24, 4, 2, 2, 28)
 
 
+def test_counts_that_a_schedule_can_run_come_first() -> None:
+    speeds = (1.0, 0.5)
+    assert {share.micro_batches for share in deal(13, speeds, 4)} == {5}
+    even = deal(13, speeds, 4, can_run=lambda count: count % 2 == 0)
+    assert even == (Share(0, 10, 3, 4, 13), Share(10, 3, 1, 4, 13))
+    assert deal(13, speeds, 4, can_run=lambda count: False) == deal(13, speeds, 4)
+    job = make_job(4, **keys_in(CASES["an interleaved schedule"]))
+    assert [(share.samples, share.micro_batches) for share in job.shares] == [(9, 3), (4, 3)]
+
+
+def test_ranks_that_share_experts_run_equally_often() -> None:
+    """With cp 3 and ep 2 every second group of experts has ranks of both data ranks."""
+    job = make_job(6, **keys_in(CASES["experts of two data ranks"]))
+    assert [(share.samples, share.micro_batches) for share in job.shares] == [(4, 2), (2, 2)]
+    whole = make_job(2, **keys_in("dp_shard=2 speeds=[2,2] train.global_batch=4"))
+    assert whole.shares == ()
+
+
 @pytest.mark.slow
 def test_a_run_has_the_losses_of_one_rank(pool: Pool, tmp_path: Path) -> None:
     """The samples of each step are the same, and validation counts each of its own once."""
@@ -122,9 +153,18 @@ test_refused = refusals(
             " of train.global_batch; use false",
         ),
         (
-            parallel(dp_replicate=2, dp_shard=1, speeds=[1]) | keys_in("outer.every=4"),
+            parallel(dp_replicate=2, dp_shard=2, speeds=[2, 1]) | keys_in("outer.every=4"),
             "outer.every: 4 makes islands of equal shares, and the ranks have unequal shares of"
             " train.global_batch; use 0",
+        ),
+        (
+            keys_in(
+                "dp_shard=2 pp=2 zero=1 pp_schedule=Interleaved1F1B speeds=[2,1,2,1]"
+                " train.global_batch=15 train.micro_batch=1 model.n_layers=4"
+            ),
+            "parallel.pp_schedule: Interleaved1F1B with parallel.pp 2 cannot run 5 micro-batches"
+            " (PyTorch: Interleaved 1F1B requires the number of microbatches to be a multiple of the"
+            " number of rounds (2), but got 5); nearest: 4 or 6",
         ),
     ]
 )
