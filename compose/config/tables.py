@@ -42,9 +42,11 @@ class Run:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto is cuda where there is one."""
     elastic: bool = False
-    """Choose the mesh for the ranks that are there, nearest to the table parallel; others wait."""
+    """At each start choose a mesh for the ranks that are there, as close to [parallel] as possible;
+    ranks that it cannot use wait."""
     min_ranks: Annotated[NonNegative, _ELASTIC] = 0
-    """Fewest ranks that must have a legal mesh, as torchrun's least nodes have; 0: not looked at."""
+    """With elastic: refuse to start unless so many ranks, those of torchrun's minimum of nodes, have a
+    legal mesh; 0: no check."""
 
 
 @dataclass(frozen=True)

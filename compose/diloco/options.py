@@ -40,7 +40,8 @@ class Outer:
     mix: Annotated[Decay, _ISLANDS] = 0.0
     """How much of an island's own weights stays when the common ones arrive."""
     dtype: Annotated[Literal["float32", "bfloat16", "int8", "e3m0", "top_k"], _ISLANDS] = "float32"
-    """How the change of the weights is sent; e3m0 is a float of 4 bits, top_k are the largest in 2."""
+    """How the change of the weights is sent: e3m0 is a float of 4 bits, and top_k sends only the
+    largest elements, in 2 bits each."""
     density: Annotated[Density, _ISLANDS, _TOP_K] = 0.015625
     """With top_k: the part of each 4,096 elements that is sent."""
     offload: Annotated[bool, _ISLANDS] = True

@@ -71,8 +71,8 @@ class ActivationCheckpoint:
     """The table [activation_checkpoint]."""
 
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
-    """Backward computes again: full: all but each unit's input; every_k: the same of every k-th unit;
-    selective: all but the input and what keep names; budget: what does not fit in it."""
+    """Recomputed in backward: full: each unit, from its input; every_k: every k-th unit; selective:
+    all but the operators that keep names; budget: as much as budget leaves no memory for."""
     every: Annotated[Positive, ReadWith(_MODE, mode=("every_k",))] = 2
     """With every_k: every k-th unit is recomputed, and the others keep everything."""
     keep: Annotated[tuple[str, ...], ReadWith(_MODE, mode=("selective",))] = (

@@ -21,8 +21,8 @@ class Comm:
     start_timeout: Positive = 1800
     """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
     prefetch: NonNegative = 0
-    """Units (layers) whose gather begins before the one ahead of them runs, in forward and backward; 0:
-    the next one, in backward, and with experts under ep or tp in forward too."""
+    """FSDP units (layers) that are gathered ahead of the one that runs, in forward and backward; 0:
+    one, in backward, and with experts under ep or tp in forward too."""
     check_every: NonNegative = 0
     """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
     check_state: bool = False
@@ -41,8 +41,8 @@ class Comm:
     near: Annotated[
         Positive, ReadWith(_OTHERS, gradients=("bfloat16", "int8", "int4"), weights=("int4_diff",))
     ] = 1
-    """Neighbours with fast links among the ranks of data parallel: between them gradients are int8, and
-    beyond them what is chosen."""
+    """Neighbours with fast links among the ranks of data parallel: gradients are summed among them in 8
+    bits or more, then between such groups in the chosen code."""
     error_feedback: bool = True
     """With int4, powersgd and top_k: add what was lost to what is sent next."""
     rank: Annotated[Positive, ReadWith(_OTHERS, gradients=("powersgd",))] = 4

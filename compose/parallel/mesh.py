@@ -34,8 +34,8 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 3
     """dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
     zero3_reshard: NonNegative = 0
-    """With zero 3: neighbours that keep a unit between them after its first gather of a step, so that
-    the others stay near; 0: all that share it."""
+    """With zero 3: neighbours between which the later gathers of a step stay, after a layer's first one
+    (hpZ); 0: each gather is over all ranks that share the layer."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: with zero 3, parameters, gradients and optimizer are in host memory between their uses."""
     cp: int = 1
