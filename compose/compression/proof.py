@@ -26,6 +26,7 @@ from compose.parallel.comm import Comm
 from compose.parallel.mesh import axis_size
 from compose.proof.comparison import Comparison, parameters_of, shared, whole
 from compose.proof.observers import CODES, MessageEffects, Observer, Subject, allowed
+from compose.proof.report import or_infinite
 
 _CHECKS = {"check_every", "check_state", "check_messages"}
 SILENT = {"timeout", "start_timeout", "prefetch", "measure_every"} | _CHECKS
@@ -320,6 +321,6 @@ def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
     for one, other, before in zip(result, trained(noting=False), begin, strict=True):
         if not torch.equal(one, other):
             apart, moved = (float((x - other).double().norm()) for x in (one, before))
-            error = max(error, apart / moved if moved else math.inf)
+            error = max(error, or_infinite(apart / moved) if moved else math.inf)
     tolerance = 0.0 if comparison.device.type == "cpu" else _ON_GPU
     comparison.value("unwatched update", "all parameters", error, tolerance)

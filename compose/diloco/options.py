@@ -112,6 +112,16 @@ def _one_loss(job: "Job") -> None:
         raise ConfigError(*problems)
 
 
+def _late(job: "Job") -> None:
+    outer = job.config.outer
+    if outer.grace and outer.dtype == "top_k":
+        raise ConfigError(
+            f'outer.grace: {outer.grace} is not proved with outer.dtype = "top_k", whose unsent rest'
+            " counts a change twice if an exchange is missed; use outer.grace = 0, or"
+            ' outer.dtype = "e3m0"'
+        )
+
+
 ISLANDS: list["Rule[Job]"] = [
     Rule(
         "with outer.every, dp_replicate is 2 or more",
@@ -133,6 +143,11 @@ ISLANDS: list["Rule[Job]"] = [
         "outer.density is a multiple of 4 / 4,096",
         "what is sent of a row fills whole bytes",
         _density,
+    ),
+    Rule(
+        "outer.grace goes without top_k",
+        "what an island could not send is kept for the next exchange, also if it missed this one",
+        _late,
     ),
     Rule(
         "train.patience and checkpoint.keep_best go without outer.every",

@@ -25,7 +25,7 @@ from compose.ops.tensors import gathered_objects, local_shard, local_tensor
 from compose.proof.comparison import Comparison
 from compose.proof.observers import CODES, allowed
 from compose.proof.one_process import EXACT
-from compose.proof.report import Report, tolerance_of
+from compose.proof.report import Report, or_infinite, tolerance_of
 from compose.train.workers import Worker, this_worker
 from compose.weights import named_generator
 
@@ -267,9 +267,10 @@ def prove_outer_loop(
     for quantity, rows in (("outer weight", common), ("island's weight", own)):
         for name, flat, copies in rows:
             right = flat.view_as(whole[name])
+            parts = [local_shard(right, local[name][0]) for _ in copies]
             apart = [
-                float((local_tensor(result).cpu() - local_shard(right, local[name][0])).norm())
-                for result in copies
+                or_infinite(float((local_tensor(result).cpu() - part).norm()))
+                for result, part in zip(copies, parts, strict=True)
             ]
             # A value that begins at zero stays there if no message carries it: then none may differ.
             error = max(apart) / (float(right.norm()) or 1.0) if apart else None

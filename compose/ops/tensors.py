@@ -58,7 +58,6 @@ def mixed(columns: Sequence[Tensor]) -> Tensor:
     return result
 
 
-@torch.no_grad()
 def column_sums(tensor: Tensor) -> Tensor:
     """Return the sums of a tensor's words by columns, the first part of a checksum."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

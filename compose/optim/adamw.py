@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from compose.ops.tensors import local_region
+from compose.ops.tensors import at_least_float32, local_region
 from compose.optim.rounding import chunks, local, random_bits, store, within
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); each step is computed in float32.
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); a step of bfloat16 is computed in float32.
 
-    Parameters have their names in the whole model, and are float32 or bfloat16, plain or DTensors.
+    Parameters have their names in the whole model, and are plain or DTensors.
     Names and ``seed`` choose the random bits by which results are rounded to bfloat16 (rounding.py).
     """
 
@@ -63,10 +63,10 @@ class AdamW(torch.optim.Optimizer):
         shape, region = parameter.shape or (1,), local_region(parameter) or (slice(0, 1),)
         for part in chunks(region):
             here = within(part, region)
-            g, m, v = gradient[here].float(), mean[here].float(), square[here].float()
+            g, m, v = (at_least_float32(each[here]) for each in (gradient, mean, square))
             m = m.lerp(g, 1 - beta1)
             v = (v * beta2).addcmul_(g, g, value=1 - beta2)
-            new = weight[here].float() * (1 - lr * group["weight_decay"])
+            new = at_least_float32(weight[here]) * (1 - lr * group["weight_decay"])
             new.addcdiv_(m, (v.sqrt() / root).add_(group["eps"]), value=-rate)
             bits = random_bits(self.seed, f"{name}/{step}/state", part, shape, mean)
             store(mean[here], m, bits)

@@ -23,6 +23,8 @@ def linear(step: int, steps: int, options: Optimizer) -> float:
 
 def constant(step: int, steps: int, options: Optimizer) -> float:
     """The highest rate, and a line over the last ``decay`` steps."""
+    if not options.decay:
+        return 1.0
     return 1 - _progress(step, max(options.warmup, steps - options.decay), steps)
 
 

@@ -104,7 +104,7 @@ class Comparison:
     def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
         """Note an error that this rank has computed itself, None if it holds no such value."""
         row = Row(self.prefix + quantity, name, 0.0, tolerance, 0)
-        self.compared.append(_Compared(row, _NOT_HELD if error is None else error))
+        self.compared.append(_Compared(row, _NOT_HELD if error is None else or_infinite(error)))
 
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
         """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective."""

@@ -13,15 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compose.memory.float8 import NOTHING, Choice, apply_float8
 from compose.memory.precision import Precision
-from compose.ops.cross_entropy import LossFunction, count_for
+from compose.ops.cross_entropy import IGNORE, LossFunction, count_for, cross_entropy, logits_of
 from compose.ops.dropout import DropoutKey, Masks, dropouts
+from compose.ops.tensors import at_least_float32
 from compose.parallel.expert_parallel import routers
+from compose.parallel.output_projection import CrossEntropy
 from compose.proof.optimizers import Named
 from compose.proof.routing_trace import Choices, follow
 
@@ -89,6 +92,7 @@ class OneProcess:
         drops = dropouts(self.model)
         self.dropout = Masks(self.model, [self.model], drops) if drops else None
         self.precision, self.loss_function = precision, loss_function
+        self.plain_loss = plain_loss(loss_function)
         self.widens = widens and precision == EXACT
         self.max_norm, self.micro_batch = max_norm, micro_batch
         self.loss_scale, self.tie = loss_scale, tie
@@ -172,7 +176,7 @@ class OneProcess:
             part = {name: value[start : start + size] for name, value in batch.items()}
             targets = part.pop("targets")
             output = self.forward(part)
-            loss = self.loss_function(output, targets) / count
+            loss = self.plain_loss(output, targets) / count
             (loss * self.loss_scale).backward()
             total += loss.detach()
             reduce = self.precision.reduce_dtype
@@ -259,6 +263,22 @@ def _widened(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype == torch.float32:
         return value.double()
     return torch.float64 if value is torch.float32 else value
+
+
+def plain_loss(loss_function: LossFunction) -> LossFunction:
+    """Return the loss of next tokens in plain PyTorch; another one is its own."""
+    options = loss_function if isinstance(loss_function, CrossEntropy) else None
+    if options is None and loss_function is not cross_entropy:
+        return loss_function
+
+    def plain(output: Any, targets: Tensor) -> Tensor:
+        logits, wanted = at_least_float32(logits_of(output)).flatten(0, -2), targets.flatten()
+        result = F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
+        squares = logits.logsumexp(-1).square().masked_fill(wanted == IGNORE, 0.0).sum()
+        z = squares * (options.z_loss if options else 0.0)
+        return result + (z - z.detach())  # it is in the gradient alone
+
+    return plain
 
 
 class PlainAttention(TorchFunctionMode):

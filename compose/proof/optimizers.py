@@ -67,6 +67,8 @@ def stated_rate(step: int, steps: int, options: Optimizer) -> float:
         return options.lr * (max(step, rising.start) - rising.start) / max(1, len(rising))
     begin, steps = options.warmup, options.decay_end or steps
     constant, last = options.schedule == "constant", steps - options.decay
+    if constant and not options.decay:
+        return options.lr
     begin = max(begin, last) if constant else last if options.decay else begin
     done = min(max(0.0, step - begin) / max(1, steps - begin), 1.0)
     falls = math.cos(math.pi / 2 * done) ** 2 if options.schedule == "cosine" else 1.0 - done
@@ -153,8 +155,8 @@ class Reference(torch.optim.Optimizer):
 
 
 def _rounded(value: Tensor, bits: Tensor, kind: str) -> Tensor:
-    if kind == "float32":
-        return value  # or float64, if its parameter is
+    if kind != "bfloat16":
+        return value
     target = torch.empty_like(value, dtype=getattr(torch, kind))
     store(target, value, bits)
     return target.float()

@@ -1,6 +1,7 @@
 """The proof for a job: the run that ``train.py`` would start is compared with one process."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition import Composition
 from compose.config.job import Job
+from compose.config.tables import Config
 from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
 from compose.memory.lora import ALL_LINEAR, Lora, linear_layers
@@ -29,9 +31,6 @@ STEPS = 2
 # AdamW divides by a gradient's own size plus eps. With 1e-8 an element whose gradient is only rounding
 # noise takes a full step of random sign, and one such element makes a small tensor fail.
 EPS = 1e-6
-# The factor of train.max_norm. The first gradients are hardly larger than max_norm, and only clipping
-# that acts can be compared.
-CLIP = 0.1
 
 
 def prove(
@@ -54,6 +53,7 @@ def prove(
         notes += more
     job = replace(job, config=config)
     train, task = config.train, task_of(config)
+    notes += tuple(_not_run(config))
     batches = [
         {
             name: value.to(device)
@@ -69,6 +69,8 @@ def prove(
         options = replace(job.options, precision=precision)
         composition = parallelize(job, mesh, device, options)
         fill_weights(composition, job, device)
+        for data in composition.data if config.metrics.noise_scale else ():
+            data.on_first = lambda *_: None  # then the first micro-batch is reduced by itself
         return composition
 
     def optimizer(precision: Precision, composition: Composition) -> torch.optim.Optimizer:
@@ -101,24 +103,39 @@ def prove(
         units=job.resolved.checkpoint,
         begin_step=begin_step,
     )
-    max_norm = CLIP * train.max_norm
-    trial = Trial(train.micro_batch, loss_function(config), max_norm=max_norm, shares=job.shares)
+    loss = loss_function(config)
+    trial = Trial(train.micro_batch, loss, max_norm=train.max_norm, shares=job.shares)
     report = prove_both(whole, batches, config.precision, setup, trial, logic)
     rows = [*report.rows, _trained(whole, job.plan, config.model.lora)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))
+
+
+def _not_run(config: Config) -> Iterator[str]:
+    """Yield a note on each key of which a run does more than is proved."""
+    if config.parallel.speeds == "measure":
+        yield 'parallel.speeds: "measure" deals samples by times; here all ranks have equal shares'
+    if config.train.epochs:
+        yield f"train.epochs: the rates are those of train.steps = {config.train.steps}"
+    if config.dpo.beta:
+        yield "dpo.beta: the log-probabilities of the reference are drawn; its forward does not run"
 
 
 def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
     """Return the steps of the schedule that a proof takes, counted from 0.
 
     The first is in the middle of warmup, the others are spread over what follows. If the rate is
-    constant before it decays, that is the decay.
+    constant before it decays, that is the decay. If the decay ends before the run, the last step is
+    after it.
     """
-    begin, steps = options.warmup, min(options.decay_end or steps, steps)
+    begin, end = options.warmup, min(options.decay_end or steps, steps)
+    rising = max(0, options.warmup_from)
+    first = max(rising + 1, (rising + begin) // 2) if rising + 1 < begin else begin // 2
     if options.schedule == "constant" or options.decay:
-        begin = min(max(begin, steps - options.decay), steps)
-    later = [begin + (steps - begin) * number // (count + 1) for number in range(1, count)]
-    return [min(step, steps - 1) for step in (options.warmup // 2, *later)]
+        begin = min(max(begin, end - options.decay), end)
+    later = [min(begin + (end - begin) * n // (count + 1), end - 1) for n in range(1, count)]
+    if later and end < steps:
+        later[-1] = min(end + 1, steps - 1)
+    return [min(first, steps - 1), *later]
 
 
 def _trained(model: nn.Module, plan: Plan, lora: Lora) -> Row:
@@ -139,7 +156,13 @@ def _trained(model: nn.Module, plan: Plan, lora: Lora) -> Row:
 
 
 def _in(precision: Precision, job: Job) -> Job:
-    """Return ``job`` as it is, or in full precision if ``precision`` is not reduced."""
+    """Return ``job`` as it is, or in full precision if ``precision`` is not reduced.
+
+    An optimizer that rounds is another class than one that does not. It computes here without rounding.
+    """
+    asked = job.config.precision
     if precision.reduced:
         return job
-    return replace(job, config=replace(job.config, precision=Precision()))
+    rounds = "bfloat16" in (asked.master, asked.optimizer_state) and precision == EXACT
+    full = replace(Precision(), optimizer_state=EXACT.optimizer_state) if rounds else Precision()
+    return replace(job, config=replace(job.config, precision=full))

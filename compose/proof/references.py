@@ -94,6 +94,11 @@ class References:
             self.own = self.coarse = one(precision, split if precision.reduced else other, setup.float8)
         self.zeros: set[str] = set()
 
+    def clip_at(self, limit: float) -> None:
+        """Set the greatest norm of the gradients of all runs; 0 clips nothing."""
+        for run in self._runs:
+            run.max_norm = limit
+
     @property
     def _runs(self) -> list[OneProcess]:
         runs = {id(run): run for run in (self.own, self.exact, self.again, self.coarse) if run}

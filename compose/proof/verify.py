@@ -52,7 +52,7 @@ from compose.proof.one_process import (
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
 from compose.proof.references import Expected, References, check_provable, examine
-from compose.proof.report import Report, State, Tolerance, joined, tolerance_of
+from compose.proof.report import Report, State, Tolerance, joined, or_infinite, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
     Difference,
@@ -80,7 +80,7 @@ class Trial:
     optimizer: OptimizerFactory | None = None
     """Makes an optimizer from parameters (named ones, if master weights are bfloat16); None: AdamW."""
     max_norm: float = 1.0
-    """The limit of ``clip_grad_norm_``."""
+    """The limit of ``clip_grad_norm_``; half of the first norm if that is less. 0 clips nothing."""
     shares: tuple[Share, ...] = ()
     """The shares of the data ranks, if they need not be equal."""
     tolerance: Tolerance | None = None
@@ -278,7 +278,7 @@ def compare(
         for step in range(len(batches)):
             run.setup.begin_step(step, other)
             run_batch(again, step)
-            clip_grad_norm_(again, max_norm, loss_scale)
+            clip_grad_norm_(again, limit, loss_scale)
             other.step()
             other.zero_grad()
         return again
@@ -292,6 +292,7 @@ def compare(
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
+    limit = max_norm
     for step, batch in enumerate(batches):
         run.setup.begin_step(step, optimizer)
         with watch(composed) as recorder, ExitStack() as watching:
@@ -302,6 +303,10 @@ def compare(
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch, mine)
             seen = gathered(recorder.choices(calls))
+        if step == 0 and max_norm > 0:  # a fault of clipping has no effect if nothing is clipped
+            limit = min(max_norm, float(clip_grad_norm_(composition, 0.0)) / loss_scale / 2)
+            if reference:
+                reference.clip_at(limit)
         messages, sent = MessageEffects(), None
         if rounds:
             got = {name: gradient_of(some[0]) / loss_scale for name, some in held.items()}
@@ -323,7 +328,7 @@ def compare(
             comparison.tensor(quantity, name, gradients, parameter.shape, right, least)
             if precision.reduced:
                 comparison.rounding(gradients, parameter.shape, right)
-        norm = clip_grad_norm_(composition, max_norm, loss_scale)
+        norm = clip_grad_norm_(composition, limit, loss_scale)
         optimizer.step()
         optimizer.zero_grad()
         row = f"step {step + 1}"
@@ -343,7 +348,7 @@ def compare(
         changes = [new.double() - old.double() for new, old in pairs]
         comparison.same_everywhere(name, after.get(name, ()))
         if name not in trained:
-            moved = [float(change.abs().max()) for change in changes]
+            moved = [or_infinite(float(change.abs().max())) for change in changes]
             moved += [math.inf for p in held.get(name, ()) if p.grad is not None]
             comparison.value("frozen weight", name, max(moved, default=None), 0.0)
             continue

@@ -48,6 +48,7 @@ RATES: list[tuple[dict[str, object], dict[int, float]]] = [
     ({"decay": 10}, dict.fromkeys(range(4, 11), 2.0) | {15: 1.25, 20: 0.5}),
     ({"schedule": "linear", "decay": 10}, {10: 2.0, 12: 1.7, 15: 1.25, 20: 0.5}),
     ({"decay_end": 12}, {8: 1.25, 12: 0.5, 16: 0.5, 20: 0.5}),
+    (CONSTANT | {"decay_end": 12}, dict.fromkeys(range(4, 20), 2.0)),
     (CONSTANT | {"decay": 4, "decay_end": 12}, {8: 2.0, 10: 1.25, 12: 0.5, 20: 0.5}),
 ]
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,11 +31,13 @@ from compose import (
 )
 from compose.__main__ import main
 from compose.data.samples import random_batch
+from compose.optim.optimizers import Optimizer
 from compose.parallel.expert_parallel import ExpertParallel
 from compose.proof.comparison import Comparison
 from compose.proof.one_process import OneProcess
+from compose.proof.prove import proved_steps
 from compose.proof.references import Expected
-from compose.proof.report import Report, Row, tolerance_of
+from compose.proof.report import Report, Row, Tolerance, tolerance_of
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.support.faults import Fault, reduce_scatter_keeps_own_part
@@ -369,3 +372,18 @@ def test_a_failed_verify_without_islands_names_none(capsys: pytest.CaptureFixtur
     with mock.patch("compose.proof.prove.prove", return_value=failed):
         assert main(["verify", "train.toml"]) == 1
     assert capsys.readouterr().out == f"{failed}\n"
+
+
+def test_a_value_that_is_no_number_is_no_error_of_0() -> None:
+    """On whichever rank it is."""
+    comparison = Comparison(torch.device("cpu"), Tolerance(0.0, 0.0, 0.0))
+    comparison.value("quantity", "name", math.nan, 1.0)
+    assert comparison.compared[0].error == math.inf
+
+
+def test_steps_of_a_proof() -> None:
+    """One in warmup, where the rate is above 0, and one after the decay, if the run goes on then."""
+    assert proved_steps(Optimizer(warmup=20), 250, 2) == [10, 96]
+    assert proved_steps(Optimizer(warmup=150, warmup_from=100), 250, 2) == [125, 183]
+    assert proved_steps(Optimizer(warmup=20, decay_end=100), 250, 2) == [10, 101]
+    assert proved_steps(Optimizer(warmup=0), 250, 2) == [0, 83]

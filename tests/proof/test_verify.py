@@ -152,9 +152,10 @@ BFLOAT16: list[dict[str, int | bool]] = [
 ]
 
 
-def _by_the_operator(keys: dict[str, Any]) -> Report:
-    """The proof whose one process computes attention by the operator too."""
-    with mock.patch.object(one_process, "PlainAttention", nullcontext):
+def _by_the_operators(keys: dict[str, Any]) -> Report:
+    """The proof whose one process computes attention and the loss by the operators too."""
+    attention = mock.patch.object(one_process, "PlainAttention", nullcontext)
+    with attention, mock.patch.object(one_process, "plain_loss", lambda loss: loss):
         return prove_step(keys)
 
 
@@ -176,7 +177,7 @@ def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
     keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}
     report = proved(pool.run(prove_step, ranks_of(mesh), keys))
     if not mesh and reduce == "float32":
-        report = pool.run(_by_the_operator, 1, keys)[0]
+        report = pool.run(_by_the_operators, 1, keys)[0]
         # Alone, the same operations round alike: only parameters are cast. Since 2.15 FSDP keeps a
         # gradient in float32 where backward computes it so, as for norms; the other side rounds it.
         kept = TorchVersion(torch.__version__) >= "2.15"

@@ -44,6 +44,11 @@ offloaded AdamW has no weight decay | OFFLOADED parallel__offload=cpu | update
     in compose.optim.offload:OffloadedAdamW._update
     weight_decay=group["weight_decay"] => weight_decay=0.0
 
+[optimizer.weight_decay, rounded]
+AdamW that rounds has no weight decay | train__global_batch=8 precision__param=bfloat16 precision__master=bfloat16 precision__optimizer_state=bfloat16 | float64 update
+    in compose.optim.adamw:AdamW._update
+    (1 - lr * group["weight_decay"]) => 1.0
+
 [optimizer.lr]
 another learning rate | train__global_batch=8 | update
     in compose.optim.lr_schedule:set_learning_rate
@@ -137,6 +142,9 @@ the cosine forgets where it begins | train__global_batch=8 optimizer__decay=100 
     if options.decay else => if False else
 
 [optimizer.decay_end]
+a rate that stays falls after it | train__global_batch=8 optimizer__schedule=constant optimizer__decay_end=125 | update
+    in compose.optim.lr_schedule:constant
+    if not options.decay: => if False:
 the decay goes on to the last step | train__global_batch=8 optimizer__decay_end=125 | update
     in compose.optim.lr_schedule:learning_rate
     options.decay_end or steps => steps

@@ -39,6 +39,9 @@ no weight decay | SHARDED | update
 no clipping | SHARDED | update
     in compose.train.step:clip_grad_norm_ with untouched='gradient/*'
     .clamp(max=1.0) if max_norm > 0 else => .clamp(max=1.0) if max_norm > 1e9 else
+no clipping at a limit that is far off | SHARDED train__max_norm=1000.0 | update
+    in compose.train.step:clip_grad_norm_ with untouched='gradient/*'
+    .clamp(max=1.0) if max_norm > 0 else => .clamp(max=1.0) if max_norm > 1e9 else
 another beta2 | SHARDED | update
     in compose.optim.optimizers:_adamw with untouched='gradient/*'
     (options.beta1, options.beta2) => (options.beta1, options.beta2 + 0.01)

@@ -14,6 +14,12 @@ LARGE: Keys = ONE | {"train__seq_len": 128, "train__micro_batch": 4}
 FAULTS = table(
     """
 [loss]
+the loss has half the gradient | train__global_batch=8 | gradient
+    in compose.ops.cross_entropy:_CrossEntropy.backward with ranks=1 untouched='loss/step 1'
+    d.mul_(scale[part] * share[part, None]) => d.mul_(0.99 * scale[part] * share[part, None])
+half the z-loss, of whole logits | train__global_batch=8 train__z_loss=0.1 | gradient
+    in compose.parallel.output_projection:CrossEntropy.__call__ with ranks=1 untouched='loss/step 1'
+    z = self.z_loss * squares => z = 0.5 * self.z_loss * squares
 the loss is that of the last chunk | train__global_batch=8 train__loss_chunk=16 | loss
     in compose.ops.cross_entropy:chunked_cross_entropy with ranks=1 untouched='gradient/*'
     loss + losses.sum() => losses.sum()
