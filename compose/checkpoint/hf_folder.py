@@ -4,6 +4,7 @@ The names of a model's weights in such a folder come from its ``models/<name>/hf
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,9 @@ from compose.ops.tensors import tied_names
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
 # A layer of DeepSeek's multi-token prediction. No model here has one.
 _PREDICTION = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+
+ADAPTER_CONFIG = "adapter_config.json"
+_AT_ONCE = 2**24  # elements that are compared at once
 
 HfName = Callable[[str], str | Stored]
 
@@ -155,7 +159,22 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     for name in in_blocks:
         quantized.add(scales_of(name))
         results += scale_problems(files, name)
-    tied = {stored(hf_name(name)).name for names in tied_names(model) for name in names[1:]}
+    tied = set[str]()
+    for first, *others in tied_names(model):
+        kept, seconds = stored(hf_name(first)).name, {stored(hf_name(name)).name for name in others}
+        tied |= seconds
+        results += [
+            (
+                name,
+                f"is not {kept}, so that transformers ties nothing; set tie_word_embeddings to false",
+            )
+            for name in sorted(seconds & files.entries.keys())
+            if kept in files.entries and not _same(files, kept, name)
+        ]
+    if (files.folder / ADAPTER_CONFIG).exists():
+        results.append(
+            (ADAPTER_CONFIG, "has adapters beside the weights; merge them, or move them out")
+        )
     prediction = {match[1] for name in files.entries if (match := _PREDICTION.fullmatch(name))}
     prediction -= {match[0] for name in expected if (match := re.match(r"model\.layers\.\d+\.", name))}
     besides = {
@@ -169,6 +188,16 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
     types, known = (*DTYPES, E4M3), quantized | besides
     results += compared(files, expected, known, "is missing", "is not of this model", types)
     return collapsed(files.folder, results)
+
+
+def _same(files: TensorFiles, one: str, other: str) -> bool:
+    """Return whether two tensors in the files are equal."""
+    shape = files.entries[one].shape
+    if shape != files.entries[other].shape:
+        return False
+    rows = max(1, _AT_ONCE // max(1, math.prod(shape[1:])))
+    parts = [slice(start, start + rows) for start in range(0, shape[0], rows)]
+    return all(torch.equal(files.read(one, [part]), files.read(other, [part])) for part in parts)
 
 
 def compared(

@@ -181,6 +181,8 @@ class TensorFiles:
 
     def _paths(self) -> list[Path]:
         index = self.folder / INDEX
+        if (self.folder / WHOLE).exists():  # transformers takes it before shards
+            return [self.folder / WHOLE]
         if index.exists():
             refuse_link_out(index, self.folder)
             names = sorted(set(read_json(index, _Index).weight_map.values()))
@@ -191,8 +193,6 @@ class TensorFiles:
                     *(f"{index}: weight_map: {json.dumps(name)} is no file's name" for name in wrong)
                 )
             return [self.folder / name for name in names]
-        if (self.folder / WHOLE).exists():
-            return [self.folder / WHOLE]
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: no such folder")
         raise ConfigError(f"{self.folder}: has neither {WHOLE} nor {INDEX}")

@@ -142,9 +142,12 @@ def _shape(facts: Facts) -> None:
         for key in ("wo_bias", "ffn_bias") if bias else ("wo_bias", "ffn_bias", "qkv_bias"):
             facts.put(f"model.{key}", not bias, text="--disable-bias-linear")
         facts.values.setdefault("model.n_kv_heads", facts.values["model.n_heads"])
+        if "model.tie_embeddings" not in facts:
+            text = "Megatron-LM ties without --untie-embeddings-and-output-weights"
+            facts.put("model.tie_embeddings", True, text=text)
         if "model.hidden_dim" not in facts:  # Megatron-LM's default with --swiglu
             facts.put("model.hidden_dim", int(4 * dim * 2 / 3 / 64) * 64, text="--swiglu")
-    elif norm == "LayerNorm" and not gated:
+    elif norm == "LayerNorm" and not gated and not bias:  # GPT-2's layers have biases
         facts.put("model.name", "gpt2", "model.n_layers")
         if length := learnt or facts.get("train.seq_len"):
             facts.put("model.max_seq_len", length, text="--max-position-embeddings")
@@ -252,6 +255,9 @@ def _schedule(facts: Facts) -> None:
     if "optimizer.warmup~off" in facts:
         facts.put("optimizer.warmup~warmup", 0, "optimizer.warmup~off")
         facts.pop("optimizer.warmup~ratio")
+    if facts.pop("optimizer.decay~wsd") and not facts.pop("optimizer.decay~linear"):
+        text = "the decay at the end is exponential by default, and linear here; nearest:"
+        facts.note("refused", f"{text} --lr-wsd-decay-style linear", "optimizer.schedule")
     if not kind or facts.waiting & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:
         return
     steps = facts.get("train.steps~schedule") or facts.get("train.steps", 0)

@@ -5,6 +5,7 @@ is not written again by a later attempt. The manifest is written last.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections import Counter
@@ -36,8 +37,9 @@ from compose.data.documents import (
     text_blocks,
     texts,
 )
+from compose.data.special_tokens import MODEL, read_beside
 from compose.data.token_files import FORMAT, MANIFEST
-from compose.data.tokenizer import JsonTokenizer, copy_tokenizer
+from compose.data.tokenizer import JsonTokenizer, copy_tokenizer, tokenizer_files
 from compose.errors import ConfigError, noted, refuse_link_out, state_of, write_whole
 from compose.object_storage import as_path
 
@@ -64,6 +66,8 @@ class TokenizeJob:
     skip_bad: bool = False  # leave out rows that cannot be used
     names: ChatNames = _NAMES
     """How the rows of chats name what they hold."""
+    beside: str = ""
+    """SHA-256 of what else decides tokens: chat templates, special tokens, and the model's config."""
 
 
 @dataclass
@@ -116,7 +120,15 @@ def describe_job(
     if problems:
         raise ConfigError(*problems)
     added, path = (True if kind == "text" else None), str(tokenizer.path)
-    return TokenizeJob(path, tokenizer.sha256, kind, field, end, unit, tuple(result), added)
+    folder = tokenizer.path.parent
+    model = read_beside(folder, MODEL)
+    known = {key: model.get(key) for key in ("model_type", "tokenizer_class", "eos_token_id")}
+    digest = hashlib.sha256(json.dumps(known).encode())
+    for file in tokenizer_files(folder, tokenizer.path):
+        if file != tokenizer.path:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    about = (path, tokenizer.sha256, kind, field, end, unit, tuple(result), added)
+    return TokenizeJob(*about, beside=digest.hexdigest())
 
 
 def units_of(job: TokenizeJob) -> list[FilePart]:
@@ -124,7 +136,7 @@ def units_of(job: TokenizeJob) -> list[FilePart]:
     results: list[FilePart] = []
     for path, size, _ in job.files:
         whole = is_one_unit(path)
-        for start in range(0, size, size if whole else job.unit):
+        for start in range(0, size, max(1, size) if whole else job.unit):
             stop = size if whole else min(start + job.unit, size)
             results.append(FilePart(f"{len(results):05}", path, start, stop, size))
     return results

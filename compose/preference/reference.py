@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import fill_weights, parallelize
+from compose.checkpoint import store
 from compose.checkpoint.peft import base_identity, name_of_base
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.errors import ConfigError, write_whole
+from compose.object_storage import as_path
 from compose.parallel.lora_parallel import Adapter
 from compose.preference.loss import PairLoss, log_probabilities
 from compose.train.evaluate import forward
@@ -115,6 +117,7 @@ class Preferences(Hook):
         config, self.path = trainer.config, trainer.folder / KEPT
         self.speaks = trainer.worker.speaks
         self.where = config.checkpoint.load_hf, config.train.seed
+        self.adapters, self.copied = config.model.lora.load, needs_copy(config)
         self.rewards: dict[str, float] = {}
 
     def start(self, done: int) -> None:
@@ -122,13 +125,26 @@ class Preferences(Hook):
         problem: list[str | None] = [None]
         if self.speaks:
             own = base_identity(*self.where)
-            if not done:
+            if self.adapters:
+                own += f", adapters {base_identity(self.adapters, 0)}"
+            imported = store.newest_first(self.path.parent / "checkpoints") if not done else []
+            if imported and self.copied and not self._is_of(imported[0]):
+                problem = [
+                    f"{imported[0]}: has the weights that the run begins with, and its reference would"
+                    " have others; set checkpoint.load_hf to the folder that they were imported from"
+                ]
+            elif not done:
                 write_whole(self.path, own.encode())
             elif (kept := _read(self.path)) != own:
                 problem = [f"{self.path.parent}: {_why(kept, self.where)}"]
         dist.broadcast_object_list(problem, src=0)
         if problem[0]:
             raise ConfigError(problem[0])
+
+    def _is_of(self, imported: Path) -> bool:
+        """Return whether a checkpoint was imported from ``checkpoint.load_hf``."""
+        folder, known = self.where[0], store.read_state(imported).hugging_face
+        return bool(folder and known) and str(as_path(folder).resolve()) == known
 
     def see(self, reading: Reading, scale: float) -> None:
         """Take the rewards of the step; a collective."""

@@ -190,13 +190,42 @@ def test_all_that_does_not_fit_is_said_before_anything_is_loaded(tmp_path: Path)
 
 
 def test_the_second_name_of_a_tied_weight_may_be_there(tmp_path: Path) -> None:
+    """With the values of the first. With others transformers ties nothing."""
     folder = tmp_path / "hf"
     save_model(folder, MODELS["tied"])
-    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(257, 64)}))
+    first = read_tensors(folder)["model.embed_tokens.weight"]
+    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": first.clone()}))
     config = make_config(1, **MODELS["tied"])
     model = llama.Model(config.model.config)
     load_hf(model, folder, name_of("llama", config.model.config))
-    assert torch.equal(model.output.weight, read_tensors(folder)["model.embed_tokens.weight"])
+    assert torch.equal(model.output.weight, first)
+    other = first.clone()
+    other[-1, -1] += 1
+    for wrong in (other, first[:-1].clone()):
+        _rewrite(folder, lambda tensors, wrong=wrong: tensors.update({"lm_head.weight": wrong}))
+        assert refused(load_hf, model, folder, name_of("llama", config.model.config)) == [
+            f"{folder}: lm_head.weight is not model.embed_tokens.weight, so that transformers ties"
+            " nothing; set tie_word_embeddings to false"
+        ]
+
+
+def test_adapters_beside_the_weights_are_not_passed_over(tmp_path: Path) -> None:
+    """transformers loads both."""
+    folder = tmp_path / "hf"
+    save_model(folder, MODELS["tied"])
+    (folder / "adapter_config.json").write_text("{}")
+    config = make_config(1, **MODELS["tied"])
+    model = llama.Model(config.model.config)
+    assert refused(load_hf, model, folder, name_of("llama", config.model.config)) == [
+        f"{folder}: adapter_config.json has adapters beside the weights; merge them, or move them out"
+    ]
+
+
+def test_one_file_comes_before_shards(tmp_path: Path) -> None:
+    """As in transformers, where both are in a folder."""
+    write_files(tmp_path, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
+    _index_of(tmp_path, ["old.safetensors"])
+    assert TensorFiles(tmp_path).entries.keys() == {"tensor.0"}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +277,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: obje
     (other / "sub").mkdir(parents=True)
     for folder in (other, other / "sub"):
         write_files(folder, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
+    (other / "model.safetensors").rename(other / "moved")
     shown = name.format(other=other) if isinstance(name, str) else name
     _index_of(other, [shown])
     assert refused(TensorFiles, other) == [f"{other / INDEX}: {words.format(json.dumps(shown))}"]

@@ -59,6 +59,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.toml", TITAN.replace("local_batch", "local_bach"), "training.local_bach_size = 2: torchtitan has no such key; the nearest known key is training.local_batch_size, or remove it"),
     ("a.sh", f"{MEGATRON} --optimizer sgd", "--optimizer = sgd: no such optimizer here; nearest: adam"),
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-siz 2", "--tensor-model-parallel-siz = 2: Megatron-LM has no such key; the nearest known key is --tensor-model-parallel-size, or remove it"),
+    ("a.sh", f"{MEGATRON} --lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-decay-style: the decay at the end is exponential by default, and linear here; nearest: --lr-wsd-decay-style linear"),
     ("a.sh", f"{MEGATRON} --global-batch-size $GBS", "--global-batch-size: $GBS has no value in this script; write a value in its place"),
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-size 3", "--world-size: 8 is not a multiple of tp 3 x cp 1 x pp 1 = 3; nearest: 9"),
 ]  # fmt: skip
@@ -200,6 +201,16 @@ def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
     for more, known in (("", True), (" --window-size 32", False), (" --softmax-type vanilla", True)):
         (tmp_path / "a.sh").write_text(MEGATRON + shape + more)
         assert ('name = "llama"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
+    # Megatron-LM ties unless a flag unties. Without biases a model with learned positions is no GPT-2.
+    for more, tied in (("", "true"), (" --untie-embeddings-and-output-weights", "false")):
+        (tmp_path / "a.sh").write_text(MEGATRON + shape + more)
+        assert f"tie_embeddings = {tied}" in migrated([tmp_path / "a.sh"], 8)[0]
+    learned = shape.replace(" --swiglu --normalization RMSNorm", "").replace(
+        " rope ", " learned_absolute "
+    )
+    for more, known in (("", True), (" --disable-bias-linear", False)):
+        (tmp_path / "a.sh").write_text(f"{MEGATRON}{learned} --max-position-embeddings 64{more}")
+        assert ('name = "gpt2"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
 
 
 FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: %s}\n"

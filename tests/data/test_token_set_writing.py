@@ -193,6 +193,10 @@ def test_command(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[
     assert main([*words, "--field=body", str(file)]) == 0
     assert (out / "tokens-00000.bin").stat().st_mtime_ns == before
     assert (out / "tokenizer_config.json").exists()
+    template = tokenizer.parent / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    assert refusal(main, [*words, "--field=body", str(file)]).startswith(f"{out}: holds another job (")
+    template.unlink()
 
     def refused(*more: str) -> str:
         return refusal(main, list(more))

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from compose.config.tables import Data
+from compose.data import special_tokens
 from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.samples import open_samples
@@ -282,6 +283,7 @@ def test_a_run_keeps_the_files_of_its_data(tokenizer: Path, tmp_path: Path) -> N
     [
         ("llama2", {"tokenizer_class": "LlamaTokenizer"}, "mixtral"),
         ("llama2", {"tokenizer_class": "LlamaTokenizer"}, "llama"),
+        ("llama2", {"tokenizer_class": "LlamaTokenizer"}, "phi3"),
         ("qwen", {"tokenizer_class": None, "eos_token": None}, "qwen3"),
     ],
 )
@@ -299,3 +301,11 @@ def test_a_copy_without_its_model_means_the_same(
     assert (one.end, one.special) == (other.end, other.special)
     copy_with_config(source, tmp_path / "kept")
     assert (tmp_path / "kept/tokenizer_config.json").read_text() == before
+
+
+def test_models_whose_tokenizer_is_tokenizer_json_alone() -> None:
+    """As transformers' table has them, whatever class tokenizer_config.json names."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    kinds = {name: TOKENIZER_MAPPING_NAMES.get(name) for name in special_tokens._OF_NO_CLASS}
+    assert set(kinds.values()) == {"TokenizersBackend"}

@@ -20,6 +20,7 @@ from compose.train.step import local_batch
 from tests.preference.cases import BASE, LORA, MESHES, keys_of
 from tests.support.data_made import token_set
 from tests.support.helpers import ROOT, Keys, make_job, refusal, tiered
+from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
 
@@ -148,3 +149,19 @@ def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     ):
         kept.write_text(text)
         assert line in pool.run(_refused, 1, keys)[0]
+
+
+def test_a_run_that_was_imported_names_where_from(pool: Pool, tmp_path: Path) -> None:
+    """Or its reference would have other weights than it began with."""
+    folder = tmp_path / "hf"
+    save_model(folder, {})
+    assert main(["convert", str(folder), str(tmp_path / "run")]) == 0
+    keys = _keys(tmp_path, train__stop_after=1)
+    line = (
+        f"{tmp_path / 'run/checkpoints/step-00000000'}: has the weights that the run begins with, and"
+        " its reference would have others; set checkpoint.load_hf to the folder that they were imported"
+        " from"
+    )
+    assert pool.run(_refused, 1, keys) == [line]
+    pool.run(train, 1, keys | {"checkpoint__load_hf": folder})
+    assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
