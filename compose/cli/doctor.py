@@ -260,7 +260,7 @@ def _links(cluster: Cluster | None, device: torch.device, seconds: float) -> Ite
     files = [cluster] if cluster else [load_cluster(name) for name in cluster_names() if _gpus()]
     files = [c for c in files if cluster or c.device.name == torch.cuda.get_device_name()]
     for inside, place in ((True, "within a node"), (False, "between nodes")):
-        link = link_of([row for row in rows if inside == (row.ranks * row.stride <= node)])
+        link = link_of([row for row in rows if inside == (row.ranks * row.stride <= node)], node)
         if not link:
             continue
         text = f"{link.bandwidth / 1e9:.3g} GB/s of a rank and {link.latency * 1e6:.3g} us {place}"

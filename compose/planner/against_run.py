@@ -169,6 +169,10 @@ def corrected(cluster: Cluster, rows: list[MeasuredFigure]) -> Cluster:
             products={t: _share(share / slower["product"]) for t, share in known.products.items()},
             attention_forward=_share(known.attention_forward / slower["attention"]),
             attention_backward=_share(known.attention_backward / slower["attention"]),
+            attention={
+                kernel: tuple(_share(share / slower["attention"]) for share in shares)
+                for kernel, shares in known.attention.items()
+            },
         ),
     )
 

@@ -24,7 +24,7 @@ from compose.planner.candidates import (
     value_of,
     with_keys,
 )
-from compose.planner.cluster import load_cluster
+from compose.planner.cluster import Collective, load_cluster
 from compose.planner.explain import neighbours, promise
 from compose.planner.quick_memory import micro_batches
 from compose.planner.report import in_columns, recomputation, seconds
@@ -152,6 +152,11 @@ def _recorded_with(
     return Compared(name, short, "" if short else "the model cannot be cut so")
 
 
+def _twice_as_fast(row: Collective) -> Collective:
+    seconds = tuple(value / 2 for value in row.seconds)
+    return replace(row, inverse_bandwidth=row.inverse_bandwidth / 2, seconds=seconds)
+
+
 def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     """Return the steps with twice the devices, twice the memory, links twice as fast, and compiled."""
     cluster, config = space.cluster, best.config
@@ -159,7 +164,12 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     roomy = replace(space, cluster=replace(cluster, device=device))
     over = "between" if space.world_size > cluster.node else "within"
     link = getattr(cluster, over)
-    fast = replace(cluster, **{over: replace(link, bandwidth=link.bandwidth * 2)})
+    rows = tuple(
+        _twice_as_fast(row) if (row.ranks * row.stride <= cluster.node) == (over == "within") else row
+        for row in cluster.measured.collectives
+    )
+    link = replace(link, bandwidth=link.bandwidth * 2, in_switch=link.in_switch * 2)
+    fast = replace(cluster, **{over: link}, measured=replace(cluster.measured, collectives=rows))
     wider = [
         with_keys(config, {key: value_of(config, key) * 2, "parallel.pp_layers": ()})
         for key in ("parallel.dp_shard", "parallel.dp_replicate")
@@ -250,8 +260,8 @@ def sentences(
     clauses = [_instead(space, best, other) for other in others]
     last = []
     if whole:
-        took = tokens[0] / (estimate.tokens_per_second_per_device * space.world_size)
-        hours = took * space.world_size / 3600
+        took = tokens[0] / (estimate.tokens_per_second_per_device * space.all_ranks)
+        hours = took * space.all_ranks / 3600
         energy = ""
         if kwh := kwh_of(space, best, tokens[0]):
             energy = f" and {kwh:,.0f} kWh"
@@ -326,8 +336,8 @@ def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
     cells = [["batch", "tokens", "tokens/s", "days", "device-hours", "composition"]]
     for space, best in rows:
         rate, train = best.recorded.tokens_per_second_per_device, space.config.train
-        took = tokens / (rate * space.world_size)
-        figures = [f"{rate:,.0f}", f"{took / _DAY:,.2f}", f"{took * space.world_size / 3600:,.0f}"]
+        took = tokens / (rate * space.all_ranks)
+        figures = [f"{rate:,.0f}", f"{took / _DAY:,.2f}", f"{took * space.all_ranks / 3600:,.0f}"]
         figures = figures if fits(space, best) else ["does not fit", "-", "-"]
         batch = [f"{train.global_batch:,}", f"{train.global_batch * train.seq_len:,}"]
         cells.append([*batch, *figures, describe(best)])

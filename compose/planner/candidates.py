@@ -38,6 +38,11 @@ class Space:
     cache: Path | None = None
     """The folder of records that were made before; None: none is used."""
 
+    @property
+    def all_ranks(self) -> int:
+        """Ranks of all islands."""
+        return self.world_size * self.islands
+
 
 @dataclass(frozen=True)
 class Candidate:

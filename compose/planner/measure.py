@@ -154,8 +154,8 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
     took = sweep.agreed(time.monotonic() - sweep.started)
     peak = {dtype: max(rate, peaks.get(dtype, 0.0)) for dtype, rate in rates.items()}
     forward, backward = (_attention_share(attention, peak, back) for back in (False, True))
-    within = link_of([row for row in collectives if row.ranks * row.stride <= node])
-    between = link_of([row for row in collectives if row.ranks * row.stride > node])
+    within = link_of([row for row in collectives if row.ranks * row.stride <= node], node)
+    between = link_of([row for row in collectives if row.ranks * row.stride > node], node)
     return Cluster(
         name="measured",
         node=node,
@@ -416,15 +416,19 @@ def _sending(
     return forth_and_back
 
 
-def link_of(rows: Sequence[Collective]) -> Link | None:
-    """Return the link that the formula of a ring gives for the measured all-gather of most ranks."""
+def link_of(rows: Sequence[Collective], node: int) -> Link | None:
+    """Return the link that the formula of a ring gives for the measured all-gather of most ranks.
+
+    Between nodes a ring of neighbours uses the cards of all its ranks on a node at once.
+    """
     gathers = [row for row in rows if row.kind == "all_gather"]
     if not gathers:
         return None
     row = max(gathers, key=lambda row: (row.ranks, -row.stride))
     inverse = row.inverse_bandwidth or row.seconds[-1] / row.bytes[-1]
     steps = row.ranks - 1
-    return Link(steps / row.ranks / inverse, row.latency / steps)
+    cards = min(row.ranks, max(1, node // row.stride)) if row.ranks * row.stride > node else 1
+    return Link(steps / row.ranks / inverse / cards, row.latency / steps)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:

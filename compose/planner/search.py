@@ -335,7 +335,7 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
                     keys = {"train.micro_batch": micro, "train.loss_chunk": chunk}
                     keys = way | keys | {"optimizer.offload": place}
                     yield {key: value for key, value in keys.items() if value != value_of(config, key)}
-    for key in space.freed:
+    for key in sorted(space.freed):
         for value in FREED.get(key, ()):
             if key == "train.global_batch":
                 value = int(value * train.global_batch)
@@ -356,11 +356,11 @@ def fewest(
         here = replace(space, world_size=ranks, objective="time")
         rough = [c for c in candidates(here, shape) if fits(here, c)]
         best = min((c.rough.step for c in rough), default=float("inf"))
-        if train.global_batch * train.seq_len / best >= needed / 2:
+        if here.islands * train.global_batch * train.seq_len / best >= needed / 2:
             results = search(here, most=4, progress=progress).candidates
             results = [c for c in results if fits(here, c)]
             if results and results[0].estimate:
-                rate = results[0].estimate.tokens_per_second_per_device * ranks
+                rate = results[0].estimate.tokens_per_second_per_device * here.all_ranks
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
                 if rate >= needed:
                     return here, results

@@ -117,3 +117,10 @@ def test_a_corrected_cluster_can_be_read(
     ]
     (tmp_path / "corrected.toml").write_text(as_toml(corrected(cluster, rows), []))
     assert load_cluster(str(tmp_path / "corrected.toml")).node == cluster.node
+
+
+def test_each_kernel_of_attention_is_corrected() -> None:
+    cluster = load_cluster("h100_sxm")
+    rows = [MeasuredFigure(name, 1.0, 2.0, "s") for name in ("step", "product", "attention", "other")]
+    before, after = cluster.efficiencies, corrected(cluster, rows).efficiencies
+    assert after.attention["cudnn"] == tuple(share / 2 for share in before.attention["cudnn"])

@@ -10,6 +10,8 @@ import pytest
 from compose.planner import answer
 from compose.planner.answer import (
     Compared,
+    _twice_as_fast,
+    batch_table,
     composition_in_words,
     expected,
     kwh_of,
@@ -18,6 +20,8 @@ from compose.planner.answer import (
     span,
 )
 from compose.planner.candidates import Candidate, Space, capacity
+from compose.planner.cluster import Collective, Measured, load_cluster
+from compose.planner.costs import collective_seconds
 from tests.support.planned import GIB, Records, recorded, space_of
 
 SPACE = space_of()
@@ -212,3 +216,28 @@ def test_the_legend_explains_the_columns() -> None:
         assert f"{column}: " in text
     assert "312 TFLOP/s of bfloat16" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_islands_see_tokens_together() -> None:
+    """Two islands of 16 devices need half of one's days, and as many device-hours."""
+    one, two = (
+        in_cells(batch_table([(replace(SPACE, islands=count), BEST)], 1e12)) for count in (1, 2)
+    )
+    days, hours = 3, 4
+    assert float(two[days].replace(",", "")) == pytest.approx(
+        float(one[days].replace(",", "")) / 2, rel=1e-2
+    )
+    assert one[hours] == two[hours]
+
+
+def in_cells(table: str) -> list[str]:
+    return re.split(r"  +", table.splitlines()[-1].strip())
+
+
+def test_links_that_were_measured_are_twice_as_fast_too() -> None:
+    row = Collective("all_gather", 4, 1, 1e-6, 1e-9, 0.0, (1e6, 1e9), (1e-3, 1.0))
+    cluster = replace(load_cluster("h100_sxm"), measured=Measured(collectives=(row,)))
+    faster = replace(cluster, measured=Measured(collectives=(_twice_as_fast(row),)))
+    for size in (5e6, 4e9):
+        before, after = (collective_seconds(c, "all_gather", size, 4, 1) for c in (cluster, faster))
+        assert after == pytest.approx(before / 2, rel=1e-3)

@@ -198,12 +198,16 @@ def test_fit_is_never_negative(seconds: list[float]) -> None:
 def test_link_of_a_ring() -> None:
     """The link of which a ring's formula makes the measured all-gather."""
     row = Collective("all_gather", 4, 1, 6e-5, 1.5e-9, 0.0, (1e3, 1e6), (1e-3, 1e-3))
-    link = link_of(
-        [row, dataclasses.replace(row, ranks=2), dataclasses.replace(row, kind="p2p", ranks=8)]
-    )
+    rows = [row, dataclasses.replace(row, ranks=2), dataclasses.replace(row, kind="p2p", ranks=8)]
+    link = link_of(rows, 8)
     assert link is not None
     assert (link.latency, link.usable) == pytest.approx((2e-5, 0.75 / 1.5e-9))
-    assert link_of([dataclasses.replace(row, kind="broadcast")]) is None
+    assert link_of([dataclasses.replace(row, kind="broadcast")], 8) is None
+    # Over nodes of two devices the ring has two cards of each; with stride 2 it has one.
+    for stride, cards in ((1, 2), (2, 1)):
+        between = link_of([dataclasses.replace(row, stride=stride)], 2)
+        assert between is not None
+        assert between.usable == pytest.approx(0.75 / 1.5e-9 / cards)
 
 
 def test_shapes_and_kinds() -> None:
