@@ -151,14 +151,14 @@ class Checkpointer:
         folders = self._agreed(own)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
-        found = self.copies.find(self._say) if self.copies else None
-        if found:
-            newer = [folder for folder in folders if store.step_of(folder) > found.step]
+        copied = self.copies.find(self._say) if self.copies else None
+        if copied:
+            newer = [folder for folder in folders if store.step_of(folder) > copied.step]
             if newer:
-                self._say(f"copies in memory are of step {found.step}, before {newer[0].name}")
-            folders = [*newer, found.folder, *folders[len(newer) :]]
+                self._say(f"copies in memory are of step {copied.step}, before {newer[0].name}")
+            folders = [*newer, copied.folder, *folders[len(newer) :]]
         for folder in folders:
-            reader = found.reader if found and folder == found.folder else None
+            reader = copied.reader if copied and folder == copied.folder else None
             problems = [] if reader else self._damage(folder)
             if not problems:
                 model = self.config, self.composition, self.group, self.optimizer
@@ -166,7 +166,7 @@ class Checkpointer:
                 filled = load_beside(folder, self.beside, self.group, reader)
                 if other := data_changes(folder, known, self.data):
                     self._say(other)
-                place = f"{self.kept.parent}: {found}" if reader else str(folder)
+                place = f"{self.kept.parent}: {copied}" if reader else str(folder)
                 self._say(f"{place}: resumed after step {known.step}")
                 dropped = rank_state.load(
                     folder, self.label, self.beside, self.group, filled, known.step
@@ -178,7 +178,7 @@ class Checkpointer:
                     if known.step and (changed := changes(folder, self.config)):
                         self._say(f"{folder}: goes on with {', '.join(changed)}")
                 if self.copies:
-                    self.copies.settle(found, read=bool(reader))
+                    self.copies.settle(copied, read=bool(reader))
                 steps = [store.step_of(other) for other in folders if other != folder]
                 self.only_in_memory = bool(reader) and known.step not in steps
                 return known.progress
@@ -191,7 +191,7 @@ class Checkpointer:
                 f" put one back into {self.kept}, or begin anew in another run.dir"
             )
         if self.copies:
-            self.copies.settle(found)
+            self.copies.settle(copied)
         return None
 
     def due(self, progress: Progress, enough: str) -> bool:

@@ -149,7 +149,7 @@ def _damage(path: Path, copy: _Copy) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class CopiedStep:
     """The newest step of which all parts are left in memory."""
 
     step: int
@@ -235,7 +235,7 @@ class Copies:
     def _name(self, rank: int, slot: int) -> str:
         return f"{self.launcher}-{self.attempt}-{rank:05d}-{slot}"
 
-    def find(self, say: Callable[[str], None]) -> Found | None:
+    def find(self, say: Callable[[str], None]) -> CopiedStep | None:
         """Return the newest step of which all parts are left, in memory of any node; a collective."""
         held: dict[str, _Copy] = {}
         wrong = []
@@ -277,7 +277,7 @@ class Copies:
             folder.mkdir(parents=True)
             store.write_run_state(folder, copy.state, copy.config, {})
             self._write_rank_state(reader, folder)
-            return Found(step, folder, reader, sorted(files))
+            return CopiedStep(step, folder, reader, sorted(files))
         return None
 
     def _damaged(self, mine: Mapping[str, _Copy]) -> dict[str, str]:
@@ -300,12 +300,12 @@ class Copies:
         for part in wanted.values():
             write_whole(folder / name, bytes(bytes_of(part.local)))
 
-    def settle(self, found: Found | None, read: bool = False) -> None:
-        """Remove what was left of earlier starts, but what was ``found`` and all have ``read``."""
+    def settle(self, copied: CopiedStep | None, read: bool = False) -> None:
+        """Remove what was left of earlier starts, but what was ``copied`` and all have ``read``."""
         dist.barrier(self.group)
-        kept = [*found.names, *(f"{name}{_TEXT}" for name in found.names)] if found and read else []
-        if found:
-            shutil.rmtree(found.folder.parent, ignore_errors=True)
+        kept = [*copied.names, *(f"{name}{_TEXT}" for name in copied.names)] if copied and read else []
+        if copied:
+            shutil.rmtree(copied.folder.parent, ignore_errors=True)
         if self.rank == self.near[0]:
             self._remove_earlier(kept)
         self.settled = not kept

@@ -282,7 +282,7 @@ def deal(
         parts = zip(rows, sizes, counts, strict=True)
         options.append(tuple(Share(r.start, len(r), size, n, samples) for r, size, n in parts))
     runs = [shares for shares in options if all(can_run(share.micro_batches) for share in shares)]
-    # Of equal ones it takes the first, which has the largest micro-batches.
+    # The first of equal ones has the largest micro-batches.
     return min(runs or options, key=seconds)
 
 

@@ -222,7 +222,7 @@ def test_adapters_beside_the_weights_are_not_passed_over(tmp_path: Path) -> None
 
 
 def test_one_file_comes_before_shards(tmp_path: Path) -> None:
-    """As in transformers, where both are in a folder."""
+    """transformers does so too, where both are in a folder."""
     write_files(tmp_path, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
     _index_of(tmp_path, ["old.safetensors"])
     assert TensorFiles(tmp_path).entries.keys() == {"tensor.0"}

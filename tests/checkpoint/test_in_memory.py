@@ -433,7 +433,7 @@ def test_a_part_is_read_whole(tmp_path: Path) -> None:
 
 
 def leftovers(root: Path, free: int = 0) -> list[str]:
-    """What a start that needs 1,000 bytes leaves of other runs' copies."""
+    """Copies of other runs that a start leaves, if it needs 1,000 bytes."""
     usage = mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free))
     with mock.patch.object(in_memory, "ROOT", root), usage:
         remove_left(root / f"{in_memory.PREFIX}own", 1000)

@@ -115,7 +115,7 @@ class _Keeps(HasState):
 
 
 def test_a_metric_that_is_switched_on_or_off(tmp_path: Path) -> None:
-    """What metrics.noise_scale had kept is dropped without a word; a first state is not missed."""
+    """State of metrics.noise_scale is dropped without a word; a first state is not missed."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD

@@ -304,7 +304,7 @@ def test_a_copy_without_its_model_means_the_same(
 
 
 def test_models_whose_tokenizer_is_tokenizer_json_alone() -> None:
-    """As transformers' table has them, whatever class tokenizer_config.json names."""
+    """transformers' table has them so, whatever class tokenizer_config.json names."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     kinds = {name: TOKENIZER_MAPPING_NAMES.get(name) for name in special_tokens._OF_NO_CLASS}
