@@ -219,7 +219,8 @@ OTHERS: dict[str, Keys] = {
 @pytest.mark.parametrize(
     "mesh",
     tiered(
-        ("tensor, uneven", "one", "replicas", "v-schedule", *OTHERS), slow=("one", "replicas", *OTHERS)
+        ("tensor, uneven", "one", "replicas", "v-schedule", *OTHERS),
+        slow=("one", "replicas", "v-schedule", *OTHERS),
     ),
 )
 def test_a_killed_run_goes_on_bitwise(pool: Pool, tmp_path: Path, mesh: str) -> None:
@@ -273,6 +274,7 @@ def test_a_lost_nodes_state_is_with_its_peers(pool: Pool, tmp_path: Path) -> Non
     assert scene.files(0) == scene.files(1) == []
 
 
+@pytest.mark.slow
 def test_parts_of_another_node_are_sent(pool: Pool, tmp_path: Path) -> None:
     """On another mesh ranks need parts that only the other node has."""
     scene = Scene(pool, tmp_path, {}, (0, 0, 1, 1))
@@ -287,6 +289,7 @@ def test_parts_of_another_node_are_sent(pool: Pool, tmp_path: Path) -> None:
         assert float((state[name] - value).norm()) <= 1e-2 * float(value.norm()) + 1e-12, name
 
 
+@pytest.mark.slow
 def test_replicas_need_no_peers(pool: Pool, tmp_path: Path) -> None:
     scene = Scene(pool, tmp_path, parallel(dp_replicate=2, dp_shard=2), (0, 0, 1, 1))
     expected = scene.undisturbed()
