@@ -89,8 +89,8 @@ class Peers:
         """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
         return []
 
-    def newest_common(self, root: Path) -> float:
-        """Return the newest step that all peers have saved; later ones must stay."""
+    def newest_common(self, root: Path, count: int = 1) -> float:
+        """Return the oldest of the ``count`` newest steps that all peers have; later ones stay."""
         return math.inf
 
 
@@ -361,7 +361,8 @@ class Checkpointer:
         return ["", sum(entry["size"] for entry in everything.values())]
 
     def _prune(self, newest: Path, best: Sequence[int] = ()) -> None:
-        keep, before = self.config.checkpoint, self.peers.newest_common(self.kept)
+        keep = self.config.checkpoint
+        before = self.peers.newest_common(self.kept, keep.keep_last)
         try:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
         except OSError as error:

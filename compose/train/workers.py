@@ -245,14 +245,17 @@ class WorkerCheckpoints(Peers):
         own = checkpoints.newest_first(root) if self.worker.count > 1 else []
         return [p for p in own if checkpoints.step_of(p) > step and p not in folders]
 
-    def newest_common(self, root: Path) -> float:
-        """Return the newest step that all workers have saved, which must stay."""
+    def newest_common(self, root: Path, count: int = 1) -> float:
+        """Return the oldest of the ``count`` newest steps that all workers have saved, which must stay.
+
+        One of them may be damaged, and what a worker has saved alone is of no use then.
+        """
         if self.worker.count == 1:
-            return super().newest_common(root)
+            return super().newest_common(root, count)
         names = [folder.name for folder in checkpoints.newest_first(root)]
         told = self.worker.told("checkpoints", json.dumps(names))
         common = set.intersection(*(set(json.loads(one)) for one in told)) if told else set()
-        return max(map(_step_of, common), default=0)
+        return min(sorted(map(_step_of, common))[-count:], default=0)
 
 
 def _step_of(name: str) -> int:

@@ -296,10 +296,12 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
     assert "08" in steps(second)
 
 
-def _at_island(index: int, shared: dist.Store, rank: int = 0, folder: Path = Path()) -> Checkpointer:
+def _at_island(
+    index: int, shared: dist.Store, rank: int = 0, folder: Path = Path(), last: int = 1
+) -> Checkpointer:
     """A checkpointer that has only what it needs to prune and to speak."""
     one = Checkpointer.__new__(Checkpointer)
-    one.kept, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=1)), rank
+    one.kept, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=last)), rank
     one.peers = WorkerCheckpoints(Worker(index, 2, shared))
     return one
 
@@ -312,6 +314,20 @@ def test_no_island_prunes_what_another_goes_on_from(tmp_path: Path) -> None:
         (folder / store.MANIFEST).touch()
     first = _at_island(0, shared, folder=tmp_path)
     for others, left in (([], [2, 4, 6, 8]), ([2], [2, 4, 6, 8]), ([2, 6], [6, 8]), ([8], [8])):
+        shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
+        first._prune(tmp_path / store.name_of(8))
+        assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
+
+
+def test_islands_keep_as_many_steps_that_all_have(tmp_path: Path) -> None:
+    """If the newest of them is damaged, they go on from the one before."""
+    shared = dist.HashStore()
+    for step in (2, 4, 6, 8):
+        folder = tmp_path / store.name_of(step)
+        folder.mkdir()
+        (folder / store.MANIFEST).touch()
+    first = _at_island(0, shared, folder=tmp_path, last=2)
+    for others, left in (([2, 6], [2, 4, 6, 8]), ([4, 6], [4, 6, 8]), ([6, 8], [6, 8])):
         shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
         first._prune(tmp_path / store.name_of(8))
         assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
