@@ -89,8 +89,8 @@ class Peers:
         """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
         return []
 
-    def newest_common(self, root: Path, count: int = 1) -> float:
-        """Return the oldest of the ``count`` newest steps that all peers have; later ones stay."""
+    def oldest_to_keep(self, root: Path, count: int) -> float:
+        """Return the oldest of the ``count`` newest steps of all peers. It and later ones stay."""
         return math.inf
 
 
@@ -362,7 +362,7 @@ class Checkpointer:
 
     def _prune(self, newest: Path, best: Sequence[int] = ()) -> None:
         keep = self.config.checkpoint
-        before = self.peers.newest_common(self.kept, keep.keep_last)
+        before = self.peers.oldest_to_keep(self.kept, keep.keep_last)
         try:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
         except OSError as error:

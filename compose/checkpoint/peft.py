@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compose.checkpoint import store
 from compose.checkpoint.hf_folder import (
+    ADAPTER_CONFIG,
     HfName,
     collapsed,
     compared,
@@ -39,7 +40,7 @@ from compose.parallel.lora_parallel import TINY
 from compose.plan import Plan
 from compose.weights import init_weights
 
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SAMPLED = 1024  # elements of each tensor
@@ -182,14 +183,16 @@ Read = Callable[[str, Tensor], Tensor]
 
 
 def base_identity(load_hf: str, seed: int) -> str:
-    """Return a text that tells the frozen weights from others.
+    """Return a text that tells the frozen weights from others."""
+    return digest_of(TensorFiles(as_path(load_hf))) if load_hf else f"drawn by seed {seed}"
 
-    For Hugging Face's weights it is a SHA-256 of names, shapes and first elements as float32. It is the
-    same for equal values in other files or in a wider type.
+
+def digest_of(files: TensorFiles) -> str:
+    """Return a SHA-256 of names, shapes and first elements as float32.
+
+    It is the same for equal values in other files or in a wider type.
     """
-    if not load_hf:
-        return f"drawn by seed {seed}"
-    files, digest = TensorFiles(as_path(load_hf)), hashlib.sha256()
+    digest = hashlib.sha256()
     for name, entry in sorted(files.entries.items()):
         region = [slice(0, 1) for _ in entry.shape[1:]] + [slice(0, _SAMPLED) for _ in entry.shape[:1]]
         values = files.read(name, region).to(torch.float32).contiguous()

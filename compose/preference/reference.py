@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import fill_weights, parallelize
 from compose.checkpoint import store
-from compose.checkpoint.peft import base_identity, name_of_base
+from compose.checkpoint.peft import WEIGHTS, base_identity, digest_of, name_of_base
+from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
@@ -126,7 +127,7 @@ class Preferences(Hook):
         if self.speaks:
             own = base_identity(*self.where)
             if self.adapters:
-                own += f", adapters {base_identity(self.adapters, 0)}"
+                own += f", adapters {digest_of(TensorFiles(as_path(self.adapters), WEIGHTS))}"
             imported = store.newest_first(self.path.parent / "checkpoints") if not done else []
             if imported and self.copied and not self._is_of(imported[0]):
                 problem = [

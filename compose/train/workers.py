@@ -245,13 +245,13 @@ class WorkerCheckpoints(Peers):
         own = checkpoints.newest_first(root) if self.worker.count > 1 else []
         return [p for p in own if checkpoints.step_of(p) > step and p not in folders]
 
-    def newest_common(self, root: Path, count: int = 1) -> float:
-        """Return the oldest of the ``count`` newest steps that all workers have saved, which must stay.
+    def oldest_to_keep(self, root: Path, count: int) -> float:
+        """Return the oldest of the ``count`` newest steps of all workers. It and later ones stay.
 
-        One of them may be damaged, and what a worker has saved alone is of no use then.
+        If the newest is damaged, they go on from the one before.
         """
         if self.worker.count == 1:
-            return super().newest_common(root, count)
+            return super().oldest_to_keep(root, count)
         names = [folder.name for folder in checkpoints.newest_first(root)]
         told = self.worker.told("checkpoints", json.dumps(names))
         common = set.intersection(*(set(json.loads(one)) for one in told)) if told else set()

@@ -309,3 +309,6 @@ def test_models_whose_tokenizer_is_tokenizer_json_alone() -> None:
 
     kinds = {name: TOKENIZER_MAPPING_NAMES.get(name) for name in special_tokens._OF_NO_CLASS}
     assert set(kinds.values()) == {"TokenizersBackend"}
+    llama = {"tokenizer_class": "LlamaTokenizer"}
+    assert special_tokens._class(llama, {"model_type": "phi3"}) == ""
+    assert special_tokens._class(llama, {"model_type": "llama"}) == "LlamaTokenizer"

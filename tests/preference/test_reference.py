@@ -1,5 +1,6 @@
 """The second forward on meshes, and runs that learn from pairs."""
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -165,3 +166,19 @@ def test_a_run_that_was_imported_names_where_from(pool: Pool, tmp_path: Path) ->
     assert pool.run(_refused, 1, keys) == [line]
     pool.run(train, 1, keys | {"checkpoint__load_hf": folder})
     assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_adapters_that_were_loaded_are_the_references_too(pool: Pool, tmp_path: Path) -> None:
+    """A run does not go on with others in their folder."""
+    first = _keys(tmp_path / "first", **LORA, checkpoint__interval=1)
+    pool.run(train, 1, first | {"train__stop_after": 1})
+    adapters = tmp_path / "adapters"
+    assert main(["convert", str(tmp_path / "first/run"), str(adapters)]) == 0
+    keys = _keys(tmp_path / "second", **LORA, model__lora__load=adapters, checkpoint__interval=1)
+    pool.run(train, 1, keys | {"train__stop_after": 1})
+    pool.run(train, 1, keys | {"train__stop_after": 2})
+    shutil.rmtree(adapters)
+    pool.run(train, 1, first | {"train__stop_after": 2})
+    assert main(["convert", str(tmp_path / "first/run"), str(adapters)]) == 0
+    (line,) = pool.run(_refused, 1, keys | {"train__stop_after": 3})
+    assert "its reference had other weights than " in line

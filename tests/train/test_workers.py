@@ -306,28 +306,24 @@ def _at_island(
     return one
 
 
-def test_no_island_prunes_what_another_goes_on_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("last", "cases"),
+    [
+        (1, [([], [2, 4, 6, 8]), ([2], [2, 4, 6, 8]), ([2, 6], [6, 8]), ([8], [8])]),
+        # If the newest that all have is damaged, islands go on from the one before.
+        (2, [([2, 6], [2, 4, 6, 8]), ([4, 6], [4, 6, 8]), ([6, 8], [6, 8])]),
+    ],
+)
+def test_no_island_prunes_what_another_goes_on_from(
+    tmp_path: Path, last: int, cases: list[tuple[list[int], list[int]]]
+) -> None:
     shared = dist.HashStore()
     for step in (2, 4, 6, 8):
         folder = tmp_path / store.name_of(step)
         folder.mkdir()
         (folder / store.MANIFEST).touch()
-    first = _at_island(0, shared, folder=tmp_path)
-    for others, left in (([], [2, 4, 6, 8]), ([2], [2, 4, 6, 8]), ([2, 6], [6, 8]), ([8], [8])):
-        shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
-        first._prune(tmp_path / store.name_of(8))
-        assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
-
-
-def test_islands_keep_as_many_steps_that_all_have(tmp_path: Path) -> None:
-    """If the newest of them is damaged, they go on from the one before."""
-    shared = dist.HashStore()
-    for step in (2, 4, 6, 8):
-        folder = tmp_path / store.name_of(step)
-        folder.mkdir()
-        (folder / store.MANIFEST).touch()
-    first = _at_island(0, shared, folder=tmp_path, last=2)
-    for others, left in (([2, 6], [2, 4, 6, 8]), ([4, 6], [4, 6, 8]), ([6, 8], [6, 8])):
+    first = _at_island(0, shared, folder=tmp_path, last=last)
+    for others, left in cases:
         shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
         first._prune(tmp_path / store.name_of(8))
         assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
