@@ -80,7 +80,7 @@ def plan(arguments: Sequence[str]) -> int:
         results = searched.candidates
     best = results[0]
     if "--as-is" not in given.flags:
-        made = not (searched and searched.capped)
+        made = not (searched and searched.capped) and not space.kinds
         answer = _answer(given, question, space, results, made)
         print(*filter(None, [question.words]), *answer["sentences"], "", sep="\n")
     if len(batches) > 1:
@@ -185,7 +185,15 @@ def _space(given: Words, question: Question) -> Space:
         fixed.add("parallel.dp_replicate")
         print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
     pins, cache = frozenset(fixed), default_folder()
-    return Space(config, cluster, world_size, pins, objective, islands, freed(given), cache)
+    freely = freed(given)
+    if question.kinds:
+        for key, there in (
+            ("--objective", objective in ("devices", "params")),
+            ("outer.every", islands > 1),
+        ):
+            if there:
+                raise flag_error(key, "goes with one kind of device; --gpus names several")
+    return Space(config, cluster, world_size, pins, objective, islands, freely, cache, question.kinds)
 
 
 def _between_islands(question: Question, space: Space, best: Candidate) -> list[str]:

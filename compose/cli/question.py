@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from compose.checkpoint.hf_folder import model_in
@@ -12,6 +12,7 @@ from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, given_keys, load, without_file
 from compose.errors import did_you_mean, toml_value, whole_number
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
+from compose.planner.estimate import weakest
 
 SEQ_LEN = 4096
 """Tokens of a sample, if a question names no other number."""
@@ -74,11 +75,22 @@ class Question:
     """The question, with what it left open."""
     changed: tuple[str, ...] = ()
     """Keys of a file that have another value here, for the devices."""
+    kinds: tuple[tuple[Cluster, int], ...] = ()
+    """The kinds of device, if there are several, of which ``cluster`` is the weakest."""
 
 
 def read_question(given: Words) -> Question:
     """Return the model and the devices of a command line of plan."""
-    cluster, world_size = _devices(given)
+    kinds = _devices(given)
+    cluster, world_size = kinds[0]
+    if len(kinds) > 1:
+        cluster, world_size = weakest(kinds), sum(ranks for _, ranks in kinds)
+        question = _read_question(given, cluster, world_size)
+        return replace(question, kinds=kinds)
+    return _read_question(given, cluster, world_size)
+
+
+def _read_question(given: Words, cluster: Cluster, world_size: int) -> Question:
     batches = _batches(given)
     if "--model" not in given.flags:
         given.overrides.extend(_of_file(given, batches))
@@ -117,17 +129,40 @@ def question_of(
     return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
 
 
-def _devices(given: Words) -> tuple[Cluster, int]:
+def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:
     if "--gpus" not in given.flags:
         for flag in ("--cluster", "--world-size"):
             if not given.flags.get(flag):
                 raise flag_error("plan", f"needs {flag}; see --help")
-        return load_cluster(given.flags["--cluster"]), world_size_of(given)
+        return ((load_cluster(given.flags["--cluster"]), world_size_of(given)),)
     for flag in ("--cluster", "--world-size"):
         if flag in given.flags:
             raise flag_error("--gpus", f"takes the place of {flag}; give one of them")
-    name, count = gpus(given.flags["--gpus"])
-    return load_cluster(name), count
+    named = [gpus(text) for text in given.flags["--gpus"].split("+")]
+    kinds = tuple((load_cluster(name), count) for name, count in named)
+    if len(kinds) > 1:
+        _check_kinds(kinds)
+    return kinds
+
+
+def _check_kinds(kinds: tuple[tuple[Cluster, int], ...]) -> None:
+    """Raise ConfigError unless nodes of several kinds of device can be one cluster."""
+    first = kinds[0][0]
+    for cluster, ranks in kinds:
+        if (cluster.node, cluster.backend) != (first.node, first.backend):
+            raise flag_error(
+                "--gpus",
+                f"{cluster.name} has nodes of {cluster.node} devices for {cluster.backend}, and"
+                f" {first.name} of {first.node} for {first.backend}; they should be equal",
+            )
+        if ranks % cluster.node:
+            raise flag_error(
+                "--gpus",
+                f"{ranks}x{cluster.name} is no whole number of nodes of {cluster.node}, as kinds of"
+                " devices side by side need",
+            )
+        if not cluster.device.peak.keys() & first.device.peak.keys():
+            raise flag_error("--gpus", f"{cluster.name} and {first.name} have no type in common")
 
 
 def gpus(text: str) -> tuple[str, int]:

@@ -251,6 +251,9 @@ class Share:
         return self.rows_run - self.samples
 
 
+_NEARLY = 1.03  # shares that take so much longer by their rows are as good, with larger micro-batches
+
+
 def deal(
     samples: int,
     speeds: Sequence[float],
@@ -282,8 +285,9 @@ def deal(
         parts = zip(rows, sizes, counts, strict=True)
         options.append(tuple(Share(r.start, len(r), size, n, samples) for r, size, n in parts))
     runs = [shares for shares in options if all(can_run(share.micro_batches) for share in shares)]
-    # The first of equal ones has the largest micro-batches.
-    return min(runs or options, key=seconds)
+    # Padding of a few rows costs less than small micro-batches. The first ones are the largest.
+    most = _NEARLY * min(map(seconds, runs or options))
+    return next(shares for shares in runs or options if seconds(shares) <= most)
 
 
 def _cut(samples: int, weights: Sequence[float]) -> list[range]:

@@ -15,7 +15,7 @@ most 2 (B + n) 2^-52 to g, and underflow adds n B times the smallest normal numb
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +28,9 @@ from torch import Tensor
 from compose.ops.tensors import column_sums, gathered, mixed
 
 BLOCK = 1024  # elements that share a checksum of their sum
+_SLICE = (
+    64 * BLOCK
+)  # elements of a part in float64 at a time: memory that is new for each message is slow
 
 
 class MessageChecks:
@@ -183,14 +186,14 @@ class _Sum:
 
     def __init__(self, group: dist.ProcessGroup, tensor: Tensor, parts: int) -> None:
         self.group, self.dtype, self.own = group, tensor.dtype, 0
-        blocks = _blocks(tensor, parts).double()
-        self.given = torch.stack([blocks.sum(-1), blocks.abs().sum(-1)], 1)
+        sums = [torch.stack([b.sum(-1), b.abs().sum(-1)], 1) for b in _blocks(tensor, parts)]
+        self.given = torch.cat(sums, -1)
         self.got = self.given[0, 0]
 
     def arrived(self, result: Tensor, own: int) -> None:
         """Take the result, which is part ``own`` of the sum."""
         self.own = own
-        self.got = _blocks(result.detach(), 1)[0].double().sum(-1)
+        self.got = torch.cat([blocks[0].sum(-1) for blocks in _blocks(result.detach(), 1)])
 
 
 def _differ(messages: Sequence[_Sum], totals: Sequence[Tensor]) -> bool:
@@ -225,10 +228,11 @@ def _by_rank(messages: list[tuple[Tensor, list[int]]]) -> Tensor:
     return result
 
 
-def _blocks(tensor: Tensor, parts: int) -> Tensor:
-    """Return the elements of each part, (parts, blocks, BLOCK)."""
+def _blocks(tensor: Tensor, parts: int) -> Iterator[Tensor]:
+    """Yield the elements in float64, some blocks of each part at a time, (parts, blocks, BLOCK)."""
     rows = tensor.reshape(parts, -1)
-    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).view(parts, -1, BLOCK)
+    for piece in rows.split(_SLICE, 1):
+        yield F.pad(piece, (0, -piece.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).double()
 
 
 class _Watched(dist.Work):

@@ -13,7 +13,7 @@ from compose.config.tables import Config
 from compose.parallel.mesh import AXES, Parallel
 from compose.pipeline.schedules import stages_per_rank
 from compose.planner.cluster import Cluster
-from compose.planner.estimate import Estimate, lack_of_host
+from compose.planner.estimate import Estimate, Kinds, lack_of_host
 from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, quick
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import ModelShape, shape_of
@@ -37,6 +37,8 @@ class Space:
     """Keys of FREED that the search may change."""
     cache: Path | None = None
     """The folder of records that were made before; None: none is used."""
+    kinds: Kinds = ()
+    """The kinds of device, of which ``cluster`` is the weakest; empty: all are of ``cluster``."""
 
     @property
     def all_ranks(self) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from compose.config.job import Job
 from compose.errors import ConfigError
+from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
 from compose.pipeline.timeline import Slot, simulate, versions
 from compose.planner import costs
@@ -97,6 +98,107 @@ def estimates(
             yield place, ranks
         else:
             yield place, _estimate(jobs[place], cluster, ranks)
+
+
+Kinds = Sequence[tuple[Cluster, int]]
+"""Clusters of several kinds of device with the ranks of each, in the order of the ranks."""
+
+
+def weakest(kinds: Kinds) -> Cluster:
+    """Return the cluster of the slowest device, with the least memory and slowest network of all."""
+    clusters = [cluster for cluster, _ in kinds]
+    slowest = min(clusters, key=lambda c: c.device.peak[_common(clusters)[0]])
+    between = min((c.between for c in clusters), key=lambda link: link.usable)
+    return replace(
+        slowest,
+        name="+".join(f"{ranks}x{cluster.name}" for cluster, ranks in kinds),
+        device=replace(
+            slowest.device,
+            memory=min(c.device.memory - c.device.context - c.nccl_bytes for c in clusters)
+            + slowest.device.context
+            + slowest.nccl_bytes,
+            peak={dtype: min(c.device.peak[dtype] for c in clusters) for dtype in _common(clusters)},
+        ),
+        between=replace(between, latency=max(c.between.latency for c in clusters)),
+        host_memory=min(c.host_memory for c in clusters),
+    )
+
+
+def _common(clusters: Sequence[Cluster]) -> list[str]:
+    """Return the types that all devices multiply."""
+    first, *others = clusters
+    return [dtype for dtype in first.device.peak if all(dtype in c.device.peak for c in others)]
+
+
+def _of_parts(parallel: Parallel, kinds: Kinds, dtype: str) -> tuple[list[Cluster], list[float]]:
+    """Return the slowest cluster of each data rank of each pipeline rank, and its speed, 1 the least.
+
+    The speed is the rate of large products.
+    """
+    rates = {c: c.device.peak[dtype] * c.efficiencies.products[dtype] for c, _ in kinds}
+    of_ranks = [cluster for cluster, ranks in kinds for _ in range(ranks)]
+    size, least = parallel.cp * parallel.tp, min(rates.values())
+    parts = [of_ranks[i : i + size] for i in range(0, len(of_ranks), size)]
+    slowest = [min(part, key=rates.__getitem__) for part in parts]
+    return slowest, [round(rates[cluster] / least, 2) for cluster in slowest]
+
+
+def speeds_of(parallel: Parallel, kinds: Kinds, dtype: str) -> tuple[float, ...]:
+    """Return ``parallel.speeds`` for devices of several kinds; empty if each part has a slowest one."""
+    _, speeds = _of_parts(parallel, kinds, dtype)
+    return tuple(speeds) if len({*speeds}) > 1 else ()
+
+
+def estimate_of_kinds(job: Job, kinds: Kinds, workers: int = 0, cache: Path | None = None) -> Estimate:
+    """Return the estimate of a job on devices of several kinds, whose ``parallel.speeds`` are set.
+
+    Without a pipeline it is that of the kind which takes longest for its shares of the samples. Stages
+    have the times of the slowest device of each. The energy is left out.
+    """
+    degrees, dtype, whole = job.degrees, job.config.precision.param, weakest(kinds)
+    clusters, speeds = _of_parts(degrees, kinds, dtype)
+    own = {each: replace(each, between=whole.between) for each in dict.fromkeys(clusters)}
+    if degrees.pp == 1:
+        shares, rows = job.shares or job.dealt([1.0] * degrees.data_ranks), {}
+        for cluster, share in zip(clusters, shares, strict=True):
+            of_step = (share.micro_batches * share.micro_batch, share.micro_batch)
+            rows[cluster] = max(rows.get(cluster, (0, 0)), of_step)
+        each = [
+            estimate(_of_equal_shares(job, *of_step), own[cluster], workers, cache=cache)
+            for cluster, of_step in rows.items()
+        ]
+        result = max(each, key=lambda one: one.step_seconds)
+        peaks = max((one.peaks for one in each), key=lambda peaks: max(p.reserved for p in peaks))
+        result = replace(result, peaks=peaks, host_bytes=max(one.host_bytes for one in each))
+    else:
+        count = degrees.data_ranks
+        costs_of = {
+            cluster: rank_costs(_recorded(job), own[cluster], schedule_rows(job), workers, None, cache)
+            for cluster in own
+        }
+        mixed = []
+        for stage in range(degrees.pp):
+            row = range(stage * count, (stage + 1) * count)
+            mixed.append(costs_of[clusters[min(row, key=speeds.__getitem__)]][stage])
+        result = _estimate(job, whole, mixed)
+    train, world_size = job.config.train, job.world_size
+    tokens = train.global_batch * train.seq_len
+    flops = job.config.model.config.flops_per_token(train.seq_len) * tokens
+    peak_rate = sum(cluster.device.peak[dtype] * ranks for cluster, ranks in kinds)
+    return replace(
+        result,
+        tokens_per_second_per_device=tokens / result.step_seconds / world_size,
+        mfu=flops / (result.step_seconds * peak_rate),
+        kwh=None,
+    )
+
+
+def _of_equal_shares(job: Job, rows: int, micro_batch: int) -> Job:
+    """Return the job in which each data rank has so many rows."""
+    config, ranks = job.config, job.degrees.data_ranks
+    train = replace(config.train, global_batch=rows * ranks, micro_batch=micro_batch)
+    parallel = replace(config.parallel, speeds=())
+    return replace(job, config=replace(config, train=train, parallel=parallel))
 
 
 def _recorded(job: Job) -> Job:

@@ -27,6 +27,7 @@ _GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words
 # Keys that have columns of their own in a table, or say how a schedule is laid out.
 _SHOWN_KEYS = {
+    "parallel.speeds",
     *(f"parallel.{key}" for key in (*AXES, "ep", "zero", "zero3_reshard")),
     *(f"parallel.pp_{key}" for key in ("schedule", "virtual_stages", "layers")),
     *(f"activation_checkpoint.{key}" for key in ("mode", "every", "budget", "segment")),

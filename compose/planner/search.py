@@ -31,7 +31,7 @@ from compose.planner.candidates import (
     value_of,
     with_keys,
 )
-from compose.planner.estimate import estimate, estimates
+from compose.planner.estimate import estimate, estimate_of_kinds, estimates, speeds_of
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import ModelShape
@@ -144,7 +144,27 @@ def own(space: Space) -> Candidate:
     keys = {key: getattr(degrees, key.partition(".")[2]) for key in DEGREES}
     job = rules.check(config, space.world_size, space.cluster.target)
     rough = quick(shape_for(space), job.config, space.cluster)
+    if space.kinds:
+        job, more = _dealt(space, config, job)
+        result = estimate_of_kinds(job, space.kinds, cache=space.cache)
+        return Candidate(job.config, keys | more, rough, result)
     return Candidate(job.config, keys, rough, estimate(job, space.cluster, cache=space.cache))
+
+
+def _dealt(space: Space, config: Config, job: Job) -> tuple[Job, dict[str, Any]]:
+    """Return the job of a config with shares by the devices' speeds, and the key of them.
+
+    Where unequal shares are refused, all are as large as those of the slowest device.
+    """
+    speeds = speeds_of(job.degrees, space.kinds, job.config.precision.param)
+    if not speeds or "parallel.speeds" in space.fixed:
+        return job, {}
+    uneven = with_keys(config, {"parallel.speeds": speeds})  # layers of stages are dealt anew
+    try:
+        dealt = rules.check(uneven, space.world_size, space.cluster.target, job.model)
+    except ConfigError:
+        return job, {}
+    return dealt, {"parallel.speeds": speeds}
 
 
 @dataclass(frozen=True)
@@ -184,6 +204,17 @@ def _recorded(
         except ConfigError as error:
             yield place, error
     places = list(jobs)
+    if space.kinds:
+        for place, job in jobs.items():
+            try:
+                job, more = _dealt(space, chosen[place].config, job)
+                result = estimate_of_kinds(job, space.kinds, workers, space.cache)
+            except ConfigError as error:
+                yield place, error
+                continue
+            chosen_one, keys = chosen[place], chosen[place].keys | more
+            yield place, replace(chosen_one, config=job.config, keys=keys, estimate=result)
+        return
     for number, result in estimates(list(jobs.values()), space.cluster, workers, space.cache):
         place = places[number]
         if isinstance(result, ConfigError):

@@ -1,15 +1,17 @@
-"""A watch beside the run: it sees a rank that is silent or behind, and a launcher that is gone.
+"""A watch beside the run: it sees a rank that is dead, silent or behind, and a launcher that is gone.
 
 A wait for a rank does not always end within ``comm.timeout``. A pipeline's messages on gloo keep the
 limit that their group was made with. With no launcher the store is in rank 0, which may be the rank
 that is stopped. So every rank has a thread that says in the store that the process runs, and two ranks
 read what all have said. A slow rank is not silent: while it computes, waits, compiles, reads or writes
-for long, it gives Python's lock to that thread.
+for long, it gives Python's lock to that thread. A rank that has ended is seen by the ranks of its node,
+which the kernel tells at once.
 """
 
 import contextlib
 import functools
 import os
+import select
 import signal
 import threading
 import time
@@ -20,12 +22,17 @@ import torch.distributed as dist
 
 from compose.ops.torch_versions import default_store
 
-_EVERY = 2.0  # seconds between two looks, or less if the limit is short
+_EVERY = 0.5  # seconds between two words, or less if the limit is short
+_RANKS = (
+    1000  # ranks that can speak in a second: with more of them, each waits longer between two words
+)
+_LOOK = 0.25  # seconds between two looks at the processes of this node
 _GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
 _LATER = 5.0  # seconds after the limit, so that an error of the backend's own is told first
 _ECHO = 5.0  # seconds in which a rank ends by itself after another rank has reported its failure
 DONE = b"done"
 SAID = "compose/said"  # the key of the store that is set once a rank has told of a failure
+_DIED = "compose/died"  # the key of the store that names a rank that has ended without a word
 
 
 class Silence:
@@ -58,8 +65,9 @@ class Watch:
     Rank 0 and rank 1 report a rank that says nothing for three quarters of the limit. A rank also
     reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. And
     they report a rank that lives, but for which others have waited longer than the limit, in seconds.
-    After a report this process ends. It ends too, if it has not ended by itself, when the key SAID is
-    in the store, or when the process ``parent`` ends (0 is none).
+    A rank also reports one that the same ``parent`` has started, and that has ended without a word (0:
+    none has started them). After a report this process ends. It ends too, if it has not ended by
+    itself, when the key SAID is in the store, or when the process ``parent`` ends.
     """
 
     def __init__(
@@ -79,14 +87,15 @@ class Watch:
         # A store's connection serves one call at a time, and training may be waiting in a call.
         self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
         self.answered = time.monotonic()
+        self.node: dict[int, int] = {}  # by file that tells of the end of a process: its rank
         self.stopped = threading.Event()
         self.looking = threading.Thread(target=self._look, daemon=True)
         self.talking = threading.Thread(target=self._talk, daemon=True)
 
     @property
     def every(self) -> float:
-        """Seconds between two looks."""
-        return min(_EVERY, self.limit / 8)
+        """Seconds between two words."""
+        return min(max(_EVERY, self.world_size / _RANKS), self.limit / 8)
 
     def start(self) -> None:
         """Start the threads."""
@@ -109,7 +118,10 @@ class Watch:
         silence, lag, count, before = Silence(self.limit), Silence(self.limit), 0, time.monotonic()
         # Two ranks read the words of all, since one of the two may be the silent one.
         keys = [self._key(rank) for rank in range(self.world_size if self.rank < 2 else 0)]
+        neighbours = self._neighbours()
         try:
+            if neighbours:
+                self.store.set(_process_key(self.rank), f"{self.parent} {os.getpid()}")
             # The first word is said at once: a rank that stops before it would not be missed.
             self.store.set(self._key(self.rank), str(count))
             while not self.stopped.wait(self.every):
@@ -118,9 +130,12 @@ class Watch:
                 said = self.store.check([SAID])
                 self.answered = now = time.monotonic()
                 if said:
-                    time.sleep(_ECHO)
+                    time.sleep(0 if self.store.check([_DIED]) else _ECHO)
                     self.end()
                     return
+                if neighbours and self.store.check([_process_key(rank) for rank in neighbours]):
+                    self._open(neighbours)
+                    neighbours = []
                 if now - before > self.limit / 2:  # this process was stopped, or the store was
                     silence.forget()
                     lag.forget()
@@ -142,7 +157,7 @@ class Watch:
 
     def _look(self) -> None:
         before = time.monotonic()
-        while not self.stopped.wait(min(1.0, self.every)):
+        while not self.stopped.wait(min(_LOOK, self.every)):
             now = time.monotonic()
             if now - before > self.limit / 2:  # this process was stopped, so nothing could answer
                 self.answered = max(now, self.answered)
@@ -152,12 +167,59 @@ class Watch:
                 time.sleep(_GRACE)
                 self.end()
                 return
+            if any(self._without_a_word(self.node.pop(file)) for file in self._ended()):
+                self.end()
+                return
             silent = now - self.answered
             if self.kept_by_first and self.store and silent > 0.75 * self.limit:
                 if self.rank == 1:
                     self.report(None, 0, silent)
                 self.end()
                 return
+
+    def _neighbours(self) -> list[int]:
+        """Return the other ranks of this node, if torchrun has started them and ends can be seen."""
+        if not self.parent or not hasattr(os, "pidfd_open"):
+            return []
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        end = min(first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self.world_size)
+        return [rank for rank in range(max(first, 0), end) if rank != self.rank]
+
+    def _open(self, neighbours: Sequence[int]) -> None:
+        """Ask the kernel to tell of the end of these ranks."""
+        assert self.store is not None
+        files = {}
+        for rank in neighbours:
+            parent, process = map(int, self.store.get(_process_key(rank)).split())
+            if parent != self.parent:
+                continue
+            try:
+                files[os.pidfd_open(process)] = rank
+            except ProcessLookupError:  # it has ended meanwhile; a pipe that is closed tells the same
+                reading, writing = os.pipe()
+                os.close(writing)
+                files[reading] = rank
+            except OSError:  # no more files, or the kernel is older than Linux 5.3
+                break
+        self.node = files
+
+    def _ended(self) -> list[int]:
+        """Return the files of the processes of this node that have ended."""
+        poll = select.poll()
+        for file in self.node:
+            poll.register(file, select.POLLIN)
+        return [file for file, _ in poll.poll(0)]
+
+    def _without_a_word(self, rank: int) -> bool:
+        """Tell whether a rank that has ended has said nothing of it, and report it then."""
+        assert self.store is not None
+        with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
+            stragglers = Stragglers(self.store, self.world_size)
+            if self.store.get(self._key(rank)) == DONE or stragglers.has_given_up(rank):
+                return False
+            self.store.set(_DIED, str(rank))
+            self.report(self.store, rank, 0.0)
+        return True
 
     def _key(self, rank: int) -> str:
         return f"compose/runs/{rank}"
@@ -170,6 +232,10 @@ def set_limit(store: dist.Store, rank: int, seconds: float) -> None:
 
 def _limit_key(rank: int) -> str:
     return f"compose/limit/{rank}"
+
+
+def _process_key(rank: int) -> str:
+    return f"compose/process/{rank}"
 
 
 @functools.cache
@@ -218,8 +284,12 @@ class Stragglers:
         """Say that ``rank`` has failed, so it is none that hangs."""
         self.store.set(f"compose/gave_up/{rank}", "")
 
+    def has_given_up(self, rank: int) -> bool:
+        """Tell whether ``rank`` has said that it has failed."""
+        return self.store.check([f"compose/gave_up/{rank}"])
+
     def straggler(self, wait: float = 0.0) -> str:
-        """Say which rank is behind: of those that have not given up, the one that came least far.
+        """Say which rank has died, or is behind: of those that have not given up, the one least far.
 
         The rank that was heard of longest ago comes before others. Ranks may still give up for ``wait``
         seconds.
@@ -262,8 +332,10 @@ class Stragglers:
         return int(step), int(phase), float(when)
 
     def _waiting(self) -> set[int]:
-        """Return the ranks that have not given up."""
-        return {r for r in range(self.world_size) if not self.store.check([f"compose/gave_up/{r}"])}
+        """Return the rank that has died, or else those that have not given up."""
+        if self.store.check([_DIED]):
+            return {int(self.store.get(_DIED))}
+        return {rank for rank in range(self.world_size) if not self.has_given_up(rank)}
 
 
 def behind(rank: int, seconds: float, phase: str) -> str:

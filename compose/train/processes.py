@@ -157,6 +157,8 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
             spares.listen()
         yield device
     except KeyboardInterrupt:
+        with contextlib.suppress(RuntimeError):
+            Stragglers(store, world_size).give_up(rank)
         spares.release(130)
         sys.exit(130)
     except Exception as error:

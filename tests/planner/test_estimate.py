@@ -9,9 +9,16 @@ import torch
 
 from compose.config.rules import check
 from compose.pipeline.schedules import ASYNCHRONOUS
-from compose.planner.candidates import TRIED
+from compose.planner.candidates import TRIED, capacity
 from compose.planner.cluster import load_cluster
-from compose.planner.estimate import _estimate, estimate
+from compose.planner.estimate import (
+    Estimate,
+    _estimate,
+    estimate,
+    estimate_of_kinds,
+    speeds_of,
+    weakest,
+)
 from compose.planner.memory import STEP, RankMemory
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import _shape_of, shape_of
@@ -143,3 +150,68 @@ def test_without_a_flush() -> None:
     assert rough[1].bytes["weights"] == 2 * rough[0].bytes["weights"]
     assert rough[1].seconds["bubble"] == 0 < rough[0].seconds["bubble"]
     assert not ASYNCHRONOUS.keys() & {*TRIED["parallel.pp_schedule"]}
+
+
+WIDE = {"dim": 4096, "hidden_dim": 14_336, "n_layers": 8, "n_heads": 32, "vocab_size": 1024}
+
+
+def _of_kinds(first: str, second: str, **keys: object) -> tuple[Estimate, tuple[float, ...]]:
+    """The estimate of 8 devices of each of two clusters, with shares by their speeds."""
+    kinds = [(load_cluster(name), 8) for name in (first, second)]
+    sizes = {f"model__{key}": value for key, value in WIDE.items()}
+    sizes |= {"precision__param": "bfloat16", "train__seq_len": 2048, "train__global_batch": 1024}
+    job = make_job(16, **sizes | keys)
+    speeds = speeds_of(job.degrees, kinds, "bfloat16")
+    parallel = replace(job.config.parallel, speeds=speeds, pp_layers=())
+    dealt = check(replace(job.config, parallel=parallel), 16, kinds[0][0].target)
+    return estimate_of_kinds(dealt, kinds), speeds
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_two_kinds_of_device_that_share_samples(zero: int) -> None:
+    """The faster ones have more of them, so that a step takes little longer than it could at best."""
+    keys = {**parallel(dp_shard=16), "parallel__zero": zero, "train__micro_batch": 4}
+    equal, of_equal = _of_kinds("a100_80gb", "a100_80gb", **keys)
+    mixed, speeds = _of_kinds("h100_sxm", "a100_80gb", **keys)
+    fast, _ = _of_kinds("h100_sxm", "h100_sxm", **keys)
+    assert not of_equal
+    assert speeds[0] > 2.5
+    assert speeds == 8 * (speeds[0],) + 8 * (1.0,)
+    best = 2 / (1 / equal.step_seconds + 1 / fast.step_seconds)
+    assert best < mixed.step_seconds < 1.25 * best
+    rates = [one.tokens_per_second_per_device * one.step_seconds for one in (equal, mixed, fast)]
+    assert rates == pytest.approx([1024 * 2048 / 16] * 3)
+    figures = [load_cluster(name).device.peak["bfloat16"] for name in ("h100_sxm", "a100_80gb")]
+    of_h100 = fast.mfu * fast.step_seconds * figures[0]
+    assert mixed.mfu * mixed.step_seconds * sum(figures) / 2 == pytest.approx(of_h100)
+    assert mixed.kwh is None
+
+
+def test_two_kinds_of_device_in_a_pipeline() -> None:
+    """The faster one's stage has more layers, and its times are those of its own device."""
+    keys = {**parallel(pp=2, dp_shard=8), "train__micro_batch": 2}
+    equal, _ = _of_kinds("a100_80gb", "a100_80gb", **keys)
+    mixed, speeds = _of_kinds("h100_sxm", "a100_80gb", **keys)
+    fast, _ = _of_kinds("h100_sxm", "h100_sxm", **keys)
+    assert speeds[0] == speeds[7] > speeds[8] == speeds[15] == 1
+    assert fast.step_seconds < mixed.step_seconds < 0.75 * equal.step_seconds
+    assert mixed.peaks[0].by_category["weights"] > 2 * mixed.peaks[1].by_category["weights"]
+
+
+def test_a_part_with_two_kinds_of_device_is_as_slow_as_the_slower() -> None:
+    """Ranks of tp wait for each other at each layer, so no part is faster than another."""
+    kinds = [(load_cluster(name), 8) for name in ("h100_sxm", "a100_80gb")]
+    job = make_job(16, **parallel(dp_shard=1, tp=16), model__n_heads=16, model__dim=64)
+    assert speeds_of(job.degrees, kinds, "float32") == ()
+    slow = estimate(job, weakest(kinds))
+    assert estimate_of_kinds(job, kinds).step_seconds == pytest.approx(slow.step_seconds, rel=1e-3)
+
+
+def test_the_weakest_of_two_kinds() -> None:
+    a100, cards = load_cluster("a100_40gb"), load_cluster("rtx4090")
+    both = weakest([(cards, 8), (a100, 16)])
+    assert both.name == "8xrtx4090+16xa100_40gb"
+    assert capacity(both) == min(map(capacity, (a100, cards)))
+    assert both.device.peak["bfloat16"] == min(c.device.peak["bfloat16"] for c in (a100, cards))
+    assert "float8" not in both.device.peak
+    assert both.between.usable == min(a100.between.usable, cards.between.usable)

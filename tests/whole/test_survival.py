@@ -382,6 +382,49 @@ def test_a_failure_told_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None
     assert not told
 
 
+@pytest.mark.parametrize("word", ["", "gave up", "done"])
+def test_a_rank_of_the_node_that_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """It is told of within a second, and then named as the one that others wait for."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store, other = dist.HashStore(), subprocess.Popen(["sleep", "60"])
+    store.set("compose/runs/1", "done" if word == "done" else "3")
+    store.set("compose/process/1", f"{os.getppid()} {other.pid}")
+    ranks = Stragglers(store, 2)
+    for rank in (0, 1):
+        ranks.report(rank, 7, "the data")
+    watch, ended, told = watched(store, limit=60.0, parent=os.getppid())
+    try:
+        wait_for(lambda: watch.node)
+        if word == "gave up":
+            ranks.give_up(1)
+        other.kill()
+        other.wait()
+        assert ended.wait(1.0) == (not word)
+    finally:
+        watch.stopped.set()
+    assert told == ([] if word else [(False, 1, 0.0)])
+    if not word:
+        ranks.report(0, 6, "the data")
+        assert ranks.straggler(wait=60).startswith("rank 1 is behind")
+
+
+def test_a_rank_of_the_node_that_has_ended_before_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is no more there to be watched."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store, other = dist.HashStore(), subprocess.Popen(["true"])
+    other.wait()
+    store.set("compose/runs/1", "3")
+    store.set("compose/process/1", f"{os.getppid()} {other.pid}")
+    watch, ended, told = watched(store, limit=60.0, parent=os.getppid())
+    assert ended.wait(20)
+    watch.stopped.set()
+    assert told == [(False, 1, 0.0)]
+
+
 def test_who_is_done_is_not_silent() -> None:
     """The last word stays the last."""
     store = dist.HashStore()
