@@ -5,11 +5,13 @@ that the result equals one process.
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+PARENT = os.getppid()  # a torchrun may end while PyTorch is imported
 
 if TYPE_CHECKING:
     from compose.apply import apply as apply

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import threading
 import uuid
 import zlib
@@ -113,6 +114,11 @@ class _Slot:
         write_whole(self._text, b"%08x\n%b" % (zlib.crc32(text), text))
 
 
+def process_space() -> int:
+    """Return the number of this process's PID namespace: containers may share memory, but not PIDs."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def _placed(state: Mapping[str, LocalShard]) -> tuple[dict[str, DescribedTensor], int]:
     """Return where each part is in a file, and the file's size."""
     tensors, size = {}, 0
@@ -197,7 +203,8 @@ class Copies:
             for index, rank in enumerate(ranks)
             if len(self.nodes) > 1
         }
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+        process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+        self.launcher = f"{process}.{process_space()}"
         self._make(size)
         self.slots = [_Slot(self.folder / self._name(self.rank, slot)) for slot in (0, 1)]
         self.received: dict[int, list[_Slot]] = {}
@@ -267,14 +274,15 @@ class Copies:
             if copy is None or {c.layout for c in known.values()} < set(copy.layouts):
                 say(f"copies in memory: step {step} lacks parts, and is passed over")
                 continue
-            folder = self.folder / f"{self._name(self.rank, 0)}-read" / store.name_of(step)
+            # Shared memory may be full.
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX)) / store.name_of(step)
             # Those that are here come first, and of these the ranks' own.
             names = sorted(files, key=lambda n: (n not in mine, n.endswith(_PEER), n))
             reader = SentPartsReader(self.folder, names, owners, self.group)
             if problem := reader.describe(files):
                 say(f"copies in memory: step {step} is passed over: {problem}")
                 continue
-            folder.mkdir(parents=True)
+            folder.mkdir()
             store.write_run_state(folder, copy.state, copy.config, {})
             self._write_rank_state(reader, folder)
             return CopiedStep(step, folder, reader, sorted(files))

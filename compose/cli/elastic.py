@@ -67,6 +67,11 @@ def _cannot_go_on(config: Config) -> Iterator[str]:
             "run.elastic: true changes how old the weights of gradients are with parallel.pp_schedule ="
             f' "{schedule}", and so what is learned; use "1F1B", or run.elastic = false'
         )
+    if config.parallel.speeds not in ((), "measure"):
+        yield (
+            "run.elastic: true may go on with other ranks than those of the list parallel.speeds; use"
+            ' parallel.speeds = "measure", or run.elastic = false'
+        )
     outer: Any = getattr(config, "outer", None)
     if outer and outer.every:
         yield (

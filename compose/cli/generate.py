@@ -88,12 +88,13 @@ def generate(arguments: Sequence[str]) -> int:
 
 def _source(arguments: Sequence[str]) -> Path | None:
     """Return the first word that is neither an option nor the value of one; None if there is none."""
-    rest = list(arguments)
+    rest, flags = list(arguments), COMMANDS["generate"].flags
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
             return as_path(model_folder(named_path(word, here=False)))
-        if "=" not in word and word not in ("-h", "--help", "--best") and rest:
+        # Flags without a value have "" for its name.
+        if "=" not in word and word not in ("-h", "--help") and flags.get(word) != "" and rest:
             rest.pop(0)
     return None
 
@@ -325,7 +326,10 @@ def encode_prompts(
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if len(texts) < len(prompts):
             raise flag_error("--prompts", "holds messages; give --chat too")
-        return [tokenizer.encode(text, added=special, markup=special) for text in texts]
+        try:
+            return [tokenizer.encode(text, added=special, markup=special) for text in texts]
+        except UnicodeEncodeError:
+            raise flag_error("--prompt", "holds half a character") from None
     if not isinstance(tokenizer, JsonTokenizer):
         raise flag_error("--chat", "bytes have no chat template")
     return chat_ids(tokenizer, prompts)

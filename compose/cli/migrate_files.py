@@ -99,9 +99,8 @@ def _yaml(text: str) -> Any:
             _once([(str(key), None) for key in own])
             return super().construct_mapping(node, deep)
 
-    loader = Loader(text)
     try:
-        return loader.get_single_data() or {}
+        return Loader(text).get_single_data() or {}
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f"line {mark.line + 1}: " if mark else ""

@@ -32,9 +32,11 @@ _COUNTS = ("accumulation", "machines", "microbatch", "per_machine", "per_rank", 
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_COUNTS, Positive),
     **dict.fromkeys(("samples", "schedule", "warmup_samples"), NonNegative),
-    **dict.fromkeys(("absolute", "minutes", "warmup"), float),
+    **dict.fromkeys(("absolute", "minutes", "warmup", "steps"), float),
+    **dict.fromkeys(("group", "layers"), Positive),
     "ratio": Fraction,
 }
+_SIZES = ("model.dim", "model.n_layers", "model.n_heads", "model.hidden_dim")
 _TEXTS = ("run.dir", "data.path", "data.validation", "checkpoint.load_hf", "optimizer.offload_dir")
 _LISTS = {"unused": "unused", "changed": "note"}
 """Sections of lists of keys by what is said of them, and what that is in a case."""
@@ -283,6 +285,7 @@ def as_key(key: str, value: Any) -> Any:
     kind = _KINDS.get(fact)
     if fact in ("", "value", "instead") and table in TABLES:
         kind = get_type_hints(TABLES[table], include_extras=True).get(attribute(name))
+        kind = Positive if ours in _SIZES else kind
     if kind is None:
         return value
     if isinstance(value, list) and key in _TEXTS:

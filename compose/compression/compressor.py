@@ -69,7 +69,9 @@ class Compression:
     def optimizer_step(self, scale: float) -> Iterator[None]:
         """Let gradients be those of one optimizer step; weights must not change inside."""
         every, self.cosine = self.comm.measure_every, None
-        measures = bool(self.stages) and every > 0 and self.progress.step % every == 0
+        progress, loses = self.progress, self.comm.gradients != "off"
+        measures = bool(self.stages) and loses and every > 0 and progress.step % every == 0
+        measures = measures and progress.step >= progress.start_step
         measures = measures and self.observe is None  # a proof reads its own after the step
         if measures:
             self.attach(lambda _: Losses())
@@ -352,6 +354,8 @@ class ReplicaSum:
 
     def hook(self, flat: Tensor) -> None:
         """Make ``flat`` (S,) the step's sum over replicas, or zeros if the step goes on."""
+        if flat.is_cuda:  # FSDP made it on another stream, and lets it go before this one has read it
+            flat.record_stream(torch.cuda.current_stream(flat.device))
         if not self.stage.last:
             self.aside = flat.clone() if self.aside is None else self.aside.add_(flat)
             flat.zero_()

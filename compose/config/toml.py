@@ -106,7 +106,8 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
     keys = Keys()
     _read(file, keys, (), alone)
     if alone:  # its run's place is of no use, and an older one may be a name that is now refused
-        keys.values.pop(("run", "dir"), None)
+        for key in (("run", "dir"), ("checkpoint", "memory")):  # the second one needs the first
+            keys.values.pop(key, None)
     return _config(keys, overrides, file, alone)
 
 

@@ -253,6 +253,8 @@ def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], lis
     for start, stop in rendered.replies:
         first = next((n for n, (_, last) in enumerate(offsets) if last > start), count)
         n = next((n for n in range(first, count) if offsets[n][1] >= stop), count - 1)
+        while rendered.end >= 0 and n + 1 < count and offsets[n + 1][0] < stop:
+            n += 1  # a character of several tokens, which all have its place
         for place in range(first, n + (offsets[n][0] < stop) if n >= 0 else 0):
             learnt[place] = True
     if rendered.end >= 0 and not (rendered.added and ids[-1:] == [rendered.end]):

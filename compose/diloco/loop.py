@@ -134,7 +134,7 @@ class OuterLoop(Hook):
             codes = change
         if self.options.dtype == "top_k":
             residual = self.residuals.get(fragment)
-            codes = change if residual is None else change + DECAY * residual
+            codes = change if residual is None else change + DECAY * residual.to(change.device)
         body = self.code.encode(codes)
         if self.options.dtype == "top_k":
             self.residuals[fragment] = codes - self.code.decode(body, codes)
@@ -272,6 +272,11 @@ class OuterLoop(Hook):
             if self.momentum:
                 tensors[f"{name}.momentum"] = replace(shard, local=self.momentum[parameter.name])
         return tensors
+
+    def before_save(self, step: int) -> None:
+        """Wait for the messages that :meth:`state` has, as long as no worker is to stop."""
+        if self.pending:
+            self._received(self.pending, step)
 
     @property
     def keeps(self) -> bool:

@@ -123,7 +123,7 @@ class TopK:
     """The largest elements of each row: 12 bits for the place, one for the sign, one for the magnitude.
 
     A magnitude is one of two, which 32 rows share: the means of those below and above their mean. A row
-    with fewer elements than are sent repeats its largest.
+    with fewer elements than are sent repeats its largest. One of zeros has one place, with both signs.
     """
 
     kept: int  # elements of a row that are sent, a multiple of 4
@@ -145,7 +145,9 @@ class TopK:
         upper = groups > middle
         low, high = _mean(groups, (groups > 0) & ~upper), _mean(groups, upper)
         levels = torch.cat([low, high], 1).to(torch.bfloat16)
-        bits = upper.flatten()[: kept.numel()].view_as(kept).int() | (kept < 0).int() << 1
+        negative = kept < 0
+        negative[:, -1] |= (kept == 0).all(1)  # one place with two signs: a row of zeros
+        bits = upper.flatten()[: kept.numel()].view_as(kept).int() | negative.int() << 1
         a, b, c, d = bits.to(torch.uint8).unflatten(1, (-1, 4)).unbind(2)
         first, second = places.int().unflatten(1, (-1, 2)).unbind(2)
         thirds = [first & 255, first >> 8 | (second & 15) << 4, second >> 4]
@@ -165,8 +167,11 @@ class TopK:
         bits = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2).flatten(1)
         of_row = levels.repeat_interleave(_ROWS, 0)[:rows]
         size = torch.where(bits & 1 > 0, of_row[:, 1:], of_row[:, :1])
+        negative = bits & 2 > 0
+        zeros = (places == places[:, :1]).all(1) & (negative != negative[:, :1]).any(1)
+        size = torch.where(zeros[:, None], 0.0, size)
         out = torch.zeros(rows, ROW, device=codes.device)
-        out.scatter_(1, places.long(), torch.where(bits & 2 > 0, -size, size))
+        out.scatter_(1, places.long(), torch.where(negative, -size, size))
         return out.flatten()[: len(like)].to(like.dtype)
 
 

@@ -25,11 +25,11 @@ def constant(step: int, steps: int, options: Optimizer) -> float:
     """The highest rate, and a line over the last ``decay`` steps."""
     if not options.decay:
         return 1.0
-    return 1 - _progress(step, max(options.warmup, steps - options.decay), steps)
+    return 1 - _progress(step, _begin(steps, options), steps)
 
 
 def _begin(steps: int, options: Optimizer) -> int:
-    return steps - options.decay if options.decay else options.warmup
+    return max(options.warmup, steps - options.decay) if options.decay else options.warmup
 
 
 def _progress(step: int, start: int, steps: int) -> float:

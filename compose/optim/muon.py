@@ -127,7 +127,7 @@ def assigned(layouts: Mapping[int, MatrixLayout]) -> list[list[Slab]]:
             region = (slice(first, last), slice(0, sides[0]), slice(0, sides[1]))
             holders = dict(layout.parts(region))
             count = last - first
-            pieces = max(min(count, len(holders)), math.ceil(size(region) / SLAB))
+            pieces = min(count, max(len(holders), math.ceil(size(region) / SLAB)))
             for i in range(pieces):
                 ends = (first + count * i // pieces, first + count * (i + 1) // pieces)
                 cost = (ends[1] - ends[0]) * flops(*sides)

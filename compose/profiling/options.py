@@ -37,7 +37,11 @@ def _steps(job: "Job") -> None:
     for wrong, words, nearest in (
         (first > last, "ends before it begins", [last, first]),
         (first < 1, "begins before the first step, 1", [1, max(1, last)]),
-        (last > end, f"goes beyond the run's last step, {end}", [min(first, end), end]),
+        (
+            last > end and not train.epochs,
+            f"goes beyond the run's last step, {end}",
+            [min(first, end), end],
+        ),
     ):
         if wrong:
             raise ConfigError(f"profile.steps: {[first, last]} {words}; nearest: {nearest}")

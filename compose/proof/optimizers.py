@@ -69,7 +69,7 @@ def stated_rate(step: int, steps: int, options: Optimizer) -> float:
     constant, last = options.schedule == "constant", steps - options.decay
     if constant and not options.decay:
         return options.lr
-    begin = max(begin, last) if constant else last if options.decay else begin
+    begin = max(begin, last) if options.decay else begin
     done = min(max(0.0, step - begin) / max(1, steps - begin), 1.0)
     falls = math.cos(math.pi / 2 * done) ** 2 if options.schedule == "cosine" else 1.0 - done
     return options.lr * (options.min_lr + (1.0 - options.min_lr) * falls)

@@ -15,11 +15,12 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
 
+from compose import PARENT
 from compose.ops.torch_versions import default_store
 
 _EVERY = 0.5  # seconds between two words, or less if the limit is short
@@ -32,6 +33,7 @@ _LATER = 5.0  # seconds after the limit, so that an error of the backend's own i
 _ECHO = 5.0  # seconds in which a rank ends by itself after another rank has reported its failure
 DONE = b"done"
 SAID = "compose/said"  # the key of the store that is set once a rank has told of a failure
+ENDED = "compose/ended"  # the key of a launch's store that has the code with which the run ends
 _DIED = "compose/died"  # the key of the store that names a rank that has ended without a word
 
 
@@ -66,7 +68,8 @@ class Watch:
     reports rank 0, with None as the store, if the store does not answer and is ``kept_by_first``. And
     they report a rank that lives, but for which others have waited longer than the limit, in seconds.
     A rank also reports one that the same ``parent`` has started, and that has ended without a word (0:
-    none has started them). After a report this process ends. It ends too, if it has not ended by
+    none has started them). ``launch`` is the store of all that were started, and how many of them are
+    spares, which count too. After a report this process ends. It ends too, if it has not ended by
     itself, when the key SAID is in the store, or when the process ``parent`` ends.
     """
 
@@ -80,12 +83,15 @@ class Watch:
         kept_by_first: bool = False,
         parent: int = 0,
         end: Callable[[], None] = lambda: os._exit(1),
+        launch: tuple[dist.Store, int] | None = None,
     ) -> None:
         self.rank, self.world_size, self.limit = rank, world_size, limit
         self.report, self.end = report, end
         self.kept_by_first, self.parent = kept_by_first, parent
         # A store's connection serves one call at a time, and training may be waiting in a call.
         self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
+        self.launch: dist.Store | None = cast(Any, launch[0]).clone() if launch else None
+        self.spares = launch[1] if launch else 0
         self.answered = time.monotonic()
         self.node: dict[int, int] = {}  # by file that tells of the end of a process: its rank
         self.stopped = threading.Event()
@@ -120,8 +126,8 @@ class Watch:
         keys = [self._key(rank) for rank in range(self.world_size if self.rank < 2 else 0)]
         neighbours = self._neighbours()
         try:
-            if neighbours:
-                self.store.set(_process_key(self.rank), f"{self.parent} {os.getpid()}")
+            if self.launch and neighbours:
+                register_process(self.launch)
             # The first word is said at once: a rank that stops before it would not be missed.
             self.store.set(self._key(self.rank), str(count))
             while not self.stopped.wait(self.every):
@@ -133,8 +139,9 @@ class Watch:
                     time.sleep(0 if self.store.check([_DIED]) else _ECHO)
                     self.end()
                     return
-                if neighbours and self.store.check([_process_key(rank) for rank in neighbours]):
-                    self._open(neighbours)
+                keys_of = [_process_key(place) for place in neighbours]
+                if self.launch and neighbours and self.launch.check(keys_of):
+                    self._open(neighbours, map(self.launch.get, keys_of))
                     neighbours = []
                 if now - before > self.limit / 2:  # this process was stopped, or the store was
                     silence.forget()
@@ -178,23 +185,21 @@ class Watch:
                 return
 
     def _neighbours(self) -> list[int]:
-        """Return the other ranks of this node, if torchrun has started them and ends can be seen."""
-        if not self.parent or not hasattr(os, "pidfd_open"):
+        """Return the places in the launch of this node's other ranks, if their ends can be seen."""
+        if not self.launch or not self.parent or not hasattr(os, "pidfd_open"):
             return []
-        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
-        end = min(first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self.world_size)
-        return [rank for rank in range(max(first, 0), end) if rank != self.rank]
+        own, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        node = range(own - local, own - local + int(os.environ["LOCAL_WORLD_SIZE"]))
+        mine = range(own - self.rank, own - self.rank + self.world_size + self.spares)
+        return [place for place in node if place in mine and place != own]
 
-    def _open(self, neighbours: Sequence[int]) -> None:
-        """Ask the kernel to tell of the end of these ranks."""
-        assert self.store is not None
-        files = {}
-        for rank in neighbours:
-            parent, process = map(int, self.store.get(_process_key(rank)).split())
-            if parent != self.parent:
-                continue
+    def _open(self, places: Sequence[int], processes: Iterable[bytes]) -> None:
+        """Ask the kernel to tell of the end of these processes."""
+        files, own = {}, int(os.environ["RANK"])
+        for place, process in zip(places, processes, strict=True):
+            rank = place - own + self.rank
             try:
-                files[os.pidfd_open(process)] = rank
+                files[os.pidfd_open(int(process))] = rank
             except ProcessLookupError:  # it has ended meanwhile; a pipe that is closed tells the same
                 reading, writing = os.pipe()
                 os.close(writing)
@@ -213,9 +218,14 @@ class Watch:
     def _without_a_word(self, rank: int) -> bool:
         """Tell whether a rank that has ended has said nothing of it, and report it then."""
         assert self.store is not None
+        assert self.launch is not None
         with contextlib.suppress(RuntimeError):  # the store has ended, and with it the job
-            stragglers = Stragglers(self.store, self.world_size)
-            if self.store.get(self._key(rank)) == DONE or stragglers.has_given_up(rank):
+            if rank >= self.world_size:  # a spare
+                if self.launch.check([ENDED]):
+                    return False
+            elif self.store.get(self._key(rank)) == DONE or Stragglers(
+                self.store, self.world_size
+            ).has_given_up(rank):
                 return False
             self.store.set(_DIED, str(rank))
             self.report(self.store, rank, 0.0)
@@ -234,14 +244,19 @@ def _limit_key(rank: int) -> str:
     return f"compose/limit/{rank}"
 
 
-def _process_key(rank: int) -> str:
-    return f"compose/process/{rank}"
+def _process_key(place: int) -> str:
+    return f"compose/process/{place}"
+
+
+def register_process(launch: dist.Store) -> None:
+    """Say in the store of a launch which process this rank is, for the other ranks of its node."""
+    launch.set(_process_key(int(os.environ["RANK"])), str(os.getpid()))
 
 
 @functools.cache
 def launcher() -> int:
     """Return the process of torchrun, with which this one ends; 0 without torchrun."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    return PARENT if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def launcher_died() -> bool:

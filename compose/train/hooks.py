@@ -257,6 +257,11 @@ class ReplicaCheck(Hook):
         if step % self.every == 0 and (result := replica_mismatches(self.composition, self.optimizer)):
             raise _corruption(step, result)
 
+    def before_save(self, step: int) -> None:
+        """Raise TrainingError before a save if copies differ: a restart reads one of them for all."""
+        if result := replica_mismatches(self.composition, self.optimizer):
+            raise _corruption(step, result)
+
 
 def _corruption(step: int, lines: Sequence[str]) -> TrainingError:
     return TrainingError(
@@ -286,6 +291,10 @@ class MessageCheck(Hook):
         """Raise TrainingError if a message was not received as it was sent."""
         lines = self.messages.problems()
         _stop_if_any(step, torch.tensor(bool(lines)), lambda: lines)
+
+    def before_save(self, step: int) -> None:
+        """Raise TrainingError before a save if a message of the update was not received as sent."""
+        self.before_update(step)
 
     def close(self, failed: bool) -> None:
         """Look at messages no longer."""

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +49,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the dense peak of a device in FLOP/s for products of a type, if it is known."""
     for name, rates in PEAK_FLOPS.items():
-        if name in device_name:
+        if re.search(rf"{name}(?!\d)", device_name):  # an A4000 is no A40
             return rates.get(dtype)
     return None
 

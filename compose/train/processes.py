@@ -41,6 +41,7 @@ _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (*_SENT, LAUNCHER_DIED)
 _ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
+_JOINED = 2.0  # seconds until the torchruns of all nodes know that a node has joined
 
 
 def set_timeout(timeout: timedelta, but: Sequence[dist.ProcessGroup]) -> None:
@@ -151,6 +152,7 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
             kept_by_first=store_in_first_rank() and worker.index == 0,
             parent=launcher(),
             end=end,
+            launch=(everyone, spares.count),
         )
         watch.start()
         if rank == 0:
@@ -279,7 +281,7 @@ class Signals:
 
     def __init__(self, device: torch.device, worker: Worker) -> None:
         self.device, self.worker, self.code, self.since = device, worker, 0, 0.0
-        self.agreed = (0, 0)
+        self.agreed, self.ends = (0, 0), 0.0
 
     def __enter__(self) -> "Signals":
         # Python takes handlers in the main thread alone. Ray's workers train in another one.
@@ -290,6 +292,7 @@ class Signals:
     def __exit__(self, *unused: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        time.sleep(max(0.0, self.ends - time.monotonic()))
         if dist.get_rank() == 0:
             self.worker.finished()
 
@@ -303,6 +306,14 @@ class Signals:
             if not self.agreed[1]:
                 self.agreed = self._agreed(step, code)
             code = self.agreed[0] if step >= self.agreed[1] else 0
+        if (
+            code
+            and _ASKS[code - 1] == signal.SIGTERM
+            and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        ):
+            # A torchrun that starts its ranks again, since a node has joined, ends them by SIGTERM.
+            # Another that does not know of the node yet takes the end of its own ranks for the run's.
+            self.ends = time.monotonic() + _JOINED
         return _ASKS[code - 1] if code else None
 
     def _agreed(self, step: int, code: int) -> tuple[int, int]:

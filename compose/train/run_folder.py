@@ -196,7 +196,7 @@ def remove_left(own: Path, needed: int) -> None:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ranks hold a lock
                 # While torchrun starts ranks again, it alone is there.
-                if not any(_lives(path.name.partition("-")[0]) for path in folder.iterdir()):
+                if not any(_lives(path.name.partition("-")[0], age) for path in folder.iterdir()):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
@@ -212,7 +212,11 @@ def _age(folder: Path) -> float:
         return 0.0
 
 
-def _lives(process: str) -> bool:
+def _lives(owner: str, age: float) -> bool:
+    """Tell whether a torchrun, or a run without one, lives; in another container if it did lately."""
+    process, _, space = owner.partition(".")
+    if space and space != str(in_memory.process_space()):
+        return age < _KEPT
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, ValueError):

@@ -9,7 +9,7 @@ import torch
 from compose.config.models import max_seq_len
 from compose.config.tables import Config
 from compose.data.datasets import tokenizer_of
-from compose.data.generation_config import end_ids
+from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.samples import Samples as SampleSet
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
@@ -51,6 +51,8 @@ class Prompts:
         original = config.checkpoint.load_hf
         ends = [each.token_set.manifest.tokenizer.end for each in sets if each.token_set]
         self.ends = {*end_ids(tokenizer, as_path(original) if original else None), *ends}
+        beside = [tokenizer.path.parent] if isinstance(tokenizer, JsonTokenizer) else []
+        self.repetition_penalty = repetition_penalty(beside)
 
 
 class Samples(Hook):
@@ -61,8 +63,12 @@ class Samples(Hook):
         self.composition = trainer.composition
         self.prompts = Prompts(trainer.config, trainer.batches.sets)
         self.every, self.last = options.samples_every, train.last_step
-        temperature = options.sample_temperature
-        self.sampling = Sampling(options.sample_tokens, temperature, seed=train.seed)
+        self.sampling = Sampling(
+            options.sample_tokens,
+            options.sample_temperature,
+            seed=train.seed,
+            repetition_penalty=self.prompts.repetition_penalty,
+        )
 
     def measure(self, step: int) -> dict[str, Any]:
         """Return the continuation of each prompt as ``texts``; nothing of training is changed."""

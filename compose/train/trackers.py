@@ -6,6 +6,7 @@ there; one that begins again at step 0 is new.
 
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -149,13 +150,20 @@ class MLflow(Sink):
         numbers, texts = metrics.flat()
         now = int(time.time() * 1000)
         kind = self.mlflow.entities.Metric
-        self.client.log_batch(self.run, [kind(n, v, now, metrics.step) for n, v in numbers.items()])
+        rows = [kind(_as_metric(n), v, now, metrics.step) for n, v in numbers.items()]
+        self.client.log_batch(self.run, rows)
         for place, text in enumerate(texts.values()):
             self.client.log_text(self.run, text, f"texts/step-{metrics.step}-{place}.txt")
 
     def close(self) -> None:
         """End the run."""
         self.client.set_terminated(self.run)
+
+
+def _as_metric(name: str) -> str:
+    """Return a name that MLflow takes: a relative path of letters, digits and a few signs."""
+    parts = re.sub(r"[^/\w.\- ]", "_", name).split("/")
+    return "/".join(part for part in parts if part.strip("."))
 
 
 class Comet(Sink):

@@ -21,11 +21,11 @@ from compose.checkpoint import store as checkpoints
 from compose.checkpoint.checkpointer import Peers
 from compose.checkpoint.loading import workers_of
 from compose.ops.torch_versions import default_store
-from compose.train.heartbeat import launcher_died
+from compose.train.heartbeat import ENDED, launcher, launcher_died, register_process
 
 FAILED = "compose/failed"
 _STOP, _LEFT, _PLACE = "stop", "left", "worker"
-_ASKED, _ENDED, _KNOWN = "compose/asked", "compose/ended", "compose/known"
+_ASKED, _KNOWN = "compose/asked", "compose/known"
 _LOOK = 0.05  # seconds between two looks into the store
 _OFTEN = 0.5  # the same, of ranks that wait for as long as the run takes
 _PATIENCE = timedelta(minutes=30)  # for workers that are still starting
@@ -179,7 +179,7 @@ class Spares:
         """
         with contextlib.suppress(RuntimeError):
             if self.count:
-                self.store.compare_set(_ENDED, "", str(code))
+                self.store.compare_set(ENDED, "", str(code))
             until = time.monotonic() + patience
             while self.count and self.store.add(_KNOWN, 0) < self.count and time.monotonic() < until:
                 time.sleep(_LOOK)
@@ -190,13 +190,15 @@ class Spares:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: noted.append(number))
         try:
-            while not self.store.check([_ENDED]):
+            if launcher():
+                register_process(self.store)
+            while not self.store.check([ENDED]):
                 if noted:
                     self.store.set(_ASKED, str(noted[0]))
                 if launcher_died():
                     return 1
                 time.sleep(_OFTEN)
-            code = int(self.store.get(_ENDED))
+            code = int(self.store.get(ENDED))
             self.store.add(_KNOWN, 1)  # the first rank, which may have the store, now leaves
             return code
         except RuntimeError:  # the store was in a rank that has failed, or in its torchrun

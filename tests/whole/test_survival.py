@@ -387,15 +387,15 @@ def test_a_rank_of_the_node_that_ends_without_a_word(
     monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     """It is told of within a second, and then named as the one that others wait for."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(key, str(value))
     store, other = dist.HashStore(), subprocess.Popen(["sleep", "60"])
     store.set("compose/runs/1", "done" if word == "done" else "3")
-    store.set("compose/process/1", f"{os.getppid()} {other.pid}")
+    store.set("compose/process/1", str(other.pid))
     ranks = Stragglers(store, 2)
     for rank in (0, 1):
         ranks.report(rank, 7, "the data")
-    watch, ended, told = watched(store, limit=60.0, parent=os.getppid())
+    watch, ended, told = watched(store, limit=60.0, parent=os.getppid(), launch=(store, 0))
     try:
         wait_for(lambda: watch.node)
         if word == "gave up":
@@ -413,13 +413,13 @@ def test_a_rank_of_the_node_that_ends_without_a_word(
 
 def test_a_rank_of_the_node_that_has_ended_before_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is no more there to be watched."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(key, str(value))
     store, other = dist.HashStore(), subprocess.Popen(["true"])
     other.wait()
     store.set("compose/runs/1", "3")
-    store.set("compose/process/1", f"{os.getppid()} {other.pid}")
-    watch, ended, told = watched(store, limit=60.0, parent=os.getppid())
+    store.set("compose/process/1", str(other.pid))
+    watch, ended, told = watched(store, limit=60.0, parent=os.getppid(), launch=(store, 0))
     assert ended.wait(20)
     watch.stopped.set()
     assert told == [(False, 1, 0.0)]
