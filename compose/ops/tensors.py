@@ -46,30 +46,40 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def mixed(columns: Sequence[Tensor]) -> Tensor:
-    """Return the checksums (T,) of tensors of which these are the :func:`column_sums`."""
-    result = torch.empty(len(columns), dtype=torch.int64, device=columns[0].device)
-    for device in dict.fromkeys(column.device for column in columns):
-        places = [place for place, column in enumerate(columns) if column.device == device]
+    """Return the checksums of tensors, or of parts of them, whose :func:`column_sums` these are."""
+    sizes = [len(rows) for rows in columns]
+    result = torch.empty(sum(sizes), dtype=torch.int64, device=columns[0].device)
+    places = torch.arange(len(result), device=result.device).split(sizes)
+    for device in dict.fromkeys(rows.device for rows in columns):
+        chosen = [number for number, rows in enumerate(columns) if rows.device == device]
         factors = _FACTORS.to(device)
-        products = torch.stack([columns[place] for place in places]) * factors
+        products = torch.cat([columns[number] for number in chosen]) * factors
         # The upper bits reach the lower ones: else two flips of a word's last bit would cancel out.
         products ^= (products >> 32) & 0xFFFFFFFF
-        result[places] = (products * factors.flip(0)).sum(1).to(result.device)
+        sums = (products * factors.flip(0)).sum(1).to(result.device)
+        result[torch.cat([places[number] for number in chosen])] = sums
     return result
 
 
-def column_sums(tensor: Tensor) -> Tensor:
-    """Return the sums of a tensor's words by columns, the first part of a checksum."""
+def column_sums(tensor: Tensor, parts: int = 1) -> Tensor:
+    """Return the sums of words by columns (parts, C), the first part of a checksum.
+
+    The parts of a tensor are equally long, and follow one another.
+    """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:  # words begin where a word of the memory begins
         flat = flat.clone()
-    words = flat[: len(flat) // 8 * 8].view(torch.int64)
-    table = words[: len(words) // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    result = table.sum(0)
-    rest = words[table.numel() :]
-    result[: len(rest)] += rest
-    if last := len(flat) % 8:
-        result[-1] += F.pad(flat[-last:], (0, 8 - last)).view(torch.int64)[0]
+    length = len(flat) // parts
+    last = length % 8
+    if parts > 1 and last:
+        return torch.cat([column_sums(row) for row in flat.view(parts, length)])
+    words = flat[: len(flat) - last].view(torch.int64).view(parts, length // 8)
+    table = words[:, : words.shape[1] // _COLUMNS * _COLUMNS]
+    result = table.unflatten(1, (-1, _COLUMNS)).sum(1)
+    rest = words[:, table.shape[1] :]
+    result[:, : rest.shape[1]] += rest
+    if last:
+        result[0, -1] += F.pad(flat[-last:], (0, 8 - last)).view(torch.int64)[0]
     return result
 
 

@@ -15,22 +15,21 @@ most 2 (B + n) 2^-52 to g, and underflow adds n B times the smallest normal numb
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from compose.ops.tensors import column_sums, gathered, mixed
 
 BLOCK = 1024  # elements that share a checksum of their sum
-_SLICE = (
-    64 * BLOCK
-)  # elements of a part in float64 at a time: memory that is new for each message is slow
+_SLICE = 64 * BLOCK  # elements in float64 at a time
+
+_Sent = tuple[Tensor, list[list[int]]]
 
 
 class MessageChecks:
@@ -42,9 +41,10 @@ class MessageChecks:
     def __init__(self) -> None:
         """Replace the operators; a process has one object of this kind at a time."""
         self.thread, self.paused = threading.get_ident(), False
-        # Sums of a tensor's words, and the ranks of the job to which, or from which, it was sent.
-        self.sent: list[tuple[Tensor, list[int]]] = []
-        self.got: list[tuple[Tensor, list[int]]] = []
+        # Sums of words of parts, and the ranks of the job to which, or from which, each was sent.
+        self.sent: list[_Sent] = []
+        self.got: list[_Sent] = []
+        self.wide = torch.empty(_SLICE, dtype=torch.float64)
         self.sums: dict[tuple[str, str], list[_Sum]] = {}  # by group and type
         self.waiting: dict[int, _Watched] = {}
         self.library = torch.library.Library("c10d", "IMPL")
@@ -93,23 +93,30 @@ class MessageChecks:
 
     def _add(
         self,
-        to: list[tuple[Tensor, list[int]]],
+        to: "list[_Sent]",
         group: dist.ProcessGroup,
         tensors: Sequence[Tensor],
         ranks: Sequence[int],
+        equal: bool = False,
     ) -> None:
-        """Add the words of a tensor for each of some ranks of a group, or of one for all."""
+        """Add the words of a tensor for each of some ranks of a group, or of one for all.
+
+        ``equal``: the one tensor has an equal part for each.
+        """
         if self._counts:
             world = dist.get_process_group_ranks(group)
             of_job = [world[rank] for rank in ranks]
+            if equal:
+                to.append((column_sums(tensors[0], len(ranks)), [[rank] for rank in of_job]))
+                return
             each = [of_job] if len(tensors) == 1 else [[rank] for rank in of_job]
-            to += zip(map(column_sums, tensors), each, strict=True)
+            to += [(column_sums(one), [its]) for one, its in zip(tensors, each, strict=True)]
 
     def _given(self, group: dist.ProcessGroup, how: Any, tensor: Tensor, parts: int) -> "_Sum | None":
         """Return the checksums of what this rank gives to a sum; None if nothing is added up."""
         if not self._counts or how.op() != dist.ReduceOp.SUM.value or not tensor.numel():
             return None
-        result = _Sum(group, tensor.detach(), parts)
+        result = _Sum(group, tensor.detach(), parts, self.wide)
         self.sums.setdefault((group.group_name, str(tensor.dtype)), []).append(result)
         return result
 
@@ -138,8 +145,8 @@ class MessageChecks:
         ranks, backend = _opened(group)
         self._add(self.sent, ranks, [tensor], range(ranks.size()))
         work = backend._allgather_base(out, tensor)
-        parts = out.view(-1).chunk(ranks.size())
-        return out, self._watched(work, partial(self._add, self.got, ranks, parts, range(len(parts))))
+        arrived = partial(self._add, self.got, ranks, [out], range(ranks.size()), True)
+        return out, self._watched(work, arrived)
 
     def _all_gather_lists(
         self, outs: list[list[Tensor]], tensors: list[Tensor], group: Any, *_: Any
@@ -184,16 +191,15 @@ class MessageChecks:
 class _Sum:
     """The checksums of a sum over ranks: the sums of its blocks, and of their absolutes."""
 
-    def __init__(self, group: dist.ProcessGroup, tensor: Tensor, parts: int) -> None:
-        self.group, self.dtype, self.own = group, tensor.dtype, 0
-        sums = [torch.stack([b.sum(-1), b.abs().sum(-1)], 1) for b in _blocks(tensor, parts)]
-        self.given = torch.cat(sums, -1)
+    def __init__(self, group: dist.ProcessGroup, tensor: Tensor, parts: int, wide: Tensor) -> None:
+        self.group, self.dtype, self.own, self.wide = group, tensor.dtype, 0, wide
+        self.given = _block_sums(tensor, parts, wide, absolutes=True)
         self.got = self.given[0, 0]
 
     def arrived(self, result: Tensor, own: int) -> None:
         """Take the result, which is part ``own`` of the sum."""
         self.own = own
-        self.got = torch.cat([blocks[0].sum(-1) for blocks in _blocks(result.detach(), 1)])
+        self.got = _block_sums(result.detach(), 1, self.wide)[0, 0]
 
 
 def _differ(messages: Sequence[_Sum], totals: Sequence[Tensor]) -> bool:
@@ -216,23 +222,39 @@ def _differ(messages: Sequence[_Sum], totals: Sequence[Tensor]) -> bool:
     return bool((finite & ~((got - wanted).abs() <= most)).any())
 
 
-def _by_rank(messages: list[tuple[Tensor, list[int]]]) -> Tensor:
+def _by_rank(messages: list[_Sent]) -> Tensor:
     """Return the checksums of messages, added up by the rank of the job; let the messages go."""
     result = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     if messages:
         sums = mixed([words for words, _ in messages])
-        counts = torch.tensor([len(ranks) for _, ranks in messages])
-        places = torch.tensor([rank for _, ranks in messages for rank in ranks])
-        result.index_add_(0, places, sums.repeat_interleave(counts))
+        ranks = [of_part for _, parts in messages for of_part in parts]
+        places = torch.tensor([rank for of_part in ranks for rank in of_part])
+        result.index_add_(0, places, sums.repeat_interleave(torch.tensor([*map(len, ranks)])))
         messages.clear()
     return result
 
 
-def _blocks(tensor: Tensor, parts: int) -> Iterator[Tensor]:
-    """Yield the elements in float64, some blocks of each part at a time, (parts, blocks, BLOCK)."""
+def _block_sums(tensor: Tensor, parts: int, wide: Tensor, absolutes: bool = False) -> Tensor:
+    """Return the sums of the blocks of each part, and those of absolutes, (parts, 1 or 2, blocks).
+
+    ``wide`` is memory for some blocks in float64: memory that is new for each message is slow.
+    """
     rows = tensor.reshape(parts, -1)
-    for piece in rows.split(_SLICE, 1):
-        yield F.pad(piece, (0, -piece.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).double()
+    blocks = -(-rows.shape[1] // BLOCK)
+    result = torch.empty(parts, 1 + absolutes, blocks, dtype=torch.float64)
+    at_once = max(1, len(wide) // BLOCK // parts)
+    wide = wide if parts <= len(wide) // BLOCK else torch.empty(parts * BLOCK, dtype=wide.dtype)
+    for first in range(0, blocks, at_once):
+        number = min(at_once, blocks - first)
+        piece = rows[:, first * BLOCK : (first + number) * BLOCK]
+        into = wide[: parts * number * BLOCK].view(parts, number * BLOCK)
+        into[:, : piece.shape[1]].copy_(piece)
+        into[:, piece.shape[1] :].zero_()
+        into, sums = into.view(parts, number, BLOCK), result[:, :, first : first + number]
+        sums[:, 0] = into.sum(-1)
+        if absolutes:
+            sums[:, 1] = into.abs_().sum(-1)
+    return result
 
 
 class _Watched(dist.Work):
