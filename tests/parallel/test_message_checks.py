@@ -239,8 +239,18 @@ def test_an_undisturbed_run_gives_no_alarm(pool: Pool, tmp_path: Path, mesh: str
     keys = keys_for(tmp_path, train__stop_after=3, train__seq_len=16, comm__check_messages=True)
     keys |= keys_in(line) | {"model__n_layers": 2, "checkpoint__interval": 2} | more
     for seen in pool.run(_trained, 2, keys):
-        assert [sums for _, sums in seen] == [True] * 3
-        assert mesh == "replicas" or [sent for sent, _ in seen] == [True] * 3
+        assert len(seen) == 5
+        updates = [seen[0], seen[1], seen[3]]  # two saves look too
+        assert [sums for _, sums in updates] == [True] * 3
+        assert mesh == "replicas" or [sent for sent, _ in updates] == [True] * 3
+
+
+def test_messages_of_an_update_are_compared_before_a_save(pool: Pool, tmp_path: Path) -> None:
+    """Muon sends matrices to and from the ranks that orthogonalize them."""
+    keys = keys_for(tmp_path, train__stop_after=2, train__seq_len=16, comm__check_messages=True)
+    keys |= keys_in("dp_shard=2") | {"model__n_layers": 2, "checkpoint__interval": 1}
+    for seen in pool.run(_trained, 2, keys | {"optimizer__name": "muon"}):
+        assert [sent for sent, _ in seen] == [True] * 4
 
 
 def test_a_gpu_has_no_messages_to_look_at() -> None:
