@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fault_runs import Case, Disturbed, judge, undisturbed
-from tests.support.planned_faults import FLIPPED, STARTING, TORN, Planned
+from tests.support.planned_faults import FLIPPED, IN_COPY, STARTING, TORN, Planned
 
 STEPS, BATCH = 40, 8
 SIZES = {"n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 2}
@@ -71,10 +71,11 @@ KINDS = {
     TORN: 9,
     FLIPPED: 9,
     "bit in memory": 8,
+    IN_COPY: 12,
     "lost agent": 8,
     "lost node": 8,
 }
-ENDING = ("kill", "exception", "lost agent", "lost node", TORN, FLIPPED, "bit in memory")
+ENDING = ("kill", "exception", "lost agent", "lost node", TORN, FLIPPED, IN_COPY, "bit in memory")
 
 
 def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) -> Case:
@@ -92,6 +93,11 @@ def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) ->
         kinds.pop("lost node", None)
     if mesh not in COMPARED:
         kinds.pop("bit in memory", None)
+    memory = chance.choice([0, 0, 1, 2]) if mesh != "islands" else 0
+    for kind in (TORN, FLIPPED) if memory else (IN_COPY,):
+        kinds.pop(kind, None)  # a start from memory reads no checkpoint
+    if not kinds:
+        kinds["kill"] = 1
     interval = chance.choice([1, 2, 3, 5])
     world = ranks * (2 if mesh in NODES else 1)
     count = chance.randint(3, 6)
@@ -99,9 +105,11 @@ def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) ->
     plan: list[Planned] = []
     for step in places:
         kind = chance.choices(list(kinds), list(kinds.values()))[0]
-        plan.append(_fault(chance, kind, mesh, world, step, interval, plan))
+        plan.append(_fault(chance, kind, mesh, world, step, interval, plan, memory))
     saving = [f"--checkpoint.interval={interval}"]
     saving.append(f"--checkpoint.async={chance.choice(['true', 'true', 'false'])}")
+    if memory:
+        saving.append(f"--checkpoint.memory={memory}")
     if any(fault.kind == "bit in memory" for fault in plan):
         saving.append("--comm.check_every=1")
     if mesh == "elastic nodes":
@@ -128,6 +136,7 @@ def _fault(
     step: int,
     interval: int,
     before: list[Planned],
+    memory: int,
 ) -> Planned:
     """A fault of a kind, after the others of a run."""
     rank, seed = chance.randrange(world), chance.randrange(2**30)
@@ -142,6 +151,8 @@ def _fault(
         # Long enough for a save or a line to come.
         moment = "save" if how == "shards" else "step"
         return Planned(kind, how, rank if how == "shards" else 0, moment, step, 0.0, 1.0)
+    if kind == IN_COPY:
+        return Planned(kind, "", rank, step=max(step, 4), seed=seed)
     if kind in (TORN, FLIPPED):
         return Planned(kind, "", 0, step=max(step, 3 * interval), seed=seed)
     if kind == "bit in memory":
@@ -153,7 +164,7 @@ def _fault(
     if kind.startswith("lost"):
         how = "alone" if kind == "lost agent" and chance.random() < 0.5 else "with its ranks"
     recovery = not before or before[-1].kind in ENDING
-    moment = chance.choice(["step", "copy", "save", "publish", "prune"])
+    moment = chance.choice(["step", "copy", "save", "publish", "prune", *["memory"] * (memory > 0)])
     if recovery and chance.random() < 0.4:
         moment = chance.choice(STARTING)
         if moment == "load" and not before:

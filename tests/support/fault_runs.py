@@ -19,13 +19,14 @@ from compose.checkpoint import store
 from tests.support.checkpoints import shards
 from tests.support.command_lines import begin, command, free_port, kill_sessions
 from tests.support.helpers import ROOT
-from tests.support.planned_faults import FLIPPED, TORN, Planned, fired, write_plan
+from tests.support.planned_faults import FLIPPED, IN_COPY, TORN, Planned, fired, write_plan
 from tests.support.training import lines
 
 # The line that tells of a fault. Others end ranks, of which torchrun tells or another rank.
 NOTICES = {
     TORN: r"damaged and passed over",
     FLIPPED: r"damaged and passed over",
+    IN_COPY: r"copies in memory: .* is damaged in",
     "bit in memory": r"differs? in|corrupt",
     "full disk": r"No space left on device",
 }

@@ -22,9 +22,9 @@ from typing import Any
 # Moments of a start, in order: each attempt of a run has each of them once.
 STARTING = ("start", "groups", "load", "first step")
 # Moments of a run that has taken steps; a fault waits for its step.
-RUNNING = ("step", "copy", "save", "publish", "prune")
+RUNNING = ("step", "copy", "save", "publish", "prune", "memory")
 IN_A_STEP = ("exception", "slow rank", "bit in memory")
-TORN, FLIPPED = "torn file", "bit in a file"
+TORN, FLIPPED, IN_COPY = "torn file", "bit in a file", "bit in a copy"
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Faults:
             return
         if fault.kind in (TORN, FLIPPED) and not self._two_are_whole():
             return
+        if fault.kind == IN_COPY and not self._own_copies():
+            return
         self.armed = self.next
         act = self._full_disk if fault.kind == "full disk" else self._die
         timer = threading.Timer(fault.delay, act, [self.next, fault])
@@ -124,6 +126,8 @@ class Faults:
         more: dict[str, Any] = {}
         if fault.kind in (TORN, FLIPPED):
             more["file"] = self._damage(fault)
+        if fault.kind == IN_COPY:
+            more["file"] = self._damage_copy(fault)
         orphan = os.getppid() != self.agent
         children = [] if orphan else children_of(self.agent)
         if not self._fire(number, agent=self.agent, **more):
@@ -170,6 +174,27 @@ class Faults:
                 file.write(bytes([byte]))
         return path.name
 
+    def _own_copies(self) -> list[tuple[int, Path, Any]]:
+        """Return the step, the file and the text of this rank's copies in memory."""
+        from compose.checkpoint import in_memory
+
+        copies = self.trainer.checkpointer.copies
+        texts = [(slot.path, in_memory._read_text(slot._text)) for slot in copies.slots]
+        return [(text.step, path, text) for path, text in texts if text]
+
+    def _damage_copy(self, fault: Planned) -> str:
+        """Flip a bit of this rank's newest copy; return which file."""
+        chance = random.Random(fault.seed)
+        _, path, text = max(self._own_copies(), key=lambda one: one[0])
+        chunk = chance.choice([chunk for one in text.tensors.values() for chunk in one.chunks])
+        with path.open("r+b") as file:
+            place = chunk.begin + chance.randrange(chunk.length)
+            file.seek(place)
+            byte = file.read(1)[0] ^ 1 << chance.randrange(8)
+            file.seek(place)
+            file.write(bytes([byte]))
+        return path.name
+
     def _full_disk(self, number: int, fault: Planned) -> None:
         """Leave no room for shards, or for the log: for some seconds from the next write on."""
         from compose.train.metrics import JsonLines
@@ -210,12 +235,14 @@ class Faults:
         """Watch for the moments of a run whose code is imported now."""
         import torch.distributed as dist
 
-        from compose.checkpoint import checkpointer, store
+        from compose.checkpoint import checkpointer, in_memory, store
         from compose.train.trainer import Trainer
 
         for owner, name, moment in (
             (dist, "init_process_group", "groups"),
             (checkpointer, "load", "load"),
+            (in_memory.Copies, "find", "load"),
+            (in_memory.Copies, "take", "memory"),
             (checkpointer, "staged", "copy"),
             (checkpointer.Checkpointer, "_write", "save"),
             (store, "publish", "publish"),
