@@ -21,7 +21,7 @@ from compose.memory.activation_offload import ActivationOffload
 from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
 from compose.memory.segments import apply_segments, segments_of
-from compose.ops.dropout import Masks, dropouts
+from compose.ops.dropout import Masks, dropouts, refuse_functions
 from compose.parallel.context_parallel import Balance, ContextParallel
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
@@ -100,6 +100,8 @@ def apply(
     # A compiler would have to trace what finds the calls of functions.
     functions = "ignore" if compile.mode != "off" else "refuse" if tp > 1 else "tie"
     dropout = Masks(model, modules, drops, functions) if drops else None
+    if not drops and functions != "ignore" and mesh.size() > 1:
+        refuse_functions(modules)
     apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
     compression = next((compress(options, mesh) for _, compress in brought("compress")), None)
     if tp > 1:
@@ -148,8 +150,10 @@ def apply(
             )
     if runner:
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
-    # On a rank without the last stage this is an identity, and nothing calls it.
-    output = Output(model.get_submodule(resolved.output)) if resolved.output else None
+    output = None
+    if resolved.output:
+        here = runner is None or any(runner.is_last(stage) for stage in stages)
+        output = Output(model.get_submodule(resolved.output) if here else nn.Identity())
     return Composition(
         model,
         mesh,

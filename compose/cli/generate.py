@@ -202,6 +202,14 @@ def job_of(
     config = without_add_ons(_stored_config(source, folders, own))
     # The length grows with each token, and each length would need a new graph.
     config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm())
+    # Nothing is trained, so their rules do not matter.
+    usual = Config(model=config.model)
+    config = replace(
+        config,
+        metrics=usual.metrics,
+        optimizer=usual.optimizer,
+        activation_checkpoint=usual.activation_checkpoint,
+    )
     config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.

@@ -43,6 +43,20 @@ def _offload_compiled(setup: Setup) -> Iterator[str]:
         )
 
 
+@STEP.add(
+    "activation_checkpoint.offload with float8 = tensorwise goes without shards and tp",
+    "gathered weights in 8 bits are wrappers of their memory, and are taken for activations",
+)
+def _offload_float8(setup: Setup) -> Iterator[str]:
+    options, parallel = setup.options, setup.options.parallel
+    tensorwise = options.activation_checkpoint.offload and options.precision.float8 == "tensorwise"
+    if tensorwise and parallel.dp_shard * parallel.cp * parallel.tp > 1:
+        yield (
+            "activation_checkpoint.offload: true would move weights too, which precision.float8 ="
+            ' "tensorwise" has gathered; use "rowwise", or activation_checkpoint.offload = false'
+        )
+
+
 STEP.add(
     "activation_checkpoint.every, keep and budget go with the mode of that name (keep: selective), and"
     " segment with full",

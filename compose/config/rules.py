@@ -387,8 +387,7 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
         problems = list[str]()
         with noted(problems):
             parallel = replace(config.parallel, **degrees)
-            job = make_job(replace(config, parallel=parallel), world_size, model)
-            problems += problems_of(job)
+            check(replace(config, parallel=parallel), world_size, model=model)
         yield degrees, problems
 
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+_EVENTS = 1024  # events that are kept until their times are asked for
 LEAST = 2**16  # bytes; smaller tensors stay, as their copy takes longer to begin than to run
 
 
@@ -34,7 +35,7 @@ class ActivationOffload:
         self.last: weakref.ref[_Unit] | None = None
         self.streams: list[Any] = []
         self.bytes, self.seconds = 0, 0.0
-        self.events: list[tuple[Any, Any]] = []  # recorded before and after each wait of a GPU
+        self.events = deque[tuple[Any, Any]]()  # recorded before and after each wait of a GPU
         # For each of the last units, the tensors being copied out, with the events that end the copies.
         self.leaving: deque[list[tuple[Tensor, Any]]] = deque()
 
@@ -48,7 +49,8 @@ class ActivationOffload:
             torch.cuda.current_stream().synchronize()
         waited = self.seconds + sum(begun.elapsed_time(ended) for begun, ended in self.events) / 1000
         results = {"activation_bytes": self.bytes, "activation_waited": waited}
-        self.bytes, self.seconds, self.events = 0, 0.0, []
+        self.bytes, self.seconds = 0, 0.0
+        self.events.clear()
         return results
 
     def _forward(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +121,9 @@ class ActivationOffload:
         begun = own.record_event(torch.cuda.Event(enable_timing=True))
         own.wait_event(event)
         self.events.append((begun, own.record_event(torch.cuda.Event(enable_timing=True))))
+        while len(self.events) > _EVENTS and self.events[0][1].query():
+            begun, ended = self.events.popleft()
+            self.seconds += begun.elapsed_time(ended) / 1000
 
 
 class _Kept:

@@ -110,6 +110,11 @@ def attention(
     chosen = options or AttentionOptions()
     check(q, k, v, sinks, chosen)
     check_documents(documents, q.shape[0], k.shape[1])
+    if documents and q.shape[1] != k.shape[1]:
+        raise ConfigError(
+            f"attention: {q.shape[1]} queries and {k.shape[1]} keys have no documents in common; give"
+            " documents where both are one sequence"
+        )
     return attention_forward(q, k, v, *tensors_of(documents), sinks, (0,), (0,), *chosen.given(q))
 
 

@@ -55,7 +55,9 @@ class Masks:
         self.step = ""
         self.samples: Tensor | None = None
         self.places: Tensor | None = None
-        self.name_of = {id(module): name for name, module in model.named_modules()}
+        # Stages run copies of the modules around the layers.
+        named = [pair for one in (*parts, model) for pair in one.named_modules()]
+        self.name_of = {id(module): name for name, module in named}
         self.tied: list[Any] = []
         self.functional = False
         for module in model.modules():
@@ -233,6 +235,41 @@ class _Functional(TorchFunctionMode):
                 ' it drop nothing, or use attn_implementation="eager" of transformers'
             )
         return func(*args, **kwargs)
+
+
+class _Refused(TorchFunctionMode):
+    """Refuses dropout by a function, in a model whose masks nothing ties to samples."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        p, trains = [*args[1:3], *(0.5, True)[len(args[1:3]) :]] if func is F.dropout else (0, False)
+        if func is F.scaled_dot_product_attention:
+            p, trains = args[4] if len(args) > 4 else 0.0, True
+            p = kwargs.get("dropout_p", p)
+        if kwargs.get("p", p) and kwargs.get("training", trains):
+            raise ConfigError(
+                f"dropout: the model calls {func.__name__} with a rate above 0 and has no nn.Dropout,"
+                " so ranks would not drop what one process does; use nn.Dropout, or a rate of 0"
+            )
+        return func(*args, **kwargs)
+
+
+def refuse_functions(parts: Sequence[nn.Module]) -> None:
+    """Refuse dropout by functions in the first forward in training mode of each part of a model."""
+
+    def watched(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if not part.training:
+                return forward(*args, **kwargs)
+            part.forward = forward
+            with _Refused():  # the mode costs time at each operator
+                return forward(*args, **kwargs)
+
+        return first
+
+    for part in parts:
+        part.forward = watched(part, part.forward)
 
 
 def dropouts(model: nn.Module) -> list[str]:

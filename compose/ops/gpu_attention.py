@@ -294,6 +294,12 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     return x if x.stride(-1) == 1 and not any(at % 8 for at in places) else x.contiguous()
 
 
+def _has_all_keys(task: AttentionTask, rows: int, k: Tensor) -> bool:
+    """Tell whether all keys are here: a document that has none gives its queries infinities."""
+    assert task.bounds is not None
+    return len(task.pieces.q_starts) == 1 and k.shape[2] * rows == task.bounds.numel() - 1
+
+
 def problem_of(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> Problem:
     """Return a task as the table of kernels takes it; tensors are (B, heads, L, width)."""
     pieces = task.pieces
@@ -308,5 +314,5 @@ def problem_of(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         bool(task.softcap),
         all(a == b for (a, b), pair in zip(sizes, pairs, strict=True) if pieces.causal and pair.inside),
         all(size % 128 == 0 for pair in sizes for size in pair),
-        pieces.causal or task.bounds is None or len(pieces.q_starts) == 1,
+        pieces.causal or task.bounds is None or _has_all_keys(task, len(q), k),
     )

@@ -115,6 +115,7 @@ class StepLoss:
         """Return the loss of a micro-batch."""
         if self.output is None:
             return self.function(output, targets) / self.count
+        output = logits_of(output)
         whole = output.full_tensor() if isinstance(output, DTensor) else output
         return whole.sum() / self.count
 

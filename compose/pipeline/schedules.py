@@ -74,7 +74,10 @@ Table = list[list[Action]]
 def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
     """Return how many stages each rank holds."""
     if schedule.endswith(".csv"):
-        return virtual_stages or 1
+        if virtual_stages:
+            return virtual_stages
+        table = read_table(schedule)
+        return max(1, len({action.stage for row in table for action in row}) // len(table))
     schedules = SCHEDULES | ASYNCHRONOUS
     if schedule not in schedules:
         known = ", ".join(schedules)

@@ -78,7 +78,7 @@ def check_stages(stages: int, pp: int, n_layers: int) -> None:
     The first and the last stage need none.
     """
     if n_layers < stages - 2:
-        per_rank = stages // pp
+        per_rank = max(1, stages // pp)
         each = f"{per_rank} stage{'s' if per_rank > 1 else ''}"
         most = (n_layers + 2) // per_rank
         raise ConfigError(
@@ -147,7 +147,9 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
                 hooks.enter_context(module.register_forward_pre_hook(partial(count, name, -1)))
                 hooks.enter_context(module.register_forward_hook(partial(count, name, 1)))
                 if equal.get(name, name) != name:  # one of equal layers runs for all
+                    own = {key: one for key, one in vars(module).items() if key == "forward"}
                     module.forward = _pass_on
+                    hooks.callback(vars(module).update, own)
                     hooks.callback(delattr, module, "forward")
             torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
     except Exception:  # not every model runs on meta, nor on any number of tokens

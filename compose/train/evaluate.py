@@ -14,6 +14,7 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.data.batches import in_order
 from compose.data.samples import Samples
+from compose.memory.float8 import shared_scales
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
 from compose.parallel.output_projection import step_loss
@@ -83,7 +84,8 @@ def forward(
     size = samples_at_once(batch, micro_batch)
     parts = list(micro_batches(batch, size))
     stages = [stage.module for stage in pipeline.stages] if pipeline else []
-    with loss_parallel(), _evaluating(model, *stages):
+    scales = shared_scales(model, composition.float8)
+    with loss_parallel(), scales, _evaluating(model, *stages):
         if pipeline:
             pipeline.forward(parts, each, before)
             return
