@@ -13,7 +13,15 @@ from typing import Any
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, flag_error, number_of, read_arguments, written
 from compose.cli.pinned_keys import for_devices, freed, pinned, pinned_words
-from compose.cli.question import STANDARD, Question, amount, amount_in_words, read_question
+from compose.cli.question import (
+    STANDARD,
+    Question,
+    amount,
+    amount_in_words,
+    parameters,
+    question_words,
+    read_question,
+)
 from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.models import find_model, folder_name
@@ -63,6 +71,7 @@ def plan(arguments: Sequence[str]) -> int:
     if "--as-is" not in given.flags:
         question = for_devices(given, question)
     space, answer, batches = _space(given, question), {}, []
+    began, refused = time.monotonic(), list[ConfigError]()
     if searched:
         results = searched.candidates
     elif "--as-is" in given.flags:
@@ -74,13 +83,27 @@ def plan(arguments: Sequence[str]) -> int:
         for batch in question.batches or (space.config.train.global_batch,):
             keys = {"train.global_batch": batch}
             one = replace(question, config=with_keys(question.config, keys)) if batches else question
-            here = _space(given, one) if batches else space
-            batches.append((one, here, _search(given, one, here)))
+            if one is not question and "--model" in given.flags:
+                one = replace(one, words=question_words(given, one))
+            here = _space(given, one) if batches or one is not question else space
+            try:
+                batches.append((one, here, _search(given, one, here)))
+            except ConfigError as error:
+                if len(question.batches) < 2:
+                    raise
+                print(f"batch {batch}: {error}", file=sys.stderr)
+                refused.append(error)
+                continue
+            if batches[-1][2].capped:
+                break
+        if not batches:
+            raise refused[-1]
         question, space, searched = max(batches, key=lambda row: _rate(*row[1:]))
         results = searched.candidates
     best = results[0]
     if "--as-is" not in given.flags:
-        made = not (searched and searched.capped) and not space.kinds
+        late = time.monotonic() - began > _seconds(given)
+        made = not (searched and searched.capped) and not late and not space.kinds
         answer = _answer(given, question, space, results, made)
         print(*filter(None, [question.words]), *answer["sentences"], "", sep="\n")
     if len(batches) > 1:
@@ -115,9 +138,14 @@ def _answer(
     tokens = amount(given, "--tokens") if "--tokens" in given.flags else example_tokens(space)
     what = f"{amount_in_words(tokens)} tokens"
     if "--tokens" not in given.flags:
-        what += " (20 for each parameter, as in Hoffmann et al. 2022)"
-    others = expected(space, results) if made else []
-    variants = sensitivities(space, results[0]) if made else []
+        which = " that a token uses" if example_tokens(space) < 20 * parameters(space.config) else ""
+        what += f" (20 for each parameter{which}, as in Hoffmann et al. 2022)"
+    others, variants = [], []
+    try:
+        others = expected(space, results) if made else []
+        variants = sensitivities(space, results[0]) if made else []
+    except KeyboardInterrupt:  # the search has its answer
+        print("interrupted: some comparisons are left out", file=sys.stderr)
     return {
         "sentences": sentences(space, results[0], others, variants, (tokens, what)),
         "tokens": tokens,
@@ -251,9 +279,8 @@ def _progress(began: float, text: str) -> None:
 
 def _search(given: Words, question: Question, space: Space) -> Searched:
     most = number_of(given, "--candidates", "candidates", MOST)
-    seconds = amount(given, "--seconds") if "--seconds" in given.flags else math.inf
     with refused_in(question.where):
-        result = search(space, most, seconds, partial(_progress, time.monotonic()))
+        result = search(space, most, _seconds(given), partial(_progress, time.monotonic()))
     if not result.candidates:
         raise ConfigError(
             f"{question.where}: no mesh of {space.world_size} ranks divides train.global_batch ="
@@ -261,6 +288,10 @@ def _search(given: Words, question: Question, space: Space) -> Searched:
             " recomputation, or parallel.offload"
         )
     return result
+
+
+def _seconds(given: Words) -> float:
+    return amount(given, "--seconds") if "--seconds" in given.flags else math.inf
 
 
 def _looked_at(searched: Searched) -> str:
@@ -275,6 +306,8 @@ def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
     if searched and not searched.certain:
         more = searched.let_through
         return f"{_looked_at(searched)}, and none fits; {by}; --candidates {more} looks at all of them"
+    if searched is None:
+        return f"this composition does not fit: {by.replace('the best', 'it')}"
     cures, config = ["more devices"], best.config
     if config.activation_checkpoint.mode != "full" and "activation_checkpoint.mode" not in space.fixed:
         cures.append('activation_checkpoint.mode = "full"')

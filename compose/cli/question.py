@@ -118,15 +118,25 @@ def question_of(
     batch = batches[0] if batches else default_batch(count, seq_len, world_size)
     keys += [("train.seq_len", str(seq_len)), ("train.global_batch", str(batch))]
     config = without_file([*keys, *given.overrides])
+    words = _words(model, count, config, bool(batches))
+    origins = {key: COMMAND_LINE for key, _ in (*keys, *given.overrides)}
+    return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
+
+
+def _words(model: str, count: float, config: Config, batch_given: bool) -> str:
     train = config.train
-    rule = "" if batches else ", by the rule for its size; --batch sets another"
-    words = (
+    rule = "" if batch_given else ", by the rule for its size; --batch sets another"
+    return (
         f"{model}: {count / 1e9:,.3g}B parameters in {config.precision.param}, {train.seq_len:,} tokens"
         f" a sample, {train.global_batch:,} samples a step"
         f" ({amount_in_words(train.global_batch * train.seq_len)} tokens{rule})"
     )
-    origins = {key: COMMAND_LINE for key, _ in (*keys, *given.overrides)}
-    return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
+
+
+def question_words(given: Words, question: Question) -> str:
+    """Return the question with what it left open, of its config as it is now."""
+    count, config = parameters(question.config), question.config
+    return _words(given.flags["--model"], count, config, bool(question.batches))
 
 
 def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:

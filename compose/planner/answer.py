@@ -32,6 +32,7 @@ from compose.planner.search import record_all
 
 _GIB = 2**30
 _DAY = 86400.0
+_HELPS = 1.05  # a step that is less than so much faster is not worth what it costs
 _PER_PARAMETER = 20
 """Tokens for each parameter at which loss is least for the FLOPs (Hoffmann et al. 2022, table 3)."""
 _COMPILED = "compile.mode"
@@ -308,6 +309,8 @@ def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:
     gains = [best.recorded.step_seconds / step for _, step, _ in known]
     words = [f"{gain:.2f} times{' as fast' * (i == 0)}" for i, gain in enumerate(gains)]
     texts = [f"{word} with {name}" for word, (name, _, _) in zip(words, known, strict=True)]
+    if max(gains) < _HELPS:
+        return f"a step is {', '.join(texts)}, so none of them helps"
     buys = known[gains.index(max(gains))][2]
     return f"a step is {', '.join(texts)}, so {buys} the next thing to buy"
 

@@ -259,6 +259,16 @@ def processor_seconds(cluster: Cluster, bytes: float) -> float:
     return bytes / min(rates)
 
 
+@functools.lru_cache(maxsize=1024)
+def for_ranks(cluster: Cluster, world_size: int) -> Cluster:
+    """Return the cluster in which a rank has its share of a host, where the node's ranks are fewer."""
+    if world_size >= cluster.node:
+        return cluster
+    share = cluster.node / world_size
+    cores = round(cluster.host_cores * share)
+    return replace(cluster, host_bandwidth=cluster.host_bandwidth * share, host_cores=cores)
+
+
 def host_seconds(cluster: Cluster, bytes: float) -> float:
     """Return the seconds of one copy of ``bytes`` between a device and host memory."""
     return cluster.host.latency + bytes / cluster.host.usable

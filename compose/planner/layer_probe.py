@@ -33,12 +33,12 @@ from compose.planner.memory import (
     TEMPORARIES,
     categorize,
 )
+from compose.planner.operator_figures import WEIGHTS
 from compose.planner.record import Message, Operator, Record, Wait
 from compose.planner.record_cache import packed_rows
 from compose.planner.step_time import NO_KERNEL, axis_of, joined
 
-PRIME = 17
-"""A divisor of a probe's tokens, and of no usual width."""
+_PRIMES = (17, 19, 23, 29, 31)
 _TOKENS = 32768  # of a probe, at least: what does not grow with tokens should be little of all
 _PIECES = 8  # of a sequence, which the meshes of probes divide it into
 FIRST, LAST = "first", "last"
@@ -74,13 +74,17 @@ class Small(NamedTuple):
     """How many layers the whole model has of each kind."""
     order: tuple[str, ...]
     """The kind of each layer of the whole model."""
+    prime: int
+    """A divisor of a probe's tokens, and of no width of the model."""
 
 
 def small(job: Job) -> Small:
     """Return a copy of a job's model on meta with one layer of each kind."""
     pipeline = job.resolved.pipeline
+    sizes = {size for p in job.model.parameters() for size in p.shape}
+    prime = next((p for p in _PRIMES if all(size % p for size in sizes)), _PRIMES[0])
     if pipeline is None:
-        return Small(copy.deepcopy(job.model), {}, {}, ())
+        return Small(copy.deepcopy(job.model), {}, {}, (), prime)
     layers = job.model.get_submodule(pipeline.layers)._modules
     units = dict.fromkeys(pipeline.first, FIRST) | dict.fromkeys(pipeline.last, LAST)
     kinds: dict[Any, str] = {}
@@ -95,18 +99,18 @@ def small(job: Job) -> Small:
             units[f"{pipeline.layers}.{name}"] = kinds[kind]
         order.append(kinds[kind])
     model = without_layers(job.model, pipeline.layers, gone)
-    return Small(model, units, dict(Counter(order)), tuple(order))
+    return Small(model, units, dict(Counter(order)), tuple(order), prime)
 
 
-def batch_of(seq_len: int) -> tuple[int, int]:
+def batch_of(seq_len: int, prime: int) -> tuple[int, int]:
     """Return the samples of a probe's batch, and the tokens of each: nearly ``seq_len``."""
-    unit = PRIME * _PIECES
+    unit = prime * _PIECES
     if seq_len < 15 * unit:
-        return PRIME, seq_len
+        return prime, seq_len
     return max(1, _TOKENS // seq_len), seq_len // unit * unit
 
 
-def config_of_probe(config: Config, degrees: tuple[int, ...]) -> Config:
+def config_of_probe(config: Config, degrees: tuple[int, ...], prime: int) -> Config:
     """Return ``config`` on a mesh of tp, cp and ep, without what a probe does not look at."""
     tp, cp, ep = degrees
     parallel = replace(
@@ -122,7 +126,7 @@ def config_of_probe(config: Config, degrees: tuple[int, ...]) -> Config:
         offload="none",
         pp_layers=(),
     )
-    samples, seq_len = batch_of(config.train.seq_len)
+    samples, seq_len = batch_of(config.train.seq_len, prime)
     train = replace(
         config.train, seq_len=seq_len, micro_batch=samples, global_batch=samples * ep, loss_chunk=0
     )
@@ -144,7 +148,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     from compose.planner.trace import buffers_on_meta, forward_and_backward, marks, step_batch
 
     tp, cp, ep = degrees
-    config = config_of_probe(config, degrees)
+    config = config_of_probe(config, degrees, few.prime)
     job = make_job(config, tp * cp * ep, job.model)
     device_type = "cpu" if cluster.backend == "gloo" else "cuda"
     model, recorder = buffers_on_meta(copy.deepcopy(few.model)), Recorder(device_type)
@@ -166,7 +170,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     record = recorder.record_of
     categorize(record, resolved.output)
     units = units_of(record, few.units)
-    figures = {**_work(record, units, job), **_memory(record, units)}
+    figures = {**_work(record, units, job, few.prime), **_memory(record, units, few.prime)}
     experts = {n for name, _ in resolved.expert for n in weights if n.startswith(f"{name}.")}
     tied = {name for names in tied_names(model) for name in names}
     for name, weight in weights.items():
@@ -207,7 +211,7 @@ def units_of(record: Record, names: Mapping[str, str]) -> list[tuple[str, str]]:
     return result
 
 
-def _work(record: Record, units: list[tuple[str, str]], job: Job) -> Figures:
+def _work(record: Record, units: list[tuple[str, str]], job: Job, prime: int) -> Figures:
     """Return the figures of operators and messages."""
     figures: Figures = {}
     numbers: Counter[tuple[str, str]] = Counter()
@@ -228,10 +232,12 @@ def _work(record: Record, units: list[tuple[str, str]], job: Job) -> Figures:
         elif isinstance(work, Operator) and work.kind != "memory":
             numbers[unit, phase] += 1
             form = work.name, work.kind, work.dtype
-            grows = tuple(n % PRIME == 0 for n in work.shape)
+            # The rows of experts are those of tokens, whatever their share of them is.
+            rows = 3 if work.name.endswith(WEIGHTS) else 1 if "grouped_mm" in work.name else -1
+            grows = tuple(n % prime == 0 or at == rows for at, n in enumerate(work.shape))
             part = Part(unit, phase, "op", numbers[unit, phase], form, (True, True, *grows))
             figures[part] = (work.flops, work.bytes, *work.shape)
-    own = replace(record, work=[work for work in record.work if not _of_shards(work)])
+    own = replace(record, work=[work for work in record.work if not _of_shards(work, prime)])
     for what, each in (("memory", own.work), ("fused", joined(own))):
         for work in each:
             if not isinstance(work, Operator) or work.kind != "memory" or work.name in NO_KERNEL:
@@ -239,31 +245,31 @@ def _work(record: Record, units: list[tuple[str, str]], job: Job) -> Figures:
             unit, phase = units[work.segment]
             # The loss runs in pieces of a fixed size, and there are more of them with more tokens.
             pieces = unit == LAST
-            grows = pieces or _grows(work)
+            grows = pieces or _grows(work, prime)
             if phase and work.bytes:
                 part = Part(unit, phase, what, 0, (), (pieces, True, False))
                 _add(figures, part, (1, work.bytes * grows, work.bytes * (not grows)))
     return figures
 
 
-def _grows(work: Operator) -> bool:
-    return any(n % PRIME == 0 for n in (work.bytes, *work.shape))
+def _grows(work: Operator, prime: int) -> bool:
+    return any(n % prime == 0 for n in (work.bytes, *work.shape))
 
 
-def _of_shards(work: Operator | Message | Wait) -> bool:
+def _of_shards(work: Operator | Message | Wait, prime: int) -> bool:
     """Tell whether work is data parallel's, on whole weights or gradients."""
     if not isinstance(work, Operator) or work.kind != "memory":
         return False
     space, _, short = work.name.partition(".")
     copies = short in ("_to_copy", "copy_", "div", "_foreach_copy_")
-    return space == "fsdp" or (copies and not _grows(work))
+    return space == "fsdp" or (copies and not _grows(work, prime))
 
 
 _KEPT_BY = {"product": "matmul", "attention": "attention"}
 _RESULTS = ("attention kept", "attention alone", "matmul kept", "matmul alone")  # of a whole operator
 
 
-def _memory(record: Record, units: list[tuple[str, str]]) -> Figures:
+def _memory(record: Record, units: list[tuple[str, str]], prime: int) -> Figures:
     """Return the bytes that each unit keeps for backward, and that it has at most at a time."""
     live: Counter[str] = Counter()
     begin: dict[tuple[str, str], Counter[str]] = {}
@@ -274,7 +280,7 @@ def _memory(record: Record, units: list[tuple[str, str]]) -> Figures:
         key = units[segment]
         begin.setdefault(key, Counter(live))
         # The loss runs in pieces of a fixed size.
-        grows = units[allocation.segment][0] == LAST or allocation.bytes % PRIME == 0
+        grows = units[allocation.segment][0] == LAST or allocation.bytes % prime == 0
         if allocation.category == GRADIENTS:
             live["gradients"] += change
         elif allocation.category in _OF_TOKENS and allocation.within in ("", "message"):

@@ -202,4 +202,5 @@ def _offload(config: Config, cluster: Cluster, own: float, count: int) -> dict[s
     Each micro-batch copies its shards for forward and for backward, and its gradients back.
     """
     copied = 3 * count * costs.host_seconds(cluster, own * config.precision.master_dtype.itemsize)
-    return {"offload": copied, "optimizer": costs.processor_seconds(cluster, 28 * own)}
+    host = costs.for_ranks(cluster, _world(config.parallel))
+    return {"offload": copied, "optimizer": costs.processor_seconds(host, 28 * own)}

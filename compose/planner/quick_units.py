@@ -183,7 +183,7 @@ def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _
 
         shape.known[key] = combined(parallel.tp, parallel.cp, parallel.ep, made)
     by_unit: dict[str, _Rows] = {}
-    samples, length = batch_of(config.train.seq_len)
+    samples, length = batch_of(config.train.seq_len, shape.few.prime)
     factor = config.train.micro_batch * config.train.seq_len / (samples * length)
     for part, values in shape.known[key].items():
         grows = part.tokens or (False,) * len(values)
@@ -198,7 +198,7 @@ def _probed(
     """Return the figures of a probe, by its file if there is one, or why the model cannot be cut."""
     if not shape.cache:
         return _made(shape, config, degrees, cluster)
-    of = config_of_probe(config, degrees)
+    of = config_of_probe(config, degrees, shape.few.prime)
     model, parallel, device = of.model, of.parallel, cluster.device.capability
     played = cluster.backend, device, cluster.target.float8
     decides = repr((model, parallel, of.train.seq_len, packed_rows(of.data), played, tables_of(of)))

@@ -5,18 +5,20 @@ A process makes one record, and there are at most as many at a time as there are
 
 import gc
 import os
-import queue
 import signal
+import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import forkserver, get_context
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from multiprocessing.pool import Pool
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -55,9 +57,9 @@ class RecordPool:
     def __init__(self, workers: int = 0) -> None:
         """``workers``: processes at a time; 0: as many as this process has cores."""
         self._workers = workers or len(os.sched_getaffinity(0))
-        self._pool: Pool | None = None
-        self._ended: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._running = 0
+        self._ended: deque[tuple[Any, Any]] = deque()
+        self._left: deque[tuple[Any, Callable[..., Any], Any]] = deque()
+        self._running: dict[Any, tuple[Any, BaseProcess]] = {}
 
     def __enter__(self) -> "RecordPool":
         return self
@@ -65,34 +67,66 @@ class RecordPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if self._pool:
-            self._pool.terminate()
+        for _, process in self._running.values():
+            process.kill()
+        for reader, (_, process) in self._running.items():
+            process.join()
+            reader.close()
 
     def submit(self, name: Hashable, function: Callable[..., Any], *args: Any) -> None:
         """Run a function of a module, whose result :meth:`results` yields with ``name``."""
-
-        def ended(result: Any) -> None:
-            self._ended.put((name, result))
-
-        self._running += 1
-        if not self._pool:
-            import_module(_TRACE)  # once, for all forked processes
-            self._pool = _processes().Pool(self._workers, _begin, (), 1)
-        self._pool.apply_async(function, args, callback=ended, error_callback=ended)
+        self._left.append((name, function, args))
 
     def known(self, name: Hashable, result: object) -> None:
         """Have :meth:`results` yield a result that is there already."""
-        self._running += 1
-        self._ended.put((name, result))
+        self._ended.append((name, result))
 
     def results(self) -> Iterator[tuple[Any, Any]]:
-        """Yield names and results until no function runs. A ConfigError is a result too."""
-        while self._running:
-            name, result = self._ended.get()
-            self._running -= 1
-            if isinstance(result, BaseException) and not isinstance(result, ConfigError):
-                raise result
-            yield name, result
+        """Yield names and results until no function runs. A ConfigError is a result too.
+
+        Raises RuntimeError for another error in a process, or if something has ended the process.
+        """
+        while self._ended or self._left or self._running:
+            while self._left and len(self._running) < self._workers:
+                self._start(*self._left.popleft())
+            if self._ended:
+                yield self._ended.popleft()
+                continue
+            for reader in wait([*self._running]):
+                name, process = self._running.pop(reader)
+                try:
+                    result, error = cast(Any, reader).recv()
+                except EOFError:
+                    process.join()
+                    result, error = None, f"a process that made a record has ended ({process.exitcode})"
+                    if process.exitcode == -signal.SIGKILL:
+                        error += ": the host's memory may be full; use fewer cores (taskset)"
+                process.join()
+                cast(Any, reader).close()
+                if error:
+                    raise RuntimeError(error)
+                self._ended.append((name, result))
+
+    def _start(self, name: Hashable, function: Callable[..., Any], args: Any) -> None:
+        import_module(_TRACE)  # once, for all forked processes
+        context = _processes()
+        reader, writer = context.Pipe(duplex=False)
+        process = cast(Any, context).Process(target=_run, args=(writer, function, args), daemon=True)
+        process.start()
+        writer.close()
+        self._running[reader] = name, process
+
+
+def _run(writer: Any, function: Callable[..., Any], args: Any) -> None:
+    """Run a function in a process of its own, and send what it returns, or its error."""
+    _begin()
+    try:
+        result, error = function(*args), ""
+    except ConfigError as problem:
+        result, error = problem, ""
+    except Exception:
+        result, error = None, traceback.format_exc()
+    writer.send((result, error))
 
 
 def _processes() -> BaseContext:

@@ -62,6 +62,10 @@ class RecordQueue:
         self._left = list(every)
         self._seen: dict[_Traits, int] = {}
 
+    def add(self, more: Sequence[Candidate]) -> None:
+        """Let more candidates wait."""
+        self._left += more
+
     def next_round(self, recorded: Sequence[Candidate], most: int) -> list[Candidate]:
         """Return the candidates that are recorded next, ``most`` at most."""
         if recorded:
@@ -241,6 +245,7 @@ def search(
     every = sorted(candidates(space, shape), key=lambda c: order(space, c))
     if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
         every = sorted([*candidates(space, shape, offload=True), *every], key=lambda c: order(space, c))
+    offloads = [c for c in every if c.config.parallel.offload != "none"]
     let_through = len(every)
     if not every:  # the least short ones tell by how much
         every = sorted(candidates(space, shape, anyway=True), key=lambda c: c.rough.memory)
@@ -259,6 +264,10 @@ def search(
                 if most == limit or any(fits(space, c) for c in results):
                     break
                 most = limit
+                if let_through and "parallel.offload" not in space.fixed and not offloads:
+                    offloads = [*candidates(space, shape, offload=True)]
+                    let_through += len(offloads)
+                    turns.add(offloads)
             chosen = turns.next_round(results, most - len(results))
             if len(results) >= max(_FIRST, most - _REFINED):
                 finer = refinements(space, shape, results)
@@ -388,8 +397,10 @@ def fewest(
         rough = [c for c in candidates(here, shape) if fits(here, c)]
         best = min((c.rough.step for c in rough), default=float("inf"))
         if here.islands * train.global_batch * train.seq_len / best >= needed / 2:
-            results = search(here, most=4, progress=progress).candidates
-            results = [c for c in results if fits(here, c)]
+            searched = search(here, most=4, progress=progress)
+            if searched.capped:  # by Ctrl-C
+                raise KeyboardInterrupt
+            results = [c for c in searched.candidates if fits(here, c)]
             if results and results[0].estimate:
                 rate = results[0].estimate.tokens_per_second_per_device * here.all_ranks
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")

@@ -152,6 +152,11 @@ def test_what_no_start_can_go_on_from_is_refused() -> None:
         "run.elastic: true changes how old the weights of gradients are with parallel.pp_schedule ="
         ' "PipeDream", and so what is learned; use "1F1B", or run.elastic = false'
     )
+    assert problem(**parallel(dp_shard=2, speeds=[1, 2])) == (
+        "run.elastic: true may go on with other ranks than those of the list parallel.speeds; use"
+        ' parallel.speeds = "measure", or run.elastic = false'
+    )
+    assert problem(**parallel(dp_shard=2, speeds="measure")) == ""
     assert problem(outer__every=4, **parallel(dp_replicate=2)) == (
         "run.elastic: true changes the number of islands, and so with outer.every = 4 what is learned;"
         " use run.elastic = false"

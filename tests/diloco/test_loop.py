@@ -1,6 +1,7 @@
 """The outer loop: exchanges that equal data parallel, what goes on inside a worker, and corruption."""
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.diloco.loop import OuterLoop, Pending
 from compose.diloco.options import Outer
 from compose.parallel.mesh import batch_share
 from compose.proof.comparison import whole
@@ -177,6 +179,16 @@ def test_islands_that_see_the_same_are_one_run(pool: Pool, tmp_path: Path, name:
         assert skipped == right_skipped == (2 if skips else 0)
         for parameter, value in right.items():
             assert torch.equal(weights[parameter], value), parameter
+
+
+def test_a_save_that_waits_for_messages_looks_whether_workers_are_to_stop() -> None:
+    """A worker that is to stop may wait for this one, and then sends no message."""
+    loop, messages = OuterLoop.__new__(OuterLoop), Future[list[Tensor | None]]()
+    loop.pending, loop.worker = Pending(0, 4, 0.5, messages), mock.Mock(count=2)
+    loop.worker.note_stop.side_effect = lambda step: messages.set_result([])
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        loop.before_save(3)
+    loop.worker.note_stop.assert_called_once_with(3)
 
 
 END = "compose.diloco.loop:OuterLoop._end"

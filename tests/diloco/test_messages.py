@@ -97,6 +97,13 @@ def test_top_k_with_fewer_elements_than_it_may_send() -> None:
     assert torch.equal(sent(TopK(64), x), x)
 
 
+def test_top_k_leaves_rows_of_zeros() -> None:
+    x = drawn(4 * ROW)
+    x[ROW : 2 * ROW] = 0.0
+    result = sent(TopK(64), x).view(4, ROW)
+    assert (result != 0).sum(1).tolist() == [64, 0, 64, 64]
+
+
 def test_bytes_are_the_published_ones() -> None:
     """4 bits with a scale for 256; 64 of 4,096 elements in 14 bits are 146 times less than float32."""
     many = 2**20

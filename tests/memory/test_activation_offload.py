@@ -13,7 +13,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compose.memory.activation_offload import ActivationOffload
 from compose.proof.report import Report
-from tests.support.helpers import Keys, parallel, prove_step, proved, small_ones_move, tiered
+from tests.support.helpers import (
+    Keys,
+    make_job,
+    parallel,
+    prove_step,
+    proved,
+    refused,
+    small_ones_move,
+    tiered,
+)
 from tests.support.pool import Pool
 
 
@@ -210,6 +219,16 @@ def test_a_gpu_waits_before_memory_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
         "own waits for into 1",
     ]
     assert [reference() for reference in saved] == [None] * 4
+
+
+def test_weights_that_tensorwise_gathers_would_move_too() -> None:
+    line = (
+        "activation_checkpoint.offload: true would move weights too, which precision.float8 ="
+        ' "tensorwise" has gathered; use "rowwise", or activation_checkpoint.offload = false'
+    )
+    keys = {"activation_checkpoint__offload": True} | parallel(dp_shard=2)
+    assert refused(make_job, 2, **keys, precision__float8="tensorwise") == [line]
+    assert refused(make_job, 2, **keys, precision__float8="rowwise") == []
 
 
 def _prove(keys: Keys) -> tuple[Report, bool]:

@@ -227,6 +227,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "5 queries and 6 keys are not one sequence; causal attention needs as many": dict.fromkeys(
         "kv", torch.randn(2, 6, 2, 8)
     ),
+    "5 queries and 6 keys have no documents in common; give documents where both are one sequence": {
+        **dict.fromkeys("kv", torch.randn(2, 6, 2, 8)),
+        "documents": Documents(torch.zeros(2, 6)),
+        "options": AttentionOptions(causal=False),
+    },
     "q, k and v are float32, float32, float16; give them one floating-point type": {
         "v": torch.randn(2, 5, 2, 8).half()
     },

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from compose.ops import compiled
 from compose.ops import cross_entropy as passes
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import chunked_cross_entropy, cross_entropy, token_losses
-from compose.parallel.output_projection import CrossEntropy
+from compose.parallel.output_projection import CrossEntropy, Output, step_loss
 from compose.proof.one_process import PlainAttention
 from compose.proof.report import Report
 from models.llama import plan as llama_plan
@@ -314,6 +315,16 @@ def test_fault_is_named(pool: Pool, fault: str) -> None:
     report = pool.run(with_fault, ranks_in(keys), partial(mutated, *change), CHUNKED | keys)[0]
     for quantity, names in named.items():
         assert_named(report, quantity, names)
+
+
+def test_a_model_may_return_an_object_with_the_loss_as_its_logits() -> None:
+    """Models of transformers return one."""
+    head, hidden, targets = nn.Linear(6, 9, bias=False), torch.randn(2, 5, 6), torch.arange(10) % 9
+    count, output = torch.tensor(10.0), Output(head)
+    with step_loss(CrossEntropy(chunk=2), count, output) as loss:
+        loss.expect(targets.view(2, 5))
+        result = loss(SimpleNamespace(logits=head(hidden)), targets.view(2, 5))  # type: ignore[arg-type]
+    torch.testing.assert_close(result, F.cross_entropy(head(hidden).flatten(0, 1), targets))
 
 
 class _Largest(TorchDispatchMode):

@@ -477,6 +477,60 @@ def test_a_function_under_tensor_parallel(pool: Pool) -> None:
     assert pool.run(_functions_refused, 2) == [[line]] * 2
 
 
+class ByFunction(nn.Module):
+    """It drops by a function alone, or inside of attention."""
+
+    def __init__(self, p: float, attends: bool) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.p, self.attends = p, attends
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        if self.attends:
+            q = x[:, None]
+            return self.head(
+                F.scaled_dot_product_attention(q, q, q, None, self.training * self.p)[:, 0]
+            )
+        return self.head(F.dropout(x, self.p, self.training))
+
+
+def _only_functions(p: float, attends: bool) -> list[list[str]]:
+    """The refusals in evaluation, and then in training."""
+    composition = apply(ByFunction(p, attends), Plan(), make_mesh(Parallel(dp_shard=2)))
+    batch, results = {"x": torch.randn(2, 5), "targets": torch.arange(2)}, []
+    for trains in (False, True):
+        composition.model.train(trains)
+        results.append(refused(forward_backward, composition, batch, loss_function=_summed))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("attends", "function"), [(False, "dropout"), (True, "scaled_dot_product_attention")]
+)
+def test_functions_without_a_module_that_drops(pool: Pool, attends: bool, function: str) -> None:
+    line = (
+        f"dropout: the model calls {function} with a rate above 0 and has no nn.Dropout, so ranks would"
+        " not drop what one process does; use nn.Dropout, or a rate of 0"
+    )
+    assert pool.run(_only_functions, 2, 0.3, attends) == [[[], [line]]] * 2
+    assert pool.run(_only_functions, 2, 0.0, attends) == [[[], []]] * 2
+
+
+def test_a_stages_copy_of_a_module_drops_what_the_module_does() -> None:
+    """A stage has copies of the modules around its layers, and a function is called in one of them."""
+    results = []
+    for copies in (False, True):
+        torch.manual_seed(0)
+        model = stage = Stack()
+        if copies:
+            stage = copy.copy(model)
+            stage._modules = {**model._modules, "first": copy.copy(model.first)}
+        masks = Masks(model, [stage], ["first.drop"])
+        results.append(stage(torch.ones(4, 5), **masks.begin(KEY, torch.arange(4), None)))
+    assert torch.equal(*results)
+
+
 def _compiled(backend: str, recompute: str) -> tuple[bool, int, int]:
     """Whether four steps have the gradients of those without a compiler; graphs; breaks of graphs."""
     torch._dynamo.reset()

@@ -215,6 +215,28 @@ def test_rows_of_one_document_need_no_lengths(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(result[0], plain(q, k, v, ids, None, AttentionOptions())[0])
 
 
+@pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+def test_documents_without_keys_here_take_a_mask(device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a ring without causality has a part of the keys, and then those of the next rank."""
+    play(monkeypatch, device, HALF)
+    q, k, v = (torch.randn(2, 16, 2, 8, dtype=torch.float64) for _ in range(3))
+    ids, options = torch.arange(32).view(2, 16) // 6, AttentionOptions(causal=False)
+    given, calls, parts = tensors_of(Documents(ids)), list[str](), []
+    with on_cpu(calls):
+        for start in (0, 8):
+            here = slice(start, start + 8)
+            starts = ((0,), (start,))
+            parts.append(
+                attention_forward(
+                    q[:, :8], k[:, here], v[:, here], *given, None, *starts, *options.given(q)
+                )
+            )
+    assert calls == [EFFICIENT] * len(calls) != []
+    weights = torch.stack([lse for _, lse in parts]).softmax(0)
+    result = sum(out * weight[..., None] for (out, _), weight in zip(parts, weights, strict=True))
+    torch.testing.assert_close(result, plain(q, k, v, ids, None, options)[0][:, :8])
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "efficient, window"])
 def test_the_planner_counts_each_as_attention(

@@ -47,6 +47,8 @@ RATES: list[tuple[dict[str, object], dict[int, float]]] = [
     # The other curves over the last steps, and an end before the last step.
     ({"decay": 10}, dict.fromkeys(range(4, 11), 2.0) | {15: 1.25, 20: 0.5}),
     ({"schedule": "linear", "decay": 10}, {10: 2.0, 12: 1.7, 15: 1.25, 20: 0.5}),
+    ({"decay": 18}, {3: 1.6, 4: 2.0, 12: 1.25, 20: 0.5}),
+    ({"schedule": "linear", "decay": 40}, {3: 1.6, 4: 2.0, 8: 1.625, 12: 1.25, 20: 0.5}),
     ({"decay_end": 12}, {8: 1.25, 12: 0.5, 16: 0.5, 20: 0.5}),
     (CONSTANT | {"decay_end": 12}, dict.fromkeys(range(4, 20), 2.0)),
     (CONSTANT | {"decay": 4, "decay_end": 12}, {8: 2.0, 10: 1.25, 12: 0.5, 20: 0.5}),

@@ -269,6 +269,12 @@ def test_memory_of_shares_is_bounded() -> None:
         assert [len(group) for group in in_flight(slabs)] == [1] * 13
 
 
+def test_a_matrix_beyond_the_bound_is_one_share() -> None:
+    with mock.patch.object(muon, "SLAB", 300):
+        ((slab,),) = assigned({0: layout((1, 40, 30), 1)})
+    assert size(slab.region) == 1200
+
+
 def test_flops() -> None:
     """The larger Gram matrix would cost more; a 2 x 3 matrix is counted by hand."""
     by_hand = 5 * (2 * 2 * 2 * 3 + 2 * 2 * 2 * 2 + 2 * 2 * 2 * 3)

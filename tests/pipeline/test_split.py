@@ -1,5 +1,6 @@
 """A model whose forward does more than call the modules of its stages cannot be cut."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
+from compose.parallel.output_projection import CrossEntropy
+from compose.pipeline.split import balanced
 from compose.proof.report import Report
 from tests.support.helpers import proved, refusal
 from tests.support.pool import Pool, make_mesh
@@ -104,6 +107,31 @@ def _verified() -> Report:
 
 def test_called_by_keyword(pool: Pool) -> None:
     proved(pool.run(_verified, 2))
+
+
+def test_a_balanced_model_keeps_a_forward_of_a_layers_own() -> None:
+    model = Model()
+    own = model.layers[1].forward = partial(Layer.forward, model.layers[1])
+    assert balanced(model, PIPELINE, 2, 8) == (2, 2)
+    assert [vars(layer).get("forward") for layer in model.layers] == [None, own, None, None]
+
+
+class Ending(Model):
+    """Its projection is within a module that the last stage alone has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8))
+
+
+def _ends() -> Report:
+    mesh, options = make_mesh(Parallel(pp=2)), Options(Parallel(pp=2))
+    plan, trial = Plan(pipeline=PIPELINE, output="head.1"), Trial(1, CrossEntropy(chunk=2))
+    return verify(Ending(), plan, mesh, _batch(), options, trial)
+
+
+def test_a_projection_within_a_module_of_the_last_stage(pool: Pool) -> None:
+    proved(pool.run(_ends, 2))
 
 
 def _refused(kind: type[Model], tp: int) -> str:

@@ -81,7 +81,8 @@ def test_the_host_computes_at_the_speed_of_its_memory() -> None:
     issued = replace(H100, device=replace(H100.device, dispatch=0.0, hooks=(0.0, 0.0)))
     count, result = _moved(parallel__offload="cpu", cluster=issued)
     # AdamW moves 28 bytes; the norm reads 4, and clipping reads and writes 4 each.
-    assert result.work["optimizer"] == pytest.approx(processor_seconds(issued, 40 * count), rel=0.02)
+    shared = for_ranks(issued, RANKS)
+    assert result.work["optimizer"] == pytest.approx(processor_seconds(shared, 40 * count), rel=0.02)
     slow = replace(issued, host_bandwidth=issued.host_bandwidth / 4)
     again = _moved(parallel__offload="cpu", cluster=slow)[1]
     assert again.work["optimizer"] == pytest.approx(4 * result.work["optimizer"], rel=0.02)
@@ -91,6 +92,10 @@ def test_ranks_share_memory_and_cores() -> None:
     small = load_cluster("rtx4090")
     assert processor_seconds(small, 28 * 4e9) == pytest.approx(28 * 4e9 / (0.8 * 89.6e9 / 2))
     assert processor_seconds(replace(small, host_cores=2), 12e9) == pytest.approx(1.0)
+    # Two ranks of a node of eight have a half of its host each.
+    assert for_ranks(H100, 8) is for_ranks(H100, 16) is H100
+    eighth, half = (processor_seconds(for_ranks(H100, ranks), 1e9) for ranks in (8, 2))
+    assert eighth == pytest.approx(4 * half)
     unknown = replace(small, host_cores=0, host_bandwidth=0.0)
     assert processor_seconds(unknown, 50e9) == pytest.approx(1.0)
 

@@ -49,7 +49,8 @@ def test_an_expert_would_sign(model: str, gpus: str) -> None:
     assert keys["parallel.tp"] <= node
     assert SIGNED.get((model, gpus), lambda keys: True)(keys), keys
     for one in data["expected"].values():
-        if one["step_seconds"] and one["fits"]:
+        tight = one["reserved"] and one["reserved"] > TIGHT * data["capacity"]
+        if one["step_seconds"] and one["fits"] and not tight:
             # A simpler composition may win within 2%.
             assert best["step_seconds"] <= 1.02 * one["step_seconds"], data["sentences"]
 

@@ -152,6 +152,19 @@ def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
         assert line in pool.run(_refused, 1, keys)[0]
 
 
+def _in_a_store(folder: str) -> None:
+    """Two runs of a step each; the second is on a machine that has nothing of the first."""
+    keys = _keys(Path(folder), checkpoint__interval=1) | {"run__dir": f"file://{folder}/store/run"}
+    for steps in (1, 2):
+        train(keys | {"run__staging": f"{folder}/{steps}", "train__stop_after": steps})
+
+
+def test_goes_on_from_object_storage(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_in_a_store, 1, str(tmp_path))
+    assert len(lines(tmp_path / "store/run")) == 2
+    assert (tmp_path / "store/run" / KEPT).read_text() == "weights drawn by train.seed = 0"
+
+
 def test_a_run_that_was_imported_names_where_from(pool: Pool, tmp_path: Path) -> None:
     """Or its reference would have other weights than it began with."""
     folder = tmp_path / "hf"

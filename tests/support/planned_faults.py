@@ -111,7 +111,7 @@ class Faults:
             "step": self.steps + 1,
             "world": self.world_size,
         }
-        path = self.folder / f".fired-{number}-{os.getpid()}"
+        path = self.folder / f".fired-{number}-{os.getpid()}-{threading.get_ident()}"
         path.write_text(json.dumps({**what, "doing": sorted(self.doing), **more}))
         try:
             os.link(path, self.folder / f"fired-{number}.json")

@@ -15,7 +15,7 @@ from compose.checkpoint import store
 from compose.data.samples import random_batch
 from compose.ops.tensors import checksums, local_tensor
 from compose.train import hooks as replica_check
-from compose.train.hooks import Graphs, Hook, StateCheck, hooks_of, replica_mismatches
+from compose.train.hooks import Graphs, Hook, ReplicaCheck, StateCheck, hooks_of, replica_mismatches
 from compose.train.processes import TrainingError
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.train.trainer import Trainer
@@ -97,6 +97,26 @@ def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
         "scratch": [],
         "grad": ["ranks 0, 1 differ in gradient of bias"],
     }
+
+
+def _before_a_save(differs: bool) -> str:
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, dist.get_rank() * differs)
+    composition = Composition(model.requires_grad_(False), make_mesh(Parallel(dp_replicate=2)))
+    trainer = mock.Mock(composition=composition, optimizer=None)
+    trainer.config.comm.check_every = 2
+    try:
+        ReplicaCheck(trainer).before_save(3)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_are_compared_before_a_save(pool: Pool) -> None:
+    """Also between the steps of comm.check_every."""
+    said = "step 3: ranks 0, 1 differ in weight weight: silent corruption; "
+    assert [result[: len(said)] for result in pool.run(_before_a_save, 2, True)] == [said] * 2
+    assert pool.run(_before_a_save, 2, False) == ["", ""]
 
 
 def _steps(keys: Keys, steps: int, rank: int, what: str, name: str) -> list[str]:

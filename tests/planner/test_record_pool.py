@@ -1,0 +1,66 @@
+"""Records are made in processes, whose ends are told whatever ends them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from compose.errors import ConfigError
+from compose.planner.record_pool import RecordPool
+
+
+def _twice(number: int) -> int:
+    time.sleep(0.1 * (number == 1))
+    return 2 * number
+
+
+def _refused() -> None:
+    raise ConfigError("this is refused")
+
+
+def _broken() -> None:
+    raise ArithmeticError("this is a defect")
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_results_come_as_they_end() -> None:
+    with RecordPool(2) as pool:
+        for number in range(4):
+            pool.submit(number, _twice, number)
+        pool.known("before", 7)
+        pool.submit("refused", _refused)
+        results = dict(pool.results())
+    refused = results.pop("refused")
+    assert isinstance(refused, ConfigError)
+    assert str(refused) == "this is refused"
+    assert results == {"before": 7} | {number: 2 * number for number in range(4)}
+
+
+def test_more_is_asked_for_while_results_come() -> None:
+    with RecordPool(1) as pool:
+        pool.submit(1, _twice, 1)
+        seen = []
+        for name, result in pool.results():
+            seen.append(result)
+            if name < 3:
+                pool.submit(name + 1, _twice, name + 1)
+    assert seen == [2, 4, 6]
+
+
+def test_a_defect_in_a_process_is_told_with_its_traceback() -> None:
+    with RecordPool(1) as pool, pytest.raises(RuntimeError, match="(?s)_broken.*this is a defect"):
+        pool.submit("", _broken)
+        list(pool.results())
+
+
+def test_a_process_that_is_killed_does_not_hang_the_planner() -> None:
+    with (
+        RecordPool(2) as pool,
+        pytest.raises(RuntimeError, match=r"has ended \(-9\): the host's memory"),
+    ):
+        pool.submit("", _killed)
+        list(pool.results())
