@@ -123,7 +123,7 @@ def test_packages_import_in_one_direction() -> None:
         f"{own} {other}"
         for name, others in import_graph().items()
         for own, other in ((package_of(name), package_of(module)) for module in others)
-        if own in order and own != other
+        if own in order and other not in (own, "compose")  # the package itself imports nothing
         if order.index(other) > order.index(own) or (other in ADD_ONS and own in PACKAGES)
     }
     assert not back
@@ -441,7 +441,6 @@ NO_TEST_MODULE = {
     "planner/recorder": "planner/test_record",
     "planner/candidates": "planner/test_search",
     "planner/rank_costs": "planner/test_estimate",
-    "planner/record_pool": "planner/test_estimate",
     "__main__": "cli/test_commands",
     "build": "test_apply",
     "checkpoint/loading": "train/test_run_folder",

@@ -469,6 +469,22 @@ def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == [*names[1:], "of-another"]
 
 
+def test_what_another_container_has_left_stays_for_an_hour(tmp_path: Path) -> None:
+    """Its processes have numbers of their own, so nobody here knows whether they live."""
+    here = os.stat("/proc/self/ns/pid").st_ino
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    owners = {"dead": (ended.pid, here), "lives": (os.getpid(), here)}
+    owners |= {"old": (os.getpid(), here + 1), "young": (ended.pid, here + 1)}
+    for name, (process, space) in owners.items():
+        copies = tmp_path / f"dtensor-compose-{name}" / f"{process}.{space}-abc-00000-0"
+        copies.parent.mkdir()
+        copies.touch()
+        for path in (copies, copies.parent) if name in ("lives", "old") else ():
+            os.utime(path, (0, time.time() - 3700))
+    assert leftovers(tmp_path) == ["dtensor-compose-lives", "dtensor-compose-young"]
+
+
 def without_room(keys: Keys, root: Path) -> tuple[str, list[str]]:
     """On every rank: the refusal where shared memory is small; what is said where it fills up later."""
     with Machines(root, []):

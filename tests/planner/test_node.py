@@ -9,7 +9,7 @@ import pytest
 from compose.config.toml import load
 from compose.planner.candidates import Candidate, Space, fits, lack_of_node
 from compose.planner.cluster import Cluster, load_cluster
-from compose.planner.costs import host_seconds, processor_seconds
+from compose.planner.costs import for_ranks, host_seconds, processor_seconds
 from compose.planner.estimate import Estimate, estimate, host_bytes, lack_of_host, step_kwh
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import shape_of

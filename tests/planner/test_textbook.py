@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_textbook import BEGIN, END, QUESTIONS, ask, row_of, written
+from compose.planner.candidates import TIGHT
 from compose.planner.cluster import load_cluster
 from tests.support.helpers import tier
 

@@ -162,7 +162,7 @@ def _in_a_store(folder: str) -> None:
 def test_goes_on_from_object_storage(pool: Pool, tmp_path: Path) -> None:
     pool.run(_in_a_store, 1, str(tmp_path))
     assert len(lines(tmp_path / "store/run")) == 2
-    assert (tmp_path / "store/run" / KEPT).read_text() == "weights drawn by train.seed = 0"
+    assert (tmp_path / "store/run" / KEPT).read_text() == "drawn by seed 0"
 
 
 def test_a_run_that_was_imported_names_where_from(pool: Pool, tmp_path: Path) -> None:
