@@ -337,7 +337,8 @@ def _unwritten(run: Disturbed) -> range:
     """Steps whose lines may be lost: of a rank that has died before the disk of its log had room."""
     notes = [(fault, fired(run.faults, i)) for i, fault in enumerate(run.case.plan)]
     full = [note for fault, note in notes if note and fault.kind == "full disk" and fault.how == "log"]
-    return range(min(note["step"] for note in full), run.case.steps) if full else range(0)
+    # The line of a step is written in the next one.
+    return range(min(note["step"] for note in full) - 1, run.case.steps) if full else range(0)
 
 
 def _row(
