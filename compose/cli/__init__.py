@@ -102,7 +102,8 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
 
   --model       a size (1b, 7b, 13b, 70b ... 405b), a preset as mixtral:8x7b, or a folder with Hugging
                 Face's config.json, in place of FILE; in bfloat16
-  --gpus        devices of a cluster, as 16xa100_40gb, in place of --cluster and --world-size
+  --gpus        devices of a cluster, as 16xa100_40gb, in place of --cluster and --world-size; of two
+                kinds: 8xh100+8xa100
   --seq-len     tokens of a sample; default with --model: 4096
   --batch       samples of a step, or several as 256,512,1024; default with --model: as published
                 models of its size had

@@ -80,12 +80,12 @@ def plan(arguments: Sequence[str]) -> int:
     elif space.objective == "devices":
         space, results = _fewest(given, question, space)
     else:
-        for batch in question.batches or (space.config.train.global_batch,):
+        for number, batch in enumerate(question.batches or (space.config.train.global_batch,)):
             keys = {"train.global_batch": batch}
-            one = replace(question, config=with_keys(question.config, keys)) if batches else question
-            if one is not question and "--model" in given.flags:
+            one = replace(question, config=with_keys(question.config, keys)) if number else question
+            if number and "--model" in given.flags:
                 one = replace(one, words=question_words(given, one))
-            here = _space(given, one) if batches or one is not question else space
+            here = _space(given, one) if number else space
             try:
                 batches.append((one, here, _search(given, one, here)))
             except ConfigError as error:

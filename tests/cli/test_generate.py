@@ -17,7 +17,7 @@ from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.hf_folder import load_hf, name_of
 from compose.checkpoint.store import Progress
-from compose.cli.generate import _tokenizer, job_of, open_model
+from compose.cli.generate import _source, _tokenizer, job_of, open_model
 from compose.config.toml import dump
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
@@ -25,7 +25,7 @@ from compose.train.sampling import Sampling, next_logits, sample, sample_token
 from compose.weights import materialize
 from models import llama
 from tests.support.command_lines import execute
-from tests.support.helpers import Keys, make_config, make_job, refusal
+from tests.support.helpers import Keys, keys_in, make_config, make_job, refusal
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import QWEN
@@ -237,9 +237,22 @@ def test_generate_says_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
             *(run, *say, "--parallel.tpp=2")
         ],
         "nowhere: no such file": [run, *say, "--tokenizer=nowhere"],
+        "command line: --prompt: holds half a character": [run, "--prompt=a\ud83d"],
     }
     for message, words in cases.items():
         assert refusal(main, ["generate", *map(str, words)]) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--chat --prompt text run", "--no-special-tokens --seed 3 run", "--best run", "-h run"),
+        *("--prompt=text --chat run", "--prompt text --train.steps 3 run other"),
+    ],
+)
+def test_the_checkpoint_is_the_first_word_that_is_no_value(line: str) -> None:
+    """Some flags have none."""
+    assert _source(line.split()) == Path("run")
 
 
 def test_another_model_is_refused(pool: Pool, runs: Runs) -> None:
@@ -258,6 +271,23 @@ def test_what_was_compiled_is_not(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(dump(trained))
     assert job_of(tmp_path, [tmp_path], []).config.compile.mode == "off"
     assert job_of(tmp_path, [tmp_path], [("compile.mode", "block")]).config.compile.mode == "block"
+
+
+@pytest.mark.parametrize(
+    ("trained", "given"),
+    [
+        ("optimizer.name=muon", "offload=cpu"),
+        ("metrics.noise_scale=true train.micro_batch=1 model.tie_embeddings=true", "pp=2"),
+        ("activation_checkpoint.mode=full activation_checkpoint.segment=2", "pp=2"),
+        ("checkpoint.memory=3 run.dir=run", "tp=2"),
+    ],
+)
+def test_keys_of_training_forbid_no_mesh(tmp_path: Path, trained: str, given: str) -> None:
+    """Nothing is trained here."""
+    (tmp_path / "config.toml").write_text(dump(make_config(1, **keys_in(trained))))
+    key, _, value = given.partition("=")
+    with mock.patch("compose.cli.generate.launched_ranks", return_value=2):
+        assert refusal(job_of, tmp_path, [tmp_path], [(f"parallel.{key}", value)]) == ""
 
 
 def test_the_command(runs: Runs) -> None:

@@ -20,6 +20,8 @@ TITAN = "[training]\nlocal_batch_size = 2\nsteps = 10\n[lr_scheduler]\nwarmup_st
 MEGATRON = (
     "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --lr 1e-4 --train-iters 100"
 )
+SHAPE = " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm"
+SHAPE += " --position-embedding-type rope --seq-length 64 --global-batch-size 8"
 ARGUMENTS = '{"per_device_train_batch_size": 2, "learning_rate": 1e-4, "max_steps": 10'
 NOTHING = "is empty; give a file with keys"
 # A file's name, its text, and the lines of the refusal, each without the file's name.
@@ -61,6 +63,8 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-siz 2", "--tensor-model-parallel-siz = 2: Megatron-LM has no such key; the nearest known key is --tensor-model-parallel-size, or remove it"),
     ("a.sh", f"{MEGATRON} --lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-decay-style: the decay at the end is exponential by default, and linear here; nearest: --lr-wsd-decay-style linear"),
     ("a.sh", f"{MEGATRON} --global-batch-size $GBS", "--global-batch-size: $GBS has no value in this script; write a value in its place"),
+    ("a.sh", f"{MEGATRON}{SHAPE.replace('64', '4,096', 1)}", '--hidden-size: expected a whole number, got "4,096"'),
+    ("a.json", DEEPSPEED % '"stage": 3, "mics_shard_size": "many"', 'zero_optimization.mics_shard_size: expected a whole number, got "many"'),
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-size 3", "--world-size: 8 is not a multiple of tp 3 x cp 1 x pp 1 = 3; nearest: 9"),
 ]  # fmt: skip
 
@@ -81,6 +85,21 @@ def test_bad_input(tmp_path: Path, name: str, text: str, expected: str) -> None:
     path.write_text(text)
     result = [line.removeprefix(f"{path}: ").removeprefix(f"{name}: ") for line in lines(path)]
     assert result == [expected.removeprefix(f"{name}: ")]
+
+
+def test_yaml_with_a_character_that_it_refuses(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("use_cpu: \x01\n")
+    (line,) = lines(tmp_path / "a.yaml")
+    assert line.startswith(f"{tmp_path}/a.yaml: YAML syntax: unacceptable character #x0001")
+
+
+def test_a_number_that_yaml_takes_for_a_text(tmp_path: Path) -> None:
+    """One with an exponent and no point."""
+    text = "per_device_train_batch_size: 2\nlearning_rate: 1e-4\nmax_steps: 10\nlogging_steps: 1e2\n"
+    (tmp_path / "a.yaml").write_text(text)
+    text, entries = migrated([tmp_path / "a.yaml"], 8)
+    assert "console_every = 100  # a.yaml: logging_steps\n" in text
+    assert not [entry for entry in entries if entry.kind == "refused"]
 
 
 def test_no_pyyaml(tmp_path: Path) -> None:
@@ -196,16 +215,14 @@ def test_what_a_script_leaves_open(tmp_path: Path) -> None:
 
 def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
     """The model is then to be set, and not taken for one of ours."""
-    shape = " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm"
-    shape += " --position-embedding-type rope --seq-length 64 --global-batch-size 8"
     for more, known in (("", True), (" --window-size 32", False), (" --softmax-type vanilla", True)):
-        (tmp_path / "a.sh").write_text(MEGATRON + shape + more)
+        (tmp_path / "a.sh").write_text(MEGATRON + SHAPE + more)
         assert ('name = "llama"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
     # Megatron-LM ties unless a flag unties. Without biases a model with learned positions is no GPT-2.
     for more, tied in (("", "true"), (" --untie-embeddings-and-output-weights", "false")):
-        (tmp_path / "a.sh").write_text(MEGATRON + shape + more)
+        (tmp_path / "a.sh").write_text(MEGATRON + SHAPE + more)
         assert f"tie_embeddings = {tied}" in migrated([tmp_path / "a.sh"], 8)[0]
-    learned = shape.replace(" --swiglu --normalization RMSNorm", "").replace(
+    learned = SHAPE.replace(" --swiglu --normalization RMSNorm", "").replace(
         " rope ", " learned_absolute "
     )
     for more, known in (("", True), (" --disable-bias-linear", False)):
@@ -220,6 +237,11 @@ SET = [
     ("a.yaml", FSDP % "SHARD_GRAD_OP", ["zero = 2"]),
     ("a.json", HPZ % 4, ["zero = 3", "zero3_reshard = 4"]),
     ("a.json", HPZ % 1, ["zero = 3"]),
+    (
+        "a.json",
+        HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % '"4"',
+        ["zero = 3", "dp_shard = 4", "dp_replicate = 2"],
+    ),
 ]
 
 

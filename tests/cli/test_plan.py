@@ -119,6 +119,43 @@ def test_batches_are_compared(made: Search, capsys: pytest.CaptureFixture[str]) 
     assert any(f"{1e9 / (128 * 64 / 2) / 86400:.3g} days" in line for line in lines[:4])
 
 
+def test_a_batch_that_no_mesh_divides_is_a_line(
+    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are compared, and the question has the batch of the best."""
+
+    def search(space: Space, *rest: Any) -> Searched:
+        if space.config.train.global_batch == 63:
+            return Searched([], 0, 0)
+        return made(space, *rest)
+
+    monkeypatch.setattr(command, "search", search)
+    words = ["--model=llama:debug", "--gpus=16xa100_40gb", "--seq-len=64", "--batch=63,128,32"]
+    assert command.plan(words) == 0
+    shown = capsys.readouterr()
+    assert "batch 63: command line: no mesh of 16 ranks divides train.global_batch = 63" in shown.err
+    assert "128 samples a step" in shown.out.splitlines()[0]
+
+
+def test_ctrl_c_ends_the_comparisons_alone(
+    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*unused: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "sensitivities", interrupted)
+    assert command.plan(QUESTION) == 0
+    shown = capsys.readouterr()
+    assert "interrupted: some comparisons are left out" in shown.err
+    assert "To run it" in shown.out
+
+
+@pytest.mark.parametrize("words", [["--objective=devices", "--tokens=1B", "--days=1"]])
+def test_kinds_of_device_go_without(words: list[str]) -> None:
+    text = refusal(command.plan, ["--model=llama:debug", "--gpus=8xh100+8xa100", *words])
+    assert text == "command line: --objective: goes with one kind of device; --gpus names several"
+
+
 def test_the_largest_size_that_fits(
     made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

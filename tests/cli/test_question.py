@@ -49,6 +49,31 @@ def test_devices(text: str, name: str, count: int) -> None:
     assert gpus(text) == (name, count)
 
 
+def test_two_kinds_of_device() -> None:
+    question = ask("--model 1b --gpus 8xh100+16xa100_80gb")
+    assert [(one.name, ranks) for one, ranks in question.kinds] == [("h100_sxm", 8), ("a100_80gb", 16)]
+    assert (question.world_size, question.cluster.name) == (24, "8xh100_sxm+16xa100_80gb")
+    assert not ask("--model 1b --gpus 8xh100").kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "8xh100+8x4090",
+            "rtx4090 has nodes of 2 devices for nccl, and h100_sxm of 8 for nccl; they should be equal",
+        ),
+        (
+            "4xh100+8xa100",
+            "4xh100_sxm is no whole number of nodes of 8, as kinds of devices side by side need",
+        ),
+        ("8xh100+", " is no number of devices of a cluster, as 16xa100_40gb"),
+    ],
+)
+def test_kinds_that_are_no_cluster(text: str, line: str) -> None:
+    assert refusal(ask, f"--model 1b --gpus {text}") == f"command line: --gpus: {line}"
+
+
 # The number of parameters of each, in billions, as published.
 SIZES = {
     "1b": 1.24,

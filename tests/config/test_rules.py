@@ -69,6 +69,20 @@ def test_whole_product_is_legal_or_refused() -> None:
     assert refused == [(8, [f"{problem} use at most 7"])]
 
 
+def test_a_segment_longer_than_every_stage_is_refused_in_the_survey() -> None:
+    """The layers of stages are known only when all else is legal."""
+    keys = {"activation_checkpoint__mode": "full", "activation_checkpoint__segment": 4}
+    given = load(str(ROOT / "train.toml"), overrides(KEYS | keys))
+    line = (
+        "activation_checkpoint.segment: 4 is more than the {0} units of the longest stage; nearest: {0}"
+    )
+    assert {degrees["pp"]: problems for degrees, problems in rules.survey(given, 4)} == {
+        1: [],
+        2: [line.format(3)],
+        4: [line.format(2)],
+    }
+
+
 @pytest.mark.full
 def test_whole_product(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     """Every assignment of degrees from {1, 2, 4, 8} to five axes whose product is 8."""

@@ -218,6 +218,15 @@ def test_extends_is_relative_and_overridden(write: Write) -> None:
     ]
 
 
+def test_a_file_that_stands_alone_has_no_copies_in_memory(write: Write) -> None:
+    """They need run.dir, which is not taken over either."""
+    file = write('[run]\ndir = "run"\n[checkpoint]\nmemory = 5\ninterval = 7')
+    assert load(file).checkpoint.memory == 5
+    config = load(file, alone=True)
+    assert (config.checkpoint.memory, config.checkpoint.interval) == (0, 7)
+    assert problems_of(config, 1) == []
+
+
 def test_epochs_take_the_place_of_steps(write: Write) -> None:
     """What is nearer counts: a file before the one that it extends, and the command line before all."""
 

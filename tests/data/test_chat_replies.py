@@ -192,6 +192,8 @@ def test_a_reply_that_the_template_does_not_end(
     texts = written(ours, plain(FAMILIES[name]), row)
     assert [learnt(ours, text) for text in texts] == [f"{each}</s>" for each in replies]
     assert [ours.decode(encode(ours, text)[0]).count("</s>") for text in texts] == [1, 1]
+    (text,) = written(ours, plain(FAMILIES[name]), {"messages": [user("a"), reply("日")]})
+    assert learnt(ours, text).strip() == "日</s>", "all tokens of the last character"
     named, ours.end = ours.end, -1
     with pytest.raises(ValueError, match="message 2: the chat template writes nothing after a reply"):
         written(ours, plain(FAMILIES[name]), row)

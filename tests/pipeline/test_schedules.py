@@ -90,6 +90,7 @@ def test_csv_round_trip(name: str, folder: Path) -> None:
     table = build_table(name, 2, 0, 4)
     write_table(table)
     assert read_table("table.csv") == table
+    assert stages_per_rank("table.csv") == SCHEDULES[name]
     assert build_table("table.csv", 2, SCHEDULES[name], 4) == table
 
 

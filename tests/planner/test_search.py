@@ -30,7 +30,7 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.cluster import load_cluster
-from compose.planner.estimate import Estimate, RankPeak, estimate
+from compose.planner.estimate import Estimate, RankPeak, estimate, weakest
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.search import RecordQueue, Searched, fewest, search
 from tests.support.command_lines import execute
@@ -459,3 +459,18 @@ def test_picks_repeat_with_one_core_and_two(tmp_path: Path) -> None:
     for _ in range(2):  # records are made, and read
         assert search(replace(where, cache=tmp_path), most=4) == first
     assert list(tmp_path.iterdir())
+
+
+def test_kinds_of_device_get_shares_by_their_speeds() -> None:
+    """The candidates that are recorded have the speeds, for the run that they are written for."""
+    kinds = ((load_cluster("h100_sxm"), 8), (load_cluster("a100_80gb"), 8))
+    where = space(TRAIN, "a100_80gb", 16, model__n_layers=2, precision__param="bfloat16")
+    free = frozenset(where.fixed) - {"parallel.speeds"}
+    where = replace(where, cluster=weakest(kinds), kinds=kinds, fixed=free)
+    result = search(where, most=2).candidates
+    assert result
+    for one in result:
+        speeds = one.keys.get("parallel.speeds", ())
+        assert one.config.parallel.speeds == speeds
+        assert len(speeds) in (0, one.config.parallel.pp * one.config.parallel.data_ranks)
+    assert any(one.keys.get("parallel.speeds") for one in result)

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
 
+from compose.config import rules
 from compose.data.batches import Batches
+from compose.data.datasets import open_data, with_steps
 from compose.ops.tensors import local_tensor
 from compose.profiling.summary import CATEGORIES, KINDS
 from compose.profiling.trace import Trace
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
-from tests.support.helpers import keys_in, make_job, ranks_in, refusal, tier
+from tests.support.helpers import keys_in, make_config, make_job, ranks_in, refusal, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines
 
@@ -289,3 +291,13 @@ REFUSED = {
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused(line: str) -> None:
     assert refusal(make_job, 2, **keys_in(line)) == f"profile.{REFUSED[line]}"
+
+
+def test_the_last_step_of_epochs_is_known_with_the_data() -> None:
+    """A plan reads none; a run does, and refuses what goes beyond."""
+    planned = make_config(1, **keys_in("profile.steps=[3,900] train.epochs=0.001"))
+    trained = with_steps(planned, open_data(planned))
+    end = trained.train.steps
+    assert refusal(rules.check, trained, 1) == (
+        f"profile.steps: [3, 900] goes beyond the run's last step, {end}; nearest: [3, {end}]"
+    )

@@ -1,6 +1,8 @@
 """Texts that are made while a run trains: on any mesh the same ones, and training does not notice."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -8,8 +10,9 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from compose.config.tables import Checkpoint
 from compose.data.datasets import open_data
-from compose.train.samples import Prompts
+from compose.train.samples import Prompts, Samples
 from tests.support.command_lines import QUICK, answered, execute
 from tests.support.helpers import (
     Keys,
@@ -23,6 +26,7 @@ from tests.support.helpers import (
     tier,
 )
 from tests.support.pool import Pool
+from tests.support.tokenizers_made import save_tokenizer
 from tests.support.training import keys_for, lines, train
 
 PROMPTS = ["def f(", "import "]
@@ -152,3 +156,15 @@ def test_a_text_within_the_models_positions() -> None:
         "metrics.sample_tokens: 11 after a prompt of 6 are more than the 16 positions that the model"
         " has"
     )
+
+
+def test_repeated_tokens_are_penalized_as_by_generate(tmp_path: Path) -> None:
+    """The generation_config.json beside the tokenizer says by how much; bytes have none."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    config = make_config(1, **SAMPLING)
+    ours = replace(config, checkpoint=Checkpoint(load_hf=str(tmp_path)))
+    for given, penalty in ((ours, 1.3), (config, 1.0)):
+        batches = SimpleNamespace(sets=[] if given is ours else open_data(given).sets)
+        trainer: Any = SimpleNamespace(config=given, batches=batches, composition=None)
+        assert Samples(trainer).sampling.repetition_penalty == penalty

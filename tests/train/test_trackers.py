@@ -208,6 +208,17 @@ def test_texts_and_tables(tmp_path: Path, services: dict[str, Service]) -> None:
         assert (1, "mfu") not in service.values
 
 
+def test_mlflow_gets_names_that_it_takes(tmp_path: Path, services: dict[str, Service]) -> None:
+    """Names of files hold signs that it refuses, and paths that it does not take for relative."""
+    epochs = dict.fromkeys(("/data/web", "../x", "a/*.txt"), 1.0)
+    for sink in open_sinks(_config("mlflow"), tmp_path, 0, print):
+        sink.write(dataclasses.replace(STEP, step=1, epochs=epochs))
+        sink.close()
+    names = {name for _, name in services["mlflow"].values}
+    assert {name[7:] for name in names if name.startswith("epochs/")} == {"data/web", "x", "a/_.txt"}
+    assert {"loss", "grad_norm", "lr"} < names
+
+
 def test_an_islands_run_has_its_name(tmp_path: Path) -> None:
     assert trackers._name(tmp_path / "run") == "run"
     assert trackers._name(tmp_path / "run" / "islands" / "2") == "run-island-2"
