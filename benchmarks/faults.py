@@ -93,7 +93,8 @@ def drawn(seed: int, number: int, only: Sequence[str], meshes: Sequence[str]) ->
         kinds.pop("lost node", None)
     if mesh not in COMPARED:
         kinds.pop("bit in memory", None)
-    memory = chance.choice([0, 0, 1, 2]) if mesh != "islands" else 0
+    # Where copies in memory are refused there are none.
+    memory = chance.choice([0, 0, 1, 2]) if mesh not in ("islands", "pipedream") else 0
     for kind in (TORN, FLIPPED) if memory else (IN_COPY,):
         kinds.pop(kind, None)  # a start from memory reads no checkpoint
     if not kinds:
