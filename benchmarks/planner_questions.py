@@ -162,7 +162,7 @@ def absurd(
                 sum(memory["by_category"].values()), memory["allocated"], rel_tol=0.01
             ),
             "fits and does not": one["fits"] == (memory["reserved"] <= data["capacity"])
-            or one.get("host_memory", 0) > 0,
+            or one["host_bytes"] > 0,
         }
         problems += [f"{text}: {name}" for text, good in checks.items() if not good]
     first, *others = data["candidates"]

@@ -121,6 +121,8 @@ TRIED: dict[str, tuple[Any, ...]] = {
 # More values, which are tried of the best few recorded.
 REFINED: dict[str, tuple[Any, ...]] = {
     "activation_checkpoint.budget": (0.3, 0.5, 0.7, 0.9),
+    "activation_checkpoint.every": (2, 3),
+    "activation_checkpoint.segment": (2, 4),
     "train.loss_chunk": (2048,),
     "optimizer.offload": ("cpu",),
 }
@@ -290,6 +292,24 @@ def candidate_of(space: Space, shape: ModelShape, config: Config) -> Candidate:
         if name in DEGREES or value != value_of(space.config, name):
             keys[name] = value
     return Candidate(config, keys, quick(shape, config, space.cluster))
+
+
+def complexity(candidate: Candidate) -> int:
+    """Return how many things a person has to understand of a composition, beyond plain FSDP."""
+    config, parallel = candidate.config, candidate.config.parallel
+    return sum(
+        (
+            sum(getattr(parallel, axis) > 1 for axis in (*AXES, "ep") if axis != "dp_shard"),
+            parallel.pp > 1,  # its micro-batches, and its bubble
+            parallel.pp > 1 and parallel.pp_schedule != "1F1B",
+            2 * (parallel.offload != "none"),
+            config.optimizer.offload != "none",
+            config.activation_checkpoint.mode in ("budget", "every_k"),
+            config.activation_checkpoint.segment > 1,
+            config.train.loss_chunk > 0,
+            sum(getattr(config.comm, key) != "off" for key in ("weights", "gradients", "activations")),
+        )
+    )
 
 
 def with_keys(config: Config, keys: dict[str, Any]) -> Config:

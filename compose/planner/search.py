@@ -23,6 +23,7 @@ from compose.planner.candidates import (
     Space,
     candidate_of,
     candidates,
+    complexity,
     describe,
     fits,
     known_as,
@@ -46,6 +47,12 @@ _NEAR = 1.02  # a simpler composition may take so much longer
 _BASES = 2  # recorded candidates that are refined
 # Layers of a rank, times micro-batches, of a record with a budget, which takes all layers, at most.
 _MOST_LAYERS = 150
+_WAYS = {  # modes that are refined, by their keys
+    "activation_checkpoint.budget": "budget",
+    "activation_checkpoint.every": "every_k",
+    "activation_checkpoint.segment": "full",
+}
+_UNREAD = {key: value_of(Config(), key) for key in _WAYS}  # a mode does not read others' keys
 _Traits = tuple[object, ...]
 
 
@@ -309,23 +316,6 @@ def ranked(space: Space, recorded: Sequence[Candidate]) -> list[Candidate]:
     return [best, *(c for c in results if c is not best)]
 
 
-def complexity(candidate: Candidate) -> int:
-    """Return how many things a person has to understand of a composition, beyond plain FSDP."""
-    config, parallel = candidate.config, candidate.config.parallel
-    return sum(
-        (
-            sum(getattr(parallel, axis) > 1 for axis in (*AXES, "ep") if axis != "dp_shard"),
-            parallel.pp > 1,  # its micro-batches, and its bubble
-            parallel.pp > 1 and parallel.pp_schedule != "1F1B",
-            2 * (parallel.offload != "none"),
-            config.optimizer.offload != "none",
-            config.activation_checkpoint.mode == "budget",
-            config.train.loss_chunk > 0,
-            sum(getattr(config.comm, key) != "off" for key in ("weights", "gradients", "activations")),
-        )
-    )
-
-
 def refinements(space: Space, shape: ModelShape, recorded: Sequence[Candidate]) -> list[Candidate]:
     """Return finer variants of the best recorded candidates that may be better, the best first.
 
@@ -355,11 +345,11 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
     if "train.micro_batch" not in space.fixed:
         micros = [m for m in (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2) if m]
     layers = shape.count * min(3, micro_batches(config))
-    mode, budget = "activation_checkpoint.mode", "activation_checkpoint.budget"
-    ways = [dict[str, Any]()]
+    mode, ways = "activation_checkpoint.mode", [dict[str, Any]()]
     # A pipeline would need a record of all layers of every rank.
-    if parallel.pp == 1 and budget in free and mode not in space.fixed and layers <= _MOST_LAYERS:
-        ways += [{mode: "budget", budget: value} for value in REFINED[budget]]
+    if parallel.pp == 1 and mode not in space.fixed and layers <= _MOST_LAYERS:
+        for key, way in _WAYS.items():
+            ways += [{**_UNREAD, mode: way, key: v} for v in REFINED[key] if key in free]
     chunks = [train.loss_chunk]
     if "train.loss_chunk" in free and train.micro_batch * train.seq_len // parallel.cp > 4096:
         chunks += REFINED["train.loss_chunk"]

@@ -111,7 +111,8 @@ def test_called_by_keyword(pool: Pool) -> None:
 
 def test_a_balanced_model_keeps_a_forward_of_a_layers_own() -> None:
     model = Model()
-    own = model.layers[1].forward = partial(Layer.forward, model.layers[1])
+    layer: Any = model.layers[1]
+    own = layer.forward = partial(Layer.forward, layer)
     balanced(model, PIPELINE, 2, 8)
     assert [vars(layer).get("forward") for layer in model.layers] == [None, own, None, None]
 

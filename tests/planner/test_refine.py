@@ -6,11 +6,19 @@ from typing import Any
 import pytest
 
 from compose.config.toml import load
-from compose.planner.candidates import Candidate, Space, capacity, order, shape_for, with_keys
+from compose.planner.candidates import (
+    Candidate,
+    Space,
+    capacity,
+    complexity,
+    order,
+    shape_for,
+    with_keys,
+)
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.search import complexity, ranked, refinements
+from compose.planner.search import _variants, ranked, refinements
 from tests.support.helpers import ROOT
 
 
@@ -54,6 +62,8 @@ def test_what_fills_the_device_comes_after_what_leaves_room() -> None:
         {"parallel__offload": "cpu"},
         {"train__loss_chunk": 64},
         {"activation_checkpoint__mode": "budget"},
+        {"activation_checkpoint__mode": "every_k"},
+        {"activation_checkpoint__mode": "full", "activation_checkpoint__segment": 2},
         {"comm__gradients": "int8"},
     ],
 )
@@ -86,3 +96,16 @@ def test_refinements_are_better_by_corrected_estimates() -> None:
     freed = replace(pinned, freed=frozenset(("train.global_batch",)))
     batches = {c.config.train.global_batch for c in refinements(freed, shape, [slow])}
     assert batches - {64}
+
+
+def test_every_way_to_recompute_is_tried() -> None:
+    """A budget, every k-th layer, and segments; what another mode does not read is as it was."""
+    where = space()
+    mode, segment = "activation_checkpoint.mode", "activation_checkpoint.segment"
+    base = made(where, 1.0, 0.5, activation_checkpoint__mode="full", activation_checkpoint__segment=2)
+    tried = [{mode: "full", segment: 2} | keys for keys in _variants(where, shape_for(where), base)]
+    modes = {(keys[mode], keys[segment], keys.get("activation_checkpoint.every")) for keys in tried}
+    assert {("budget", 1, None), ("every_k", 1, 3), ("full", 2, None), ("full", 4, None)} <= modes
+    assert not any(keys[segment] > 1 for keys in tried if keys[mode] != "full")
+    deep = replace(where, fixed={mode})
+    assert all(mode not in keys for keys in _variants(deep, shape_for(deep), base))
