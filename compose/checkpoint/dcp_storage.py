@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardS
 from compose.checkpoint.safetensors_files import NAMES, Planned, bytes_of, header
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, fill, open_own, write_whole
+from compose.ops.tensors import checksums
 
 METADATA = "metadata.json"
 SUFFIX = ".safetensors"
@@ -110,8 +111,8 @@ class PartsWriter(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.entries: dict[str, dict[str, int]] = {}
-        """The size and the crc32 of the file that this rank has written, by name."""
+        self.entries: dict[str, dict[str, Any]] = {}
+        """The manifest's entry of the file that this rank has written, by name."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's parts, and flush them to the device."""
@@ -126,7 +127,7 @@ class PartsWriter(FileSystemWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name = f"{plan.storage_data.prefix}0{SUFFIX}"
-        results, planned, begin = [], [], {}
+        results, planned, begin, sums = [], [], {}, {}
         for item in plan.items:
             data = item.tensor_data
             assert data is not None
@@ -140,10 +141,12 @@ class PartsWriter(FileSystemWriter):
             summed.write(head)
             for item, one in zip(plan.items, planned, strict=True):
                 place = _StorageInfo(name, summed.size, one.nbytes)
-                summed.write(bytes_of(planner.resolve_data(item)))  # type: ignore[arg-type]
+                data = cast(Tensor, planner.resolve_data(item))
+                sums[one.name] = int(checksums([data]))
+                summed.write(bytes_of(data))
                 results.append(WriteResult(item.index, one.nbytes, place))
             summed.flush()
-        self.entries[name] = {"size": summed.size, "crc32": summed.crc32}
+        self.entries[name] = {"size": summed.size, "crc32": summed.crc32, "tensors": sums}
         return results
 
 

@@ -274,14 +274,14 @@ class Copies:
             if copy is None or {c.layout for c in known.values()} < set(copy.layouts):
                 say(f"copies in memory: step {step} lacks parts, and is passed over")
                 continue
-            # Shared memory may be full.
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX)) / store.name_of(step)
             # Those that are here come first, and of these the ranks' own.
             names = sorted(files, key=lambda n: (n not in mine, n.endswith(_PEER), n))
             reader = SentPartsReader(self.folder, names, owners, self.group)
             if problem := reader.describe(files):
                 say(f"copies in memory: step {step} is passed over: {problem}")
                 continue
+            # Shared memory may be full.
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX)) / store.name_of(step)
             folder.mkdir()
             store.write_run_state(folder, copy.state, copy.config, {})
             self._write_rank_state(reader, folder)

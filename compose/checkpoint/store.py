@@ -21,13 +21,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
 
 from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
+from compose.checkpoint.safetensors_files import opened
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, there, write_whole
 from compose.memory.precision import LossScale
 from compose.memory.quantized import Base
 from compose.object_storage import Remote, StoreError
+from compose.ops.tensors import checksums
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -44,6 +47,8 @@ class FileEntry:
 
     size: Count
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
+    tensors: dict[str, int] = field(default_factory=dict)
+    """Checksums of its tensors, which tell which of them is damaged."""
 
 
 @dataclass(frozen=True)
@@ -297,13 +302,25 @@ def _problem(path: Path, entry: FileEntry) -> str:
         if size != entry.size and not path.is_symlink():
             return f"{path.name} has {size:,} of {entry.size:,} bytes"
         if checksum(path) != entry.crc32:
-            return f"{path.name} is not what was written (checksum)"
+            return f"{path.name} is not what was written (checksum){_damaged_tensor(path, entry)}"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except StoreError:
         raise
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
+    return ""
+
+
+def _damaged_tensor(path: Path, entry: FileEntry) -> str:
+    """Return where a file is damaged, in words; empty if it is not in a tensor that can be read."""
+    try:
+        with opened(path) as file:
+            for name, known in entry.tensors.items():
+                if int(checksums([file.get_tensor(name)])) != known:
+                    return f" in {name}"
+    except (SafetensorError, ConfigError, OSError, ValueError):  # its header is damaged
+        pass
     return ""
 
 

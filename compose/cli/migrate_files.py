@@ -104,7 +104,7 @@ def _yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{line}YAML syntax: {problem or error}") from None
+        raise ValueError(f"{line}YAML syntax: {problem or ' '.join(str(error).split())}") from None
 
 
 _COMMENT = re.compile(r"(?m)(?:^|(?<=[\s;]))#[^\n]*")

@@ -245,8 +245,9 @@ def _common(one: str, other: str) -> int:
 def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], list[bool]]:
     """Encode a text, and mark the tokens to learn, as transformers does.
 
-    A reply reaches from the token with its first character to the first token with its last one. In a
-    text without a template it reaches to the end, as in TRL.
+    A reply reaches from the token with its first character to the first token with its last one; to the
+    last such token if the template does not end it. In a text without a template it reaches to the
+    end, as in TRL.
     """
     ids, offsets = tokenizer.encode_markup(rendered.text, rendered.added)
     learnt, count = [False] * len(ids), len(ids)

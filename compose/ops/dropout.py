@@ -243,8 +243,9 @@ class _Refused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         p, trains = [*args[1:3], *(0.5, True)[len(args[1:3]) :]] if func is F.dropout else (0, False)
-        if func is F.scaled_dot_product_attention:
-            p, trains = args[4] if len(args) > 4 else 0.0, True
+        place = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
+        if place:
+            p, trains = args[place] if len(args) > place else 0.0, True
             p = kwargs.get("dropout_p", p)
         if kwargs.get("p", p) and kwargs.get("training", trains):
             raise ConfigError(
@@ -262,9 +263,10 @@ def refuse_functions(parts: Sequence[nn.Module]) -> None:
         def first(*args: Any, **kwargs: Any) -> Any:
             if not part.training:
                 return forward(*args, **kwargs)
-            part.forward = forward
             with _Refused():  # the mode costs time at each operator
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            part.forward = forward
+            return result
 
         return first
 

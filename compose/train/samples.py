@@ -52,6 +52,7 @@ class Prompts:
         ends = [each.token_set.manifest.tokenizer.end for each in sets if each.token_set]
         self.ends = {*end_ids(tokenizer, as_path(original) if original else None), *ends}
         beside = [tokenizer.path.parent] if isinstance(tokenizer, JsonTokenizer) else []
+        beside += [as_path(original)] if original else []
         self.repetition_penalty = repetition_penalty(beside)
 
 

@@ -26,6 +26,7 @@ from tests.support.checkpoints import (
     goes_on_bitwise,
     refusal,
     resume,
+    tensor_at,
     train_on,
     trained_state,
 )
@@ -145,7 +146,8 @@ def _damage(folder: Path, how: str) -> str:
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 4
         shard.write_bytes(content)
-        return f"{shard.name} is not what was written (checksum)"
+        where = tensor_at(shard, len(content) // 2)
+        return f"{shard.name} is not what was written (checksum) in {where}"
     if how == "a shard is gone":
         shard.unlink()
         return f"{shard.name} is missing"

@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from compose.checkpoint import dcp_storage, in_memory, loading, store
 from compose.checkpoint.checkpointer import Checkpointer
+from compose.checkpoint.in_memory import _Copy, _damage, _Slot
+from compose.checkpoint.local_shards import LocalShard
 from compose.train.run_folder import remove_left
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, SAVING, assert_bitwise, trained_state
@@ -306,6 +309,25 @@ def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
+
+
+def test_every_flipped_bit_of_a_copy_is_named(tmp_path: Path) -> None:
+    """200 of them, in parts of several types."""
+    state, slot, chance = {}, _Slot(tmp_path / "copy"), random.Random(0)
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
+        local = torch.arange(40 + number).to(dtype)
+        state[f"model.{number}"] = LocalShard(local.shape, torch.Size((0,)), local)
+    slot.fill(state)
+    copy = _Copy(1, "", slot.layout, [slot.layout], slot.tensors, slot.sums(), {}, "")
+    whole = slot.path.read_bytes()
+    assert not _damage(slot.path, copy)
+    for _ in range(200):
+        name = chance.choice([*state])
+        [chunk] = slot.tensors[name].chunks
+        content = bytearray(whole)
+        content[chunk.begin + chance.randrange(chunk.length)] ^= 1 << chance.randrange(8)
+        slot.path.write_bytes(content)
+        assert _damage(slot.path, copy) == name
 
 
 def test_what_is_damaged_is_named_and_passed_over(pool: Pool, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner
 from compose.errors import ConfigError
+from tests.support.checkpoints import tensor_at
 from tests.support.helpers import ROOT
 
 AT = MetadataIndex("a")
@@ -237,6 +239,32 @@ def test_a_file_that_leads_out(checkpoint: Path, tmp_path: Path, name: str) -> N
     shutil.move(checkpoint / name, tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
     assert store.problems(checkpoint) == [f"{name} cannot be read: is a symbolic link"]
+
+
+def test_every_flipped_bit_is_named(tmp_path: Path) -> None:
+    """200 of them, in tensors and in the description before them."""
+    folder, parts = store.begin(tmp_path, 2), _parts()
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
+        local = torch.arange(40 + number).to(dtype)
+        parts[f"model.{number}"] = LocalShard(local.shape, torch.Size((0,)), local)
+    entries = save_parts(folder, parts)
+    (folder / store.STATE).write_text(json.dumps(STATE))
+    rest = [path for path in folder.iterdir() if path.name not in entries]
+    folder = store.publish(folder, {**store.manifest_entries(rest), **entries})
+    assert not store.problems(folder)
+    [shard] = folder.glob("__*.safetensors")
+    whole, chance = shard.read_bytes(), random.Random(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(200):
+        place, content = chance.randrange(len(whole)), bytearray(whole)
+        where = tensor_at(shard, place) if place >= header else ""
+        content[place] ^= 1 << chance.randrange(8)
+        shard.write_bytes(content)
+        [problem] = store.problems(folder)
+        if where:
+            assert problem == f"{shard.name} is not what was written (checksum) in {where}"
+        assert problem.startswith(f"{shard.name} is not what was written (checksum)")
+        shard.write_bytes(whole)
 
 
 def test_what_is_missing_is_said_once(checkpoint: Path) -> None:

@@ -144,3 +144,14 @@ def loaded(keys: Keys) -> tuple[dict[str, Tensor], int, int]:
     everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return {name: value for part in everyone for name, value in part.items()}, count, share
+
+
+def tensor_at(path: Path, place: int) -> str:
+    """Return the name of the tensor that has a byte of a .safetensors file."""
+    data = path.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8:size]).items():
+        begin, end = entry.get("data_offsets", (0, 0))
+        if size + begin <= place < size + end:
+            return name
+    return ""
