@@ -25,6 +25,7 @@ from compose.planner.record_pool import JobRecords, OtherProgram, RankCosts, cos
 from compose.planner.step_time import PART, PROCESSOR, Seconds, no_wait, seconds_of
 
 _JOULES = 3.6e6  # of a kWh
+_OF_HOST = {PROCESSOR: "host", "host": "issue"}  # what a device waits for, by the names of step_time.py
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Estimate:
     """Seconds that the slowest rank computes: product, attention, memory (all else), optimizer."""
     exposed: Mapping[str, float]
     """Seconds of a step that the slowest rank waits for messages, by axis, for copies ("copy") and sums
-    ("host") in host memory, and "optimizer"."""
+    ("host") in host memory, for what the host issues ("issue"), and "optimizer"."""
     slots: list[Slot]
     """The actions of all pipeline ranks on the clock."""
     host_bytes: int = 0
@@ -303,8 +304,8 @@ def _summary(
                 exposed[name.removeprefix("exposed ")] += value
             elif name in work and seconds is not last:
                 work[name] += value
-            elif name == PROCESSOR and seconds is not last:
-                exposed["host"] += value
+            elif name in _OF_HOST and seconds is not last:
+                exposed[_OF_HOST[name]] += value
     hosts, computed = [], []
     copies = copies_kept(job.config, job.world_size > cluster.node)
     for rank, row, times, of_device in zip(ranks, rows, timed, peaks, strict=True):

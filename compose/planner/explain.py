@@ -33,6 +33,7 @@ _WAITS = {
     "ep": "messages to experts",
     "pp": "messages of the pipeline",
     "optimizer": "the optimizer",
+    "issue": "the host that issues kernels",
 }
 _REST = "waiting in the pipeline"
 

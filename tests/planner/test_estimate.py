@@ -152,6 +152,19 @@ def test_without_a_flush() -> None:
     assert not ASYNCHRONOUS.keys() & {*TRIED["parallel.pp_schedule"]}
 
 
+@pytest.mark.parametrize("dispatch", [0.0, 1e-3])
+def test_the_parts_of_a_step_are_the_whole(dispatch: float) -> None:
+    """Small kernels wait for the host, which is a part too."""
+    cluster = load_cluster("h100_sxm")
+    cluster = replace(cluster, device=replace(cluster.device, dispatch=dispatch))
+    job = make_job(2, **parallel(dp_shard=2), model__n_layers=2)
+    result = estimate(job, cluster)
+    kinds = ("product", "attention", "memory")
+    parts = sum(result.work[kind] for kind in kinds) + sum(result.exposed.values())
+    assert parts == pytest.approx(result.step_seconds, rel=1e-3)
+    assert (result.exposed.get("issue", 0.0) > 0.9 * result.step_seconds) == (dispatch > 0)
+
+
 WIDE = {"dim": 4096, "hidden_dim": 14_336, "n_layers": 8, "n_heads": 32, "vocab_size": 1024}
 
 
