@@ -162,6 +162,8 @@ def _fault(
     how, seconds = "", 0.0
     if kind == "stop":
         seconds = chance.choice([0.0, chance.uniform(0.5, 5)])
+        if world == 1:  # nobody is there to notice
+            seconds = max(seconds, 1.0)
     if kind.startswith("lost"):
         how = "alone" if kind == "lost agent" and chance.random() < 0.5 else "with its ranks"
     recovery = not before or before[-1].kind in ENDING

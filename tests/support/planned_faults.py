@@ -150,7 +150,12 @@ class Faults:
         from compose.checkpoint import store
 
         self.trainer.checkpointer.wait()
-        folders = store.newest_first(self.trainer.checkpointer.root)
+        root = self.trainer.checkpointer.root
+        folders = store.newest_first(root)
+        # Islands go on from a checkpoint that all have, and read no other.
+        others = [path for path in root.parent.glob("*/*/checkpoints") if path != root]
+        if not all((path / folder.name).exists() for path in others for folder in folders[:1]):
+            return False
         return len(folders) > 1 and not any(map(store.problems, folders[:2]))
 
     def _damage(self, fault: Planned) -> str:
