@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from compose.cli.command_line import parse, run
 from compose.cli.dry_run import describe
@@ -20,7 +21,12 @@ def train(arguments: Sequence[str], program: str = "compose train") -> None:
 
     ranks = command.job.world_size * command.job.islands
     if ranks <= int(os.environ.get("RANK", "0")):  # of a run that chooses its mesh
-        sys.exit(stand_by(command.config))
+        code = stand_by(command.config)
+        if code == 0 and command.config.checkpoint.memory:
+            from compose.train.run_folder import remove_copies
+
+            remove_copies(Path(command.config.run.dir))
+        sys.exit(code)
 
     from compose.train.trainer import Trainer
 

@@ -204,6 +204,18 @@ def remove_left(own: Path, needed: int) -> None:
             continue
 
 
+def remove_copies(run: Path) -> None:
+    """Remove the copies of a run that has ended from a node of which it has used no rank."""
+    with contextlib.suppress(OSError):  # it has none, or a rank of this node is still there
+        folder = in_memory.ROOT / f"{in_memory.PREFIX}{read_own(run / TOKEN)[:32].decode()}"
+        handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
 def _age(folder: Path) -> float:
     """Return the seconds since something in a folder was written; 0 if it is gone."""
     try:

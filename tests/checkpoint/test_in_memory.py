@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from compose.checkpoint import dcp_storage, in_memory, loading, store
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.in_memory import _Copy, _damage, _Slot
 from compose.checkpoint.local_shards import LocalShard
-from compose.train.run_folder import remove_left
+from compose.train.run_folder import remove_copies, remove_left
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, SAVING, assert_bitwise, trained_state
 from tests.support.helpers import (
@@ -505,6 +506,23 @@ def test_what_another_container_has_left_stays_for_an_hour(tmp_path: Path) -> No
         for path in (copies, copies.parent) if name in ("lives", "old") else ():
             os.utime(path, (0, time.time() - 3700))
     assert leftovers(tmp_path) == ["dtensor-compose-lives", "dtensor-compose-young"]
+
+
+def test_a_node_of_spares_keeps_nothing_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    run, name = tmp_path / "run", uuid.uuid4().hex
+    folders = [tmp_path / f"dtensor-compose-{each}" for each in (name, "other")]
+    for folder in (run, *folders):
+        folder.mkdir()
+    (run / ".copies").write_text(f"{name} 1f")
+    handle = os.open(folders[0], os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    with mock.patch.object(in_memory, "ROOT", tmp_path):
+        remove_copies(run)
+        assert all(folder.exists() for folder in folders), "a rank holds a lock"
+        os.close(handle)
+        remove_copies(run)
+        remove_copies(tmp_path)  # a run without copies
+    assert [folder.exists() for folder in folders] == [False, True]
 
 
 def without_room(keys: Keys, root: Path) -> tuple[str, list[str]]:
