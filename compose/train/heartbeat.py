@@ -90,7 +90,7 @@ class Watch:
         self.kept_by_first, self.parent = kept_by_first, parent
         # A store's connection serves one call at a time, and training may be waiting in a call.
         self.store: dist.Store | None = cast(Any, store).clone() if world_size > 1 else None
-        self.launch: dist.Store | None = cast(Any, launch[0]).clone() if launch else None
+        self.launch: dist.Store | None = cast(Any, launch[0]).clone() if launch and parent else None
         self.spares = launch[1] if launch else 0
         self.answered = time.monotonic()
         self.node: dict[int, int] = {}  # by file that tells of the end of a process: its rank
