@@ -106,12 +106,16 @@ def _no_warning_if(alone: bool) -> Iterator[None]:
         yield
 
 
+SUMS = "checksums"
+"""The checksums of a file's tensors in its header, which tell which of them is damaged."""
+
+
 class PartsWriter(FileSystemWriter):
     """Writes the plan of ShardSavePlanner, one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.entries: dict[str, dict[str, Any]] = {}
+        self.entries: dict[str, dict[str, int]] = {}
         """The manifest's entry of the file that this rank has written, by name."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -134,19 +138,19 @@ class PartsWriter(FileSystemWriter):
             key = item.index.fqn
             planned.append(Planned(key, tuple(data.chunk.sizes), data.properties.dtype))
             begin[key] = {"saved_offsets": list(data.chunk.offsets)}
+            sums[key] = int(checksums([cast(Tensor, planner.resolve_data(item))]))
         with open_own(Path(self.path) / name, "wb") as file, ThreadPoolExecutor(1) as helper:
             summed = _Summed(file, helper)
-            head = header(planned, {"DCP_SHARDING_INFO": json.dumps(begin)})
+            words = {"DCP_SHARDING_INFO": json.dumps(begin), SUMS: json.dumps(sums)}
+            head = header(planned, words)
             _reserve(file, len(head) + sum(one.nbytes for one in planned))
             summed.write(head)
             for item, one in zip(plan.items, planned, strict=True):
                 place = _StorageInfo(name, summed.size, one.nbytes)
-                data = cast(Tensor, planner.resolve_data(item))
-                sums[one.name] = int(checksums([data]))
-                summed.write(bytes_of(data))
+                summed.write(bytes_of(planner.resolve_data(item)))  # type: ignore[arg-type]
                 results.append(WriteResult(item.index, one.nbytes, place))
             summed.flush()
-        self.entries[name] = {"size": summed.size, "crc32": summed.crc32, "tensors": sums}
+        self.entries[name] = {"size": summed.size, "crc32": summed.crc32}
         return results
 
 

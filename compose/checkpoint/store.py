@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
-from compose.checkpoint.dcp_storage import METADATA, read_metadata, shards
+from compose.checkpoint.dcp_storage import METADATA, SUMS, read_metadata, shards
 from compose.checkpoint.safetensors_files import opened
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, open_own, there, write_whole
@@ -47,8 +47,6 @@ class FileEntry:
 
     size: Count
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
-    tensors: dict[str, int] = field(default_factory=dict)
-    """Checksums of its tensors, which tell which of them is damaged."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +300,7 @@ def _problem(path: Path, entry: FileEntry) -> str:
         if size != entry.size and not path.is_symlink():
             return f"{path.name} has {size:,} of {entry.size:,} bytes"
         if checksum(path) != entry.crc32:
-            return f"{path.name} is not what was written (checksum){_damaged_tensor(path, entry)}"
+            return f"{path.name} is not what was written (checksum){_damaged_tensor(path)}"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except StoreError:
@@ -312,14 +310,14 @@ def _problem(path: Path, entry: FileEntry) -> str:
     return ""
 
 
-def _damaged_tensor(path: Path, entry: FileEntry) -> str:
+def _damaged_tensor(path: Path) -> str:
     """Return where a file is damaged, in words; empty if it is not in a tensor that can be read."""
     try:
         with opened(path) as file:
-            for name, known in entry.tensors.items():
+            for name, known in json.loads((file.metadata() or {})[SUMS]).items():
                 if int(checksums([file.get_tensor(name)])) != known:
                     return f" in {name}"
-    except (SafetensorError, ConfigError, OSError, ValueError):  # its header is damaged
+    except (SafetensorError, ConfigError, OSError, ValueError, KeyError):  # its header is damaged
         pass
     return ""
 
