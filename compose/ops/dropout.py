@@ -259,16 +259,19 @@ def refuse_functions(parts: Sequence[nn.Module]) -> None:
     """Refuse dropout by functions in the first forward in training mode of each part of a model."""
 
     def watched(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        seen = False
+
         @wraps(forward)
-        def first(*args: Any, **kwargs: Any) -> Any:
-            if not part.training:
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            if seen or not part.training:
                 return forward(*args, **kwargs)
             with _Refused():  # the mode costs time at each operator
                 result = forward(*args, **kwargs)
-            part.forward = forward
+            seen = True
             return result
 
-        return first
+        return looked_at
 
     for part in parts:
         part.forward = watched(part, part.forward)

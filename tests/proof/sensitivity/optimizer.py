@@ -135,7 +135,7 @@ the line is a cosine | train__global_batch=8 optimizer__schedule=linear | update
 
 [optimizer.decay]
 the last steps do not decay | train__global_batch=8 optimizer__schedule=constant optimizer__decay=100 | update
-    in compose.optim.lr_schedule:constant
+    in compose.optim.lr_schedule:_begin
     steps - options.decay => steps
 the cosine forgets where it begins | train__global_batch=8 optimizer__decay=100 | update
     in compose.optim.lr_schedule:_begin
