@@ -217,14 +217,14 @@ def _recorded(
     places = list(jobs)
     if space.kinds:
         for place, job in jobs.items():
+            one = chosen[place]
+            job, more = _dealt(space, one.config, job)
             try:
-                job, more = _dealt(space, chosen[place].config, job)
                 result = estimate_of_kinds(job, space.kinds, workers, space.cache)
             except ConfigError as error:
                 yield place, error
-                continue
-            chosen_one, keys = chosen[place], chosen[place].keys | more
-            yield place, replace(chosen_one, config=job.config, keys=keys, estimate=result)
+            else:
+                yield place, replace(one, config=job.config, keys=one.keys | more, estimate=result)
         return
     for number, result in estimates(list(jobs.values()), space.cluster, workers, space.cache):
         place = places[number]
