@@ -24,9 +24,7 @@ from compose import PARENT
 from compose.ops.torch_versions import default_store
 
 _EVERY = 0.5  # seconds between two words, or less if the limit is short
-_RANKS = (
-    1000  # ranks that can speak in a second: with more of them, each waits longer between two words
-)
+_RANKS = 1000  # ranks that can speak in a second; of more ranks each speaks less often
 _LOOK = 0.25  # seconds between two looks at the processes of this node
 _GRACE = 30.0  # seconds from SIGTERM to the end, as torchrun gives
 _LATER = 5.0  # seconds after the limit, so that an error of the backend's own is told first

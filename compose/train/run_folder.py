@@ -207,7 +207,10 @@ def remove_left(own: Path, needed: int) -> None:
 def remove_copies(run: Path) -> None:
     """Remove the copies of a run that has ended from a node of which it has used no rank."""
     with contextlib.suppress(OSError):  # it has none, or a rank of this node is still there
-        folder = in_memory.ROOT / f"{in_memory.PREFIX}{read_own(run / TOKEN)[:32].decode()}"
+        name = re.match(b"[0-9a-f]{32} ", read_own(run / TOKEN))
+        if name is None:
+            return
+        folder = in_memory.ROOT / f"{in_memory.PREFIX}{name[0][:32].decode()}"
         handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

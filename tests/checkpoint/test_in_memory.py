@@ -522,6 +522,8 @@ def test_a_node_of_spares_keeps_nothing_of_a_run_that_has_ended(tmp_path: Path) 
         os.close(handle)
         remove_copies(run)
         remove_copies(tmp_path)  # a run without copies
+        (run / ".copies").write_text("other")  # no name that a run has made
+        remove_copies(run)
     assert [folder.exists() for folder in folders] == [False, True]
 
 
