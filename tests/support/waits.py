@@ -138,7 +138,10 @@ class _OnCuda(OnMeta):
 
 
 def _asked_by_us() -> bool:
-    name = sys._getframe(2).f_code.co_filename
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":  # another mode passes the call on
+        frame = frame.f_back
+    name = frame.f_code.co_filename
     return name.startswith((f"{ROOT}/compose/", f"{ROOT}/models/")) and "/planner/" not in name
 
 
