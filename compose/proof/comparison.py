@@ -38,6 +38,8 @@ class _Compared:
     error: float
     own: float = 0.0
     """One process's own error, relative."""
+    shaken: float = 0.0
+    """Its error if each gradient's were of a typical size, relative."""
     scale: float = 0.0
     """The size of an element, a root mean square; 0 if one process has no such value."""
     cancels: float = 1.0
@@ -82,12 +84,13 @@ class Comparison:
         if expected is not None:
             right.copy_(expected.value)
             state = expected.state
-        rounding = torch.tensor(expected.rounding if expected else 0.0, dtype=torch.float64)
-        rounding = rounding.to(self.device)
+        errors_of_one = (expected.rounding, expected.shaken) if expected else (0.0, 0.0)
+        both = torch.tensor(errors_of_one, dtype=torch.float64, device=self.device)
         dist.broadcast(right, src=0)
-        dist.broadcast(rounding, src=0)
+        dist.broadcast(both, src=0)
+        rounding, shaken = both.tolist()
         root = max(shape.numel(), 1) ** 0.5
-        size = float(right.norm()) or float(rounding)
+        size = float(right.norm()) or rounding
         if not size:  # all zeros: the error is an element's, a root mean square
             size, tolerance = root, 0.0
         errors = [or_infinite(float((value.double() - right).norm()) / size) for value in values]
@@ -95,7 +98,8 @@ class Comparison:
             _Compared(
                 Row(self.prefix + quantity, name, 0.0, tolerance, 0, state),
                 max(errors, default=_NOT_HELD),
-                own=float(rounding) / size,
+                own=rounding / size,
+                shaken=shaken / size,
                 scale=size / root,
                 cancels=max(1.0, expected.parts / size) if expected else 1.0,
             )
@@ -176,7 +180,7 @@ class Comparison:
             rank = max(range(len(errors)), key=errors.__getitem__)
             error = math.inf if errors[rank] == _NOT_HELD else errors[rank]
             mean = means[row.quantity] * each.cancels
-            allowed = self.tolerance.allowed(row.tolerance, each.own, mean)
+            allowed = self.tolerance.allowed(row.tolerance, max(each.own, each.shaken), mean)
             if not state and each.scale and row.tolerance and allowed > LOOSE:
                 state = self.loose
             if state == "zero" and each.scale:

@@ -141,10 +141,15 @@ class OneProcess:
         for name, gradient in given.gradients.items() if given else ():
             if name in found_gradients:  # frozen weights have none
                 found_gradients[name].copy_(gradient)
+        self.norms.append(self.take_step())
+
+    def take_step(self) -> Tensor:
+        """Clip the gradients, take the optimizer's step with them; return their norm before."""
         limit = self.max_norm if self.max_norm > 0 else float("inf")
-        self.norms.append(nn.utils.clip_grad_norm_(list(self.parameters.values()), limit))
+        norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return norm
 
     def _float64(self) -> AbstractContextManager[Any]:
         return Widened() if self.widens else nullcontext()

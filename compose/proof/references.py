@@ -26,6 +26,7 @@ from compose.proof.one_process import EXACT, FromComposition, OneProcess, Widene
 from compose.proof.optimizers import Named
 from compose.proof.report import State
 from compose.proof.routing_trace import Choices
+from compose.weights import named_generator
 
 if TYPE_CHECKING:
     from compose.proof.verify import ProofRun, Trial
@@ -54,6 +55,8 @@ class Expected:
     """
     parts: float = 0.0
     """The norm of the parts that it is the sum of, if they are known."""
+    shaken: float = 0.0
+    """The norm of the error that every element's gradient would cause if it were of a typical size."""
 
 
 class References:
@@ -92,6 +95,8 @@ class References:
             self.coarse = one(Precision(), other) if finest == EXACT else self.again
         else:
             self.own = self.coarse = one(precision, split if precision.reduced else other, setup.float8)
+        self.shaken: OneProcess | None = None
+        self.shaken_from = partial(one, finest, other)
         self.zeros: set[str] = set()
 
     def clip_at(self, limit: float) -> None:
@@ -119,6 +124,26 @@ class References:
         for run in self._runs:
             run.tie = self.tie
             run.step(batch, routing, given)
+        if given is None:
+            self._shake()
+
+    def _shake(self) -> None:
+        """Take a step with exact gradients, to which errors of a typical size are added.
+
+        AdamW magnifies the error of an element whose gradient is about zero. One process's own error may
+        be small there by chance.
+        """
+        self.shaken = self.shaken or self.shaken_from()
+        self.shaken.max_norm = self.exact.max_norm
+        finer = _FINER if self.coarse not in (self.own, self.again) else 1.0
+        for name, exact in self.exact.gradients.items():
+            coarse = self.coarse.gradients.get(name, exact)
+            error = _distance(coarse, exact) / max(exact.numel(), 1) ** 0.5
+            signs = torch.randint(2, exact.shape, generator=named_generator(0, name))
+            change = (2 * signs - 1).to(exact) * error * finer
+            terms = exact != 0  # a token that no sample has gives its embedding no gradient
+            self.shaken.parameters[name].grad = exact + change * terms
+        self.shaken.take_step()
 
     def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
         """Return what the own run has, with its error."""
@@ -146,6 +171,9 @@ class References:
         update's too, and its error says nothing of other updates.
         """
         result = self.expected(lambda run: run.change(name))
+        if self.shaken:
+            shaken = _distance(self.shaken.change(name), self.exact.change(name))
+            result = replace(result, shaken=shaken)
         return replace(result, state="zero") if name in self.zeros else result
 
     def buffer(self, name: str) -> Expected:

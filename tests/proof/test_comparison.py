@@ -246,6 +246,28 @@ def test_parts_that_cancel_may_be_rounded(pool: Pool) -> None:
     assert row.tolerance > 0.05
 
 
+def _small_gradient() -> Report:
+    """The second weight's gradient is 2^-25, without rounding whatever the order of the sum."""
+    batch = {
+        "input": torch.tensor([[0.1, 1.0], [0.7, 1.0]]),
+        "targets": torch.tensor([[1.0], [-1.0 + 2.0**-24]]),
+    }
+    trial = Trial(1, lambda output, targets: (output * targets).sum())
+    mesh = make_mesh(Parallel(dp_shard=-1))
+    return verify(nn.Linear(2, 1, bias=False), Plan(), mesh, batch, Options(), trial)
+
+
+def test_an_update_that_rounding_decides(pool: Pool) -> None:
+    """One process makes no error there by chance. AdamW takes a whole step if another one makes one."""
+    report = pool.run(_small_gradient, 1)[0]
+    (row,) = (row for row in report.rows if row.quantity == "update")
+    assert report.ok, str(report)
+    assert row.state == "coarse"
+    assert row.tolerance > 0.1
+    (row,) = (row for row in report.rows if row.quantity == "float64 update")
+    assert row.tolerance < 1e-6
+
+
 def _allowed() -> dict[str, float]:
     """Return the tolerances of two values of like rounding; one is the sum of parts that cancel."""
     torch.manual_seed(0)
