@@ -1,9 +1,11 @@
 """Tensors behind their wrappers: this rank's part, its place in the whole, arrival, and ties."""
 
+import sys
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -67,6 +69,8 @@ def column_sums(tensor: Tensor, parts: int = 1) -> Tensor:
     The parts of a tensor are equally long, and follow one another.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        return torch.from_numpy(_column_sums(flat.numpy(), parts))
     if flat.storage_offset() % 8:  # words begin where a word of the memory begins
         flat = flat.clone()
     length = len(flat) // parts
@@ -80,6 +84,21 @@ def column_sums(tensor: Tensor, parts: int = 1) -> Tensor:
     result[:, : rest.shape[1]] += rest
     if last:
         result[0, -1] += F.pad(flat[-last:], (0, 8 - last)).view(torch.int64)[0]
+    return result
+
+
+def _column_sums(data: np.ndarray, parts: int) -> np.ndarray:
+    """:func:`column_sums` of bytes in host memory; a call of numpy takes a third of one of torch."""
+    length = len(data) // parts
+    last = length % 8
+    if parts > 1 and last:
+        return np.concatenate([_column_sums(row, 1) for row in data.reshape(parts, length)])
+    words = data[: len(data) - last].view(np.int64).reshape(parts, length // 8)
+    whole = words.shape[1] // _COLUMNS * _COLUMNS
+    result = np.add.reduce(words[:, :whole].reshape(parts, -1, _COLUMNS), 1)
+    result[:, : words.shape[1] - whole] += words[:, whole:]
+    if last:
+        result[0, -1:] += int.from_bytes(data[-last:].tobytes(), sys.byteorder)
     return result
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from compose.ops.tensors import column_sums, gathered, mixed
 
 BLOCK = 1024  # elements that share a checksum of their sum
-_SLICE = 64 * BLOCK  # elements in float64 at a time
+_SLICE = 256 * BLOCK  # elements in float64 at a time
 
 _Sent = tuple[Tensor, list[list[int]]]
 
@@ -45,7 +45,7 @@ class MessageChecks:
         self.sent: list[_Sent] = []
         self.got: list[_Sent] = []
         self.wide = torch.empty(_SLICE, dtype=torch.float64)
-        self.sums: dict[tuple[str, str], list[_Sum]] = {}  # by group and type
+        self.sums: dict[str, list[_Sum]] = {}  # by group
         self.waiting: dict[int, _Watched] = {}
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
@@ -76,12 +76,14 @@ class MessageChecks:
         # Messages are added up, so the order in which they arrive does not matter.
         wrong = (everyone[:, me] != _by_rank(self.got)).nonzero().flatten().tolist()
         lines = [f"rank {me} has got other bytes than rank {source} sent" for source in wrong]
-        for key in sorted(self.sums):  # one order for all ranks, whatever groups they are in
-            messages = self.sums.pop(key)
+        for name in sorted(self.sums):  # one order for all ranks, whatever groups they are in
+            messages = self.sums.pop(name)
             group, sizes = messages[0].group, [message.given.numel() for message in messages]
             total = torch.cat([message.given.flatten() for message in messages])
             dist.all_reduce(total, group=group)
-            if _differ(messages, total.split(sizes)):
+            totals = list(zip(messages, total.split(sizes), strict=True))
+            kinds = {message.dtype for message in messages}
+            if any(_differ([each for each in totals if each[0].dtype == kind]) for kind in kinds):
                 ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
                 lines.append(f"rank {me} has got another sum than ranks {ranks} gave")
         self.paused = False
@@ -117,7 +119,7 @@ class MessageChecks:
         if not self._counts or how.op() != dist.ReduceOp.SUM.value or not tensor.numel():
             return None
         result = _Sum(group, tensor.detach(), parts, self.wide)
-        self.sums.setdefault((group.group_name, str(tensor.dtype)), []).append(result)
+        self.sums.setdefault(group.group_name, []).append(result)
         return result
 
     def _watched(self, work: Any, arrived: Callable[[], None] | None) -> Any:
@@ -127,7 +129,8 @@ class MessageChecks:
         watched = self.waiting[id(work)] = _Watched(work, self.waiting, arrived)
         return watched.boxed()
 
-    # The operators of torch/csrc/distributed/c10d/Ops.cpp. The limits of time are the group's.
+    # The operators of torch/csrc/distributed/c10d/Ops.cpp. The limits of time are the group's. What is
+    # sent is added up while it is on its way, and the rank would wait; an all-reduce overwrites it.
 
     def _all_reduce(self, tensors: list[Tensor], group: Any, how: Any, *_: Any) -> Any:
         ranks, backend = _opened(group)
@@ -137,23 +140,31 @@ class MessageChecks:
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, group: Any, how: Any, *_: Any) -> Any:
         ranks, backend = _opened(group)
-        given = self._given(ranks, how, tensor, ranks.size())
         work = backend._reduce_scatter_base(out, tensor, _options(dist.ReduceScatterOptions(), how))
+        given = self._given(ranks, how, tensor, ranks.size())
         return out, self._watched(work, given and partial(given.arrived, out, ranks.rank()))
 
     def _all_gather(self, out: Tensor, tensor: Tensor, group: Any, *_: Any) -> Any:
         ranks, backend = _opened(group)
-        self._add(self.sent, ranks, [tensor], range(ranks.size()))
+        me, size = ranks.rank(), ranks.size()
+        others = [range(me), range(me + 1, size)]  # a rank's own part is no message
         work = backend._allgather_base(out, tensor)
-        arrived = partial(self._add, self.got, ranks, [out], range(ranks.size()), True)
+        self._add(self.sent, ranks, [tensor], [rank for part in others for rank in part])
+
+        def arrived() -> None:
+            parts = out.view(size, out.numel() // size)
+            for some in others:
+                if some:
+                    self._add(self.got, ranks, [parts[some.start : some.stop]], some, equal=True)
+
         return out, self._watched(work, arrived)
 
     def _all_gather_lists(
         self, outs: list[list[Tensor]], tensors: list[Tensor], group: Any, *_: Any
     ) -> Any:
         ranks, backend = _opened(group)
-        self._add(self.sent, ranks, tensors, range(ranks.size()))
         work = backend.allgather(outs, tensors)
+        self._add(self.sent, ranks, tensors, range(ranks.size()))
         parts = outs[0]
         return outs, self._watched(work, partial(self._add, self.got, ranks, parts, range(len(parts))))
 
@@ -163,8 +174,8 @@ class MessageChecks:
         ranks, backend = _opened(group)
         size = ranks.size()
         given = tensor.split(sent or [len(tensor) // size] * size)
-        self._add(self.sent, ranks, given, range(size))
         work = backend.alltoall_base(out, tensor, got, sent)
+        self._add(self.sent, ranks, given, range(size))
         parts = out.split(got or [len(out) // size] * size)
         return self._watched(work, partial(self._add, self.got, ranks, parts, range(size)))
 
@@ -172,15 +183,16 @@ class MessageChecks:
         ranks, backend = _opened(group)
         options = dist.BroadcastOptions()
         options.rootRank = root
+        work = backend.broadcast(tensors, options)
         if ranks.rank() == root:
             self._add(self.sent, ranks, tensors, range(ranks.size()))
-        work = backend.broadcast(tensors, options)
         return tensors, self._watched(work, partial(self._add, self.got, ranks, tensors, [root]))
 
     def _send(self, tensors: list[Tensor], group: Any, to: int, tag: int) -> Any:
         ranks, backend = _opened(group)
+        work = backend.send(tensors, to, tag)
         self._add(self.sent, ranks, tensors, [to])
-        return backend.send(tensors, to, tag).boxed()
+        return work.boxed()
 
     def _receive(self, tensors: list[Tensor], group: Any, source: int, tag: int) -> Any:
         ranks, backend = _opened(group)
@@ -202,12 +214,13 @@ class _Sum:
         self.got = _block_sums(result.detach(), 1, self.wide)[0, 0]
 
 
-def _differ(messages: Sequence[_Sum], totals: Sequence[Tensor]) -> bool:
+def _differ(totals: Sequence[tuple[_Sum, Tensor]]) -> bool:
     """Return whether a result is not the sum of what all ranks have given, but for rounding.
 
-    The messages are of one group and type; ``totals`` are the sums of their checksums over the ranks.
+    The messages are of one group and type, each with the sum of its checksums over the ranks.
     """
-    own = [t.view_as(one.given)[one.own] for one, t in zip(messages, totals, strict=True)]
+    messages = [message for message, _ in totals]
+    own = [total.view_as(message.given)[message.own] for message, total in totals]
     wanted, absolutes = torch.cat(own, 1)
     dtype, ranks, added, smallest = messages[0].dtype, messages[0].group.size(), 0.0, 0.0
     if dtype.is_floating_point:

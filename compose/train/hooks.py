@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +20,7 @@ from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
 from compose.memory.compilation import graphs_compiled
-from compose.ops.tensors import checksums, gathered_objects, local_tensor
+from compose.ops.tensors import checksums, column_sums, gathered_objects, local_tensor
 from compose.parallel.mesh import AXES
 from compose.parallel.message_checks import MessageChecks
 from compose.train.processes import TrainingError
@@ -36,7 +36,9 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
     mesh, pipeline = composition.mesh, composition.pipeline
     ties = {tied.name for tied in pipeline.ties} if pipeline else set()
     of_stages: list[tuple[str, Tensor]] = []
-    for name, whole, tensor in _tensors(composition, optimizer):
+    named = list(composition.named_parameters())
+    state = _weights_and_state(named, optimizer)
+    for name, whole, tensor in [*_gradients(named), *state, *_buffers(composition.model)]:
         local = (name, local_tensor(tensor))
         if whole in ties:
             of_stages.append(local)
@@ -58,19 +60,29 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
     return list(dict.fromkeys(line for lines in gathered_objects(results) for line in lines))
 
 
-def _tensors(
-    composition: Composition, optimizer: torch.optim.Optimizer | None, steps: bool = False
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield each tensor as (its name in a message, its name in the whole model, the tensor)."""
-    for name, parameter in composition.named_parameters():
-        yield f"weight {name}", name, parameter
+_Named = tuple[str, str, Tensor]  # a name in a message, that in the whole model, the tensor
+
+
+def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Named]:
+    for name, parameter in named:
         if parameter.grad is not None:
             yield f"gradient of {name}", name, parameter.grad
+
+
+def _weights_and_state(
+    named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None, steps: bool = False
+) -> Iterator[_Named]:
+    for name, parameter in named:
+        yield f"weight {name}", name, parameter
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor) and (steps or key != "step"):  # that may be on the host
                 yield f"{key} of {name}", name, value
-    persistent = composition.model.state_dict(keep_vars=True)
-    for name, buffer in composition.model.named_buffers():
+
+
+def _buffers(model: nn.Module) -> Iterator[_Named]:
+    """Yield the buffers that a checkpoint has."""
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
         if name in persistent:
             yield f"buffer {name}", name, buffer
 
@@ -301,9 +313,6 @@ class MessageCheck(Hook):
         self.messages.close()
 
 
-_KINDS = {"gradient": "gradient", "buffer": "buffer"}  # by the first words of names
-
-
 class StateCheck(Hook):
     """Compares bytes with those that were written last, on each rank alone (``comm.check_state``).
 
@@ -313,16 +322,18 @@ class StateCheck(Hook):
 
     def __init__(self, trainer: "Trainer") -> None:
         self.composition, self.optimizer = trainer.composition, trainer.optimizer
-        self.kept: dict[str, tuple[list[str], Tensor]] = {}
+        self.kept: dict[str, Tensor] = {}
         self.buffers: tuple[list[str], Tensor] = ([], torch.zeros(0, dtype=torch.bool))
 
     def start(self, done: int) -> None:
         """Note what the run begins with."""
+        # To list them takes as long as to add up those of a small model.
+        self.parameters = list(self.composition.named_parameters())
         self.after_update(done)
 
     def after_update(self, step: int) -> None:
         """Note what the update leaves."""
-        self.kept |= {kind: self._sums(kind) for kind in ("state", "buffer")}
+        self.kept |= {kind: self._sums(kind)[1] for kind in ("state", "buffer")}
 
     def before_step(self, step: int) -> None:
         """Look at buffers, before routers change them."""
@@ -330,7 +341,7 @@ class StateCheck(Hook):
 
     def gradients_ready(self, step: int) -> None:
         """Note the gradients."""
-        self.kept["gradient"] = self._sums("gradient")
+        self.kept["gradient"] = self._sums("gradient")[1]
 
     def before_update(self, step: int) -> None:
         """Raise TrainingError before an update, if a bit of what it reads has changed."""
@@ -340,18 +351,22 @@ class StateCheck(Hook):
         """Raise TrainingError before a save, if a bit of it has changed."""
         self._stop(step, self._changed("state"), self._changed("buffer"))
 
+    @torch.no_grad()
     def _sums(self, kind: str) -> tuple[list[str], Tensor]:
-        named = [
-            (shown, local_tensor(tensor))
-            for shown, _, tensor in _tensors(self.composition, self.optimizer, steps=True)
-            if kind == _KINDS.get(shown.partition(" ")[0], "state")
-        ]
-        tensors = [tensor for _, tensor in named]
-        return [name for name, _ in named], checksums(tensors) if tensors else torch.zeros(0)
+        if kind == "buffer":
+            named = list(_buffers(self.composition.model))
+        elif kind == "gradient":
+            named = list(_gradients(self.parameters))
+        else:
+            named = list(_weights_and_state(self.parameters, self.optimizer, steps=True))
+        names = [name for name, _, _ in named]
+        device = self.composition.mesh.device_type
+        sums = [column_sums(local_tensor(tensor)).to(device) for *_, tensor in named]
+        return names, torch.cat(sums) if sums else torch.zeros(0, 1)
 
     def _changed(self, kind: str) -> tuple[list[str], Tensor]:
         names, sums = self._sums(kind)
-        return names, sums != self.kept[kind][1]
+        return names, (sums != self.kept[kind]).any(1)
 
     def _stop(self, step: int, *results: tuple[list[str], Tensor]) -> None:
         device = self.composition.mesh.device_type

@@ -102,6 +102,7 @@ def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
 def _before_a_save(differs: bool) -> str:
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, dist.get_rank() * differs)
+    torch.nn.init.zeros_(model.bias)
     composition = Composition(model.requires_grad_(False), make_mesh(Parallel(dp_replicate=2)))
     trainer = mock.Mock(composition=composition, optimizer=None)
     trainer.config.comm.check_every = 2
