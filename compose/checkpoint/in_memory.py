@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from compose import PARENT
 from compose.checkpoint import rank_state, store
 from compose.checkpoint.dcp_storage import Chunk, DescribedTensor, load_parts
 from compose.checkpoint.loading import SentPartsReader, cause_of
@@ -203,7 +204,7 @@ class Copies:
             for index, rank in enumerate(ranks)
             if len(self.nodes) > 1
         }
-        process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+        process = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
         self.launcher = f"{process}.{process_space()}"
         self._make(size)
         self.slots = [_Slot(self.folder / self._name(self.rank, slot)) for slot in (0, 1)]

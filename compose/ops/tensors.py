@@ -70,13 +70,17 @@ def column_sums(tensor: Tensor, parts: int = 1) -> Tensor:
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        return torch.from_numpy(_column_sums(flat.numpy(), parts))
+        return torch.from_numpy(_sums_by_numpy(flat.numpy(), parts))
+    return _sums_by_torch(flat, parts)
+
+
+def _sums_by_torch(flat: Tensor, parts: int) -> Tensor:
     if flat.storage_offset() % 8:  # words begin where a word of the memory begins
         flat = flat.clone()
     length = len(flat) // parts
     last = length % 8
     if parts > 1 and last:
-        return torch.cat([column_sums(row) for row in flat.view(parts, length)])
+        return torch.cat([_sums_by_torch(row, 1) for row in flat.view(parts, length)])
     words = flat[: len(flat) - last].view(torch.int64).view(parts, length // 8)
     table = words[:, : words.shape[1] // _COLUMNS * _COLUMNS]
     result = table.unflatten(1, (-1, _COLUMNS)).sum(1)
@@ -87,18 +91,18 @@ def column_sums(tensor: Tensor, parts: int = 1) -> Tensor:
     return result
 
 
-def _column_sums(data: np.ndarray, parts: int) -> np.ndarray:
-    """:func:`column_sums` of bytes in host memory; a call of numpy takes a third of one of torch."""
+def _sums_by_numpy(data: np.ndarray, parts: int) -> np.ndarray:
+    """Return the same sums of bytes in host memory; a call of numpy takes a third of one of torch."""
     length = len(data) // parts
     last = length % 8
     if parts > 1 and last:
-        return np.concatenate([_column_sums(row, 1) for row in data.reshape(parts, length)])
+        return np.concatenate([_sums_by_numpy(row, 1) for row in data.reshape(parts, length)])
     words = data[: len(data) - last].view(np.int64).reshape(parts, length // 8)
     whole = words.shape[1] // _COLUMNS * _COLUMNS
     result = np.add.reduce(words[:, :whole].reshape(parts, -1, _COLUMNS), 1)
     result[:, : words.shape[1] - whole] += words[:, whole:]
     if last:
-        result[0, -1:] += int.from_bytes(data[-last:].tobytes(), sys.byteorder)
+        result[0, -1:] += int.from_bytes(data[-last:].tobytes().ljust(8, b"\0"), sys.byteorder)
     return result
 
 

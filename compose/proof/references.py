@@ -130,8 +130,8 @@ class References:
     def _shake(self) -> None:
         """Take a step with exact gradients, to which errors of a typical size are added.
 
-        AdamW magnifies the error of an element whose gradient is about zero. One process's own error may
-        be small there by chance.
+        AdamW magnifies the error of an element whose gradient is about zero. One process's own may be
+        small there by chance.
         """
         self.shaken = self.shaken or self.shaken_from()
         self.shaken.max_norm = self.exact.max_norm

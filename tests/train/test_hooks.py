@@ -1,5 +1,6 @@
 """Copies that must be bitwise equal: one flipped bit is named, clean steps give no alarm. Graphs."""
 
+import itertools
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from compose import Composition, Parallel
 from compose.build import build, build_optimizer
 from compose.checkpoint import store
 from compose.data.samples import random_batch
+from compose.ops import tensors
 from compose.ops.tensors import checksums, local_tensor
 from compose.train import hooks as replica_check
 from compose.train.hooks import Graphs, Hook, ReplicaCheck, StateCheck, hooks_of, replica_mismatches
@@ -97,6 +99,18 @@ def test_buffers_that_are_saved_are_compared(pool: Pool) -> None:
         "scratch": [],
         "grad": ["ranks 0, 1 differ in gradient of bias"],
     }
+
+
+def test_sums_of_host_memory_are_those_of_a_device() -> None:
+    """Numpy adds up what is in host memory, torch what is elsewhere; a file has the sums of either."""
+    torch.manual_seed(0)
+    for size, parts, first in itertools.product((0, 5, 8, 2007, 2008, 2019, 20000), (1, 3), (0, 3, 8)):
+        bits = torch.randint(256, (first + size * parts,), dtype=torch.uint8)[first:]
+        of_device = tensors._sums_by_torch(bits, parts)
+        assert torch.equal(tensors.column_sums(bits, parts), of_device), (size, parts, first)
+    columns = torch.randn(33, 70, dtype=torch.bfloat16).t()
+    same = columns.contiguous().view(-1).view(torch.uint8)
+    assert torch.equal(tensors.column_sums(columns), tensors._sums_by_torch(same, 1))
 
 
 def _before_a_save(differs: bool) -> str:
@@ -312,7 +326,11 @@ def _flips(keys: Keys, count: int) -> list[tuple[str, str]]:
 
     for _ in range(count):
         rank, which, place, bit = drawn(dist.get_world_size()), drawn(2**31), drawn(2**31), drawn(8)
-        named = list(replica_check._tensors(composition, optimizer, steps=True))
+        named = [
+            *replica_check._weights_and_state(composition.named_parameters(), optimizer, steps=True),
+            *replica_check._gradients(composition.named_parameters()),
+            *replica_check._buffers(composition.model),
+        ]
         shown, _, tensor = named[which % len(named)]
         held = local_tensor(tensor).detach().view(-1).view(torch.uint8)
         mine = rank == dist.get_rank() and len(held) > 0
