@@ -105,7 +105,7 @@ class MessageChecks:
 
         ``equal``: the one tensor has an equal part for each.
         """
-        if self._counts:
+        if self._counts and ranks:
             world = dist.get_process_group_ranks(group)
             of_job = [world[rank] for rank in ranks]
             if equal:

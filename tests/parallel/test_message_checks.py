@@ -99,8 +99,8 @@ SUMS = {"allreduce": _sum, "_reduce_scatter_base": _scatter}
 class _Noisy:
     """A backend; on the second rank, a bit of what the message ``name`` brings is flipped."""
 
-    def __init__(self, backend: Any, name: str, bit: int) -> None:
-        self.backend, self.name, self.bit = backend, name, bit
+    def __init__(self, backend: Any, name: str, bit: int, place: int) -> None:
+        self.backend, self.name, self.bit, self.place = backend, name, bit, place
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.backend, name)
@@ -115,7 +115,7 @@ class _Noisy:
             def wait(timeout: Any) -> None:
                 real_work.wait(timeout)
                 number = 1 << self.bit if self.bit < 31 else -(2**31)
-                out.view(-1).view(torch.int32)[3] ^= number
+                out.view(-1).view(torch.int32)[self.place] ^= number
 
             work.wait = wait
             return work
@@ -123,7 +123,7 @@ class _Noisy:
         return call
 
 
-def _problems(name: str, bits: list[int]) -> list[tuple[list[str], list[str]]]:
+def _problems(name: str, bits: list[int], place: int = 3) -> list[tuple[list[str], list[str]]]:
     """What is said of an undisturbed message, and of one with a flipped bit, for each of ``bits``."""
     message: Callable[[Tensor], Tensor] = {**BYTES, **SUMS}[name]
     results, real = [], message_checks._opened
@@ -136,7 +136,7 @@ def _problems(name: str, bits: list[int]) -> list[tuple[list[str], list[str]]]:
 
             def opened(group: Any, bit: int = bit) -> Any:
                 ranks, backend = real(group)
-                return ranks, backend if checks.paused else _Noisy(backend, name, bit)
+                return ranks, backend if checks.paused else _Noisy(backend, name, bit, place)
 
             with mock.patch.object(message_checks, "_opened", opened):
                 message(torch.randn(SIZE))
@@ -151,6 +151,27 @@ def test_every_bit_of_bytes_that_are_sent_on_is_seen(pool: Pool, name: str) -> N
     others, own = pool.run(_problems, 2, name, list(range(32)))
     assert others == [([], [])] * 32
     assert own == [([], ["rank 1 has got other bytes than rank 0 sent"])] * 32
+
+
+def test_what_a_rank_in_the_middle_gathers_is_seen(pool: Pool) -> None:
+    """It looks at the parts before and after its own."""
+    for place, source in ((3, 0), (-3, 2)):
+        of_ranks = pool.run(_problems, 3, "_allgather_base", [0], place)
+        line = f"rank 1 has got other bytes than rank {source} sent"
+        assert of_ranks == [[([], [])], [([], [line])], [([], [])]]
+
+
+def _alone() -> list[str]:
+    checks = MessageChecks()
+    try:
+        _gather(torch.randn(SIZE))
+        return checks.problems()
+    finally:
+        checks.close()
+
+
+def test_a_group_of_one_rank_sends_nothing(pool: Pool) -> None:
+    assert pool.run(_alone, 1) == [[]]
 
 
 @pytest.mark.parametrize("name", SUMS)
