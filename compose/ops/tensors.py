@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 T = TypeVar("T")
 
 _COLUMNS = 251  # a prime: words that change places, as rows of a matrix do, then change columns too
+_LARGE = 2**20  # bytes; torch adds up more in several threads
 # Odd numbers: a product with one loses no bit where it wraps around.
 _FACTORS = 2 * torch.arange(_COLUMNS) + 0x1E3779B97F4A7C15
 
@@ -69,7 +70,7 @@ def column_sums(tensor: Tensor, parts: int = 1) -> Tensor:
     The parts of a tensor are equally long, and follow one another.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
+    if flat.device.type == "cpu" and (len(flat) < _LARGE or torch.get_num_threads() == 1):
         return torch.from_numpy(_sums_by_numpy(flat.numpy(), parts))
     return _sums_by_torch(flat, parts)
 
@@ -92,7 +93,7 @@ def _sums_by_torch(flat: Tensor, parts: int) -> Tensor:
 
 
 def _sums_by_numpy(data: np.ndarray, parts: int) -> np.ndarray:
-    """Return the same sums of bytes in host memory; a call of numpy takes a third of one of torch."""
+    """Return the same sums; a call of numpy takes a third of one of torch."""
     length = len(data) // parts
     last = length % 8
     if parts > 1 and last:

@@ -130,7 +130,8 @@ class MessageChecks:
         return watched.boxed()
 
     # The operators of torch/csrc/distributed/c10d/Ops.cpp. The limits of time are the group's. What is
-    # sent is added up while it is on its way, and the rank would wait; an all-reduce overwrites it.
+    # sent is added up while it is on its way, since the rank would only wait. An all-reduce overwrites
+    # what it sends, so its words are added up before.
 
     def _all_reduce(self, tensors: list[Tensor], group: Any, how: Any, *_: Any) -> Any:
         ranks, backend = _opened(group)
@@ -241,7 +242,7 @@ def _by_rank(messages: list[_Sent]) -> Tensor:
     if messages:
         sums = mixed([words for words, _ in messages])
         ranks = [of_part for _, parts in messages for of_part in parts]
-        places = torch.tensor([rank for of_part in ranks for rank in of_part])
+        places = torch.tensor([rank for of_part in ranks for rank in of_part], dtype=torch.int64)
         result.index_add_(0, places, sums.repeat_interleave(torch.tensor([*map(len, ranks)])))
         messages.clear()
     return result

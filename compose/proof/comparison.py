@@ -180,7 +180,11 @@ class Comparison:
             rank = max(range(len(errors)), key=errors.__getitem__)
             error = math.inf if errors[rank] == _NOT_HELD else errors[rank]
             mean = means[row.quantity] * each.cancels
-            allowed = self.tolerance.allowed(row.tolerance, max(each.own, each.shaken), mean)
+            allowed = self.tolerance.allowed(row.tolerance, each.own, mean)
+            if row.tolerance:
+                # A float32 row that no float64 row stands behind may not become loose by this.
+                shaken = self.tolerance.times * each.shaken
+                allowed = max(allowed, min(shaken, LOOSE) if self.loose == "loose" else shaken)
             if not state and each.scale and row.tolerance and allowed > LOOSE:
                 state = self.loose
             if state == "zero" and each.scale:

@@ -56,7 +56,7 @@ class Expected:
     parts: float = 0.0
     """The norm of the parts that it is the sum of, if they are known."""
     shaken: float = 0.0
-    """The norm of the error that every element's gradient would cause if it were of a typical size."""
+    """The norm of an update's change if each element of the gradient has an error of a typical size."""
 
 
 class References:
@@ -128,7 +128,7 @@ class References:
             self._shake()
 
     def _shake(self) -> None:
-        """Take a step with exact gradients, to which errors of a typical size are added.
+        """Take a step with exact gradients, to which errors of their rows' typical size are added.
 
         AdamW magnifies the error of an element whose gradient is about zero. One process's own may be
         small there by chance.
@@ -137,12 +137,13 @@ class References:
         self.shaken.max_norm = self.exact.max_norm
         finer = _FINER if self.coarse not in (self.own, self.again) else 1.0
         for name, exact in self.exact.gradients.items():
-            coarse = self.coarse.gradients.get(name, exact)
-            error = _distance(coarse, exact) / max(exact.numel(), 1) ** 0.5
+            errors = (self.coarse.gradients.get(name, exact) - exact).double()
+            # A token that no sample has gives its embedding no gradient.
+            terms = exact != 0
+            typical = (errors.square().sum(-1, True) / terms.sum(-1, True).clamp(min=1)).sqrt()
             signs = torch.randint(2, exact.shape, generator=named_generator(0, name))
-            change = (2 * signs - 1).to(exact) * error * finer
-            terms = exact != 0  # a token that no sample has gives its embedding no gradient
-            self.shaken.parameters[name].grad = exact + change * terms
+            change = (2 * signs - 1).to(errors) * typical * terms * finer
+            self.shaken.parameters[name].grad = exact + change.to(exact)
         self.shaken.take_step()
 
     def expected(self, of: Callable[[OneProcess], Tensor]) -> Expected:
