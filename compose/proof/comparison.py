@@ -39,7 +39,7 @@ class _Compared:
     own: float = 0.0
     """One process's own error, relative."""
     shaken: float = 0.0
-    """Its error if each gradient's were of a typical size, relative."""
+    """An update's relative error if each gradient has an error of a usual size."""
     scale: float = 0.0
     """The size of an element, a root mean square; 0 if one process has no such value."""
     cancels: float = 1.0

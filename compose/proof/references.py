@@ -56,7 +56,7 @@ class Expected:
     parts: float = 0.0
     """The norm of the parts that it is the sum of, if they are known."""
     shaken: float = 0.0
-    """The norm of an update's change if each element of the gradient has an error of a typical size."""
+    """The norm of an update's change if each element of the gradient has an error of a usual size."""
 
 
 class References:

@@ -327,7 +327,7 @@ class StateCheck(Hook):
 
     def start(self, done: int) -> None:
         """Note what the run begins with."""
-        # To list them takes as long as to add up those of a small model.
+        # Listing them takes as long as the sums of a small model.
         self.parameters = list(self.composition.named_parameters())
         self.after_update(done)
 
