@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.helpers import UNKNOWN_CASES
 from tests.support.pool import Pool
 
 torch.set_num_threads(1)
@@ -36,6 +37,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case_number", range(int(metafunc.config.getoption("--cases") or 0)))
 
 
+def _whole(config: pytest.Config) -> bool:
+    """Whether all tests were asked for, of one tier or another."""
+    return config.args == config.getini("testpaths") and not config.option.ignore
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes test in turn where one would wait for its ranks; a few tests need none."""
+    return 2 if _whole(config) and not config.option.usepdb else 0
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # so that a collection looks at what tests have made alone
 
@@ -54,6 +65,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tier)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    whole = config.args == config.getini("testpaths") and not config.option.ignore
-    if tiers and whole:
-        raise pytest.UsageError(f"tests/long_cases.txt: no such case: {', '.join(tiers)}")
+    config.stash[UNKNOWN_CASES] = list(tiers) if _whole(config) else []

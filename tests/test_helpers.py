@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.command_lines import execute
+from tests.support.helpers import UNKNOWN_CASES
 from tests.support.pool import Pool
 
 FOLDER = Path(__file__).parent
@@ -26,6 +27,10 @@ def imported(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
     return names
+
+
+def test_each_long_case_is_a_test(request: pytest.FixtureRequest) -> None:
+    assert request.config.stash[UNKNOWN_CASES] == []
 
 
 def test_no_module_imports_a_test_module() -> None:

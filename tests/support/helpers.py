@@ -30,6 +30,8 @@ from tests.support.pool import Pool, make_mesh
 
 ROOT = Path(__file__).parents[2]
 Keys = dict[str, object]
+# Lines of long_cases.txt that name no test, if all tests were asked for.
+UNKNOWN_CASES = pytest.StashKey[list[str]]()
 SMALL = {
     "model.n_layers": 2,
     "model.dim": 64,
