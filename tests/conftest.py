@@ -43,8 +43,8 @@ def _whole(config: pytest.Config) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes test in turn where one would wait for its ranks; a few tests need none."""
-    return 2 if _whole(config) and not config.option.usepdb else 0
+    """While one process waits for its ranks, the other tests. A GPU is for one; few tests need one."""
+    return 2 if _whole(config) and not config.option.usepdb and not torch.cuda.is_available() else 0
 
 
 def pytest_collection_finish() -> None:
