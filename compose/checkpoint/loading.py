@@ -34,6 +34,7 @@ from compose.errors import ConfigError, open_own, toml_value
 from compose.object_storage import as_path
 from compose.ops.tensors import gathered_objects
 from compose.optim.optimizers import make_state
+from compose.pipeline.schedules import ASYNCHRONOUS
 
 # Keys that do not change what is trained, or that the message about the data covers.
 _SAME_TRAINING = {
@@ -50,6 +51,13 @@ _SAME_TRAINING = {
     "optimizer.offload",
     "optimizer.offload_dir",
     "outer.offload",
+    "comm.timeout",
+    "comm.start_timeout",
+    "comm.prefetch",
+    "comm.check_every",
+    "comm.check_state",
+    "comm.check_messages",
+    "comm.measure_every",
 }
 
 
@@ -284,10 +292,12 @@ def workers_of(folder: Path) -> int:
 def changes(folder: Path, config: Config) -> list[str]:
     """List the keys that decide how a run trains on, and have changed; data are compared elsewhere."""
     was, now, result = _config(folder), tomllib.loads(dump(config)), []
-    for table in ("model", "train", "optimizer", "precision", "outer", "dpo"):
+    for table in ("model", "train", "optimizer", "precision", "comm", "outer", "dpo", "parallel"):
         before: Any = was.get(table)
         for key, value in now[table].items() if isinstance(before, dict) else ():
             same = key not in before or before[key] == value
+            if table == "parallel":  # of the mesh only what trains with older weights is looked at
+                same = same or key != "pp_schedule" or not {value, before[key]} & {*ASYNCHRONOUS}
             if not same and f"{table}.{key}" not in _SAME_TRAINING:
                 shown = toml_value(value), toml_value(before[key])
                 result.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")

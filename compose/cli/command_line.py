@@ -19,7 +19,7 @@ from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
 from compose.config.models import find_model, folder_name, model_names, shipped
 from compose.config.tables import TABLES, Config, Model
-from compose.config.toml import COMMAND_LINE, load, nearest_key
+from compose.config.toml import COMMAND_LINE, load, nearest_key, tomllib
 from compose.data.datasets import OpenData, open_data, with_steps
 from compose.errors import (
     ConfigError,
@@ -28,6 +28,7 @@ from compose.errors import (
     docs,
     local_path,
     noted,
+    read_own,
     toml_value,
     type_name,
     whole_number,
@@ -304,15 +305,18 @@ def _run_dir(config: Config) -> list[str]:
     from compose.train.run_folder import strangers
 
     folder, keep = as_path(config.run.dir or "runs"), config.checkpoint
+    kept = bool(config.run.dir and newest_first(folder / "checkpoints"))
+    auto, cure = keep.resume == "auto", "choose another folder"
+    if kept and not auto:
+        cure = 'set checkpoint.resume = "auto" to go on, or choose another folder'
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
-    saves = keep.interval or keep.memory
-    resumes = keep.resume == "auto" and (saves or newest_first(folder / "checkpoints"))
+    resumes = auto and (kept or ((keep.interval or keep.memory) and not _never_saves(folder)))
     for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
         if (folder / name).exists():
-            why = ", and no checkpoint" if keep.resume == "auto" else ""
-            return [f"run.dir: {folder} already holds {name} of a run{why}; choose another folder"]
-    if keep.resume == "none" and config.run.dir and newest_first(folder / "checkpoints"):
-        return [f"run.dir: {folder} already holds checkpoints of a run; choose another folder"]
+            why = ", and no checkpoint" if auto else ""
+            return [f"run.dir: {folder} already holds {name} of a run{why}; {cure}"]
+    if kept and not auto:
+        return [f"run.dir: {folder} already holds checkpoints of a run; {cure}"]
     if config.run.dir and (problems := strangers(folder)):
         return problems
     folder.mkdir(parents=True, exist_ok=True)
@@ -322,6 +326,15 @@ def _run_dir(config: Config) -> list[str]:
     else:
         tempfile.TemporaryFile(dir=folder).close()  # its name is new
     return []
+
+
+def _never_saves(folder: Path) -> bool:
+    """Whether the run of a folder keeps no checkpoints or copies, so that it cannot go on."""
+    try:
+        kept = tomllib.loads(read_own(folder / "config.toml").decode())["checkpoint"]
+        return not (kept["interval"] or kept["memory"])
+    except (OSError, ValueError, LookupError, TypeError):  # of another version, or of no run
+        return False
 
 
 def help_text(model: str, tables: Iterable[str]) -> str:
@@ -372,12 +385,9 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     try:
         return main(sys.argv[1:]) or 0
     except ConfigError as error:
-        if not is_first_rank():
-            # Torchrun ends all ranks when one exits. Give the first rank time to print. If this rank
-            # still runs after that, the first rank has nothing to print.
-            time.sleep(20)
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
+        return _refused(error.problems)
+    except PermissionError as error:  # is_dir() of a path whose folder may not be looked into raises it
+        return _refused([f"{error.filename}: {error.strerror}"])
     except SystemExit as request:
         return request.code if isinstance(request.code, int) else 0
     except KeyboardInterrupt:
@@ -387,3 +397,12 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def _refused(problems: Sequence[str]) -> int:
+    if not is_first_rank():
+        # Torchrun ends all ranks when one exits. Give the first rank time to print. If this rank
+        # still runs after that, the first rank has nothing to print.
+        time.sleep(20)
+    print("\n".join(problems), file=sys.stderr)
+    return 2

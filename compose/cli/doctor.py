@@ -22,7 +22,14 @@ import torch.cuda.nccl as torch_nccl
 import torch.distributed as dist
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, is_first_rank, launched_ranks, read_arguments, written
+from compose.cli.command_line import (
+    Words,
+    device_problems,
+    is_first_rank,
+    launched_ranks,
+    read_arguments,
+    written,
+)
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load, without_file
 from compose.errors import ConfigError, write_whole
@@ -298,7 +305,7 @@ def doctor(arguments: Sequence[str], seconds: float = _SECONDS) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         lines += _checked(config)
     _tell(given, lines, lines)  # links that fail end the command
-    if ranks > 1:
+    if ranks > 1 and not device_problems(config):
         with process_group(replace(config, comm=Comm(timeout=_WAIT, start_timeout=_WAIT))) as device:
             more = [*_others(lines), *_links(cluster, device, seconds)]
         lines += more

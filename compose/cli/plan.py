@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.models import find_model, folder_name
 from compose.config.tables import TABLES, without_add_ons
-from compose.config.toml import COMMAND_LINE, values_of
+from compose.config.toml import COMMAND_LINE, given_keys, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
@@ -59,11 +60,13 @@ from compose.planner.report import as_data, command_line, in_words, table, write
 from compose.planner.search import MOST, Searched, fewest, own, search
 
 _OBJECTIVES = ("time", "memory", "devices", "params")
+_WRITTEN = ("--json", "--report", "--write")
 
 
 def plan(arguments: Sequence[str]) -> int:
     """Find the best mesh of a cluster for a model."""
     given = read_arguments(arguments, "python -m compose plan", COMMANDS["plan"])
+    _check_flags(given)
     if "--against" in given.flags:
         return _against(given)
     largest = given.flags.get("--objective") == "params"
@@ -129,6 +132,30 @@ def plan(arguments: Sequence[str]) -> int:
         )
     _write(given, question, space, results, answer)
     return 0
+
+
+def _check_flags(given: Words) -> None:
+    """Raise ConfigError for flags that another one leaves without use, and for files that are read."""
+    flags, devices = given.flags, given.flags.get("--objective") == "devices"
+    if "--against" in flags:
+        for word in (*given.plain, *flags):
+            if word not in ("--against", "--cluster", "--write"):
+                raise flag_error("--against", f"goes with --cluster and --write; remove {word}")
+        return
+    if "--days" in flags and not devices:
+        raise flag_error("--days", "goes with --objective devices")
+    if "," in flags.get("--batch", "") and ("--as-is" in flags or devices):
+        other = "--as-is" if "--as-is" in flags else "--objective devices"
+        raise flag_error("--batch", f"{other} takes one number")
+    if "--tokens" in flags:
+        amount(given, "--tokens")
+    files = [flag for flag in _WRITTEN if flag in flags]
+    if not files or "--model" in flags or flags.get("--objective") == "params":
+        return
+    read = {os.path.realpath(file): file for file in (given.file, *given_keys(given.file).values())}
+    for flag in files:
+        if file := read.get(os.path.realpath(flags[flag])):
+            raise flag_error(flag, f"{file} is read for this plan; give another name")
 
 
 def _answer(

@@ -158,6 +158,7 @@ def described(batches: Batches, config: Config) -> dict[str, Any]:
         "tokenizer": next(tokenizers, None),
         "samples": [len(each) for each in batches.sets],
         "content": [each.content for each in batches.sets],
+        "separators": [getattr(each, "separator", None) for each in batches.sets],
         "weights": list(config.data.weights),
         "seq_len": config.train.seq_len,
         "seed": config.train.seed,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compose.config.tables import Data
-from compose.data.documents import JSON_LINES, PACKED
+from compose.data.documents import ARROW, JSON_LINES, PACKED
 from compose.data.token_files import (
     MANIFEST,
     READERS,
@@ -320,7 +320,7 @@ def _refuse_what_is_no_text(name: str, paths: Sequence[Path]) -> None:
     packed = [each.name for each in paths if each.suffix in PACKED]
     if packed:
         raise ConfigError(f"{name}: {packed[0]} is compressed; unpack it first")
-    tables = [each for each in paths if each.suffix == ".parquet"]
+    tables = [each for each in paths if each.suffix in ARROW]
     if tables or all(each.suffix in JSON_LINES for each in paths):
         raise ConfigError(
             f"{name}: {(tables or paths)[0].name} would be read as bytes, not as the documents in it;"
@@ -332,6 +332,9 @@ def _refuse_what_is_no_text(name: str, paths: Sequence[Path]) -> None:
 def _what_it_is(folder: Path, path: str) -> str:
     if any(folder.glob("tokens-*.bin")) or (folder / ".job.json").exists():
         return "is not whole yet; run the same `python -m compose tokenize` again to finish it"
+    if any(folder.glob("*.arrow")) or (folder / "dataset_dict.json").exists():
+        command = f"python -m compose tokenize --tokenizer tokenizer.json --out DIR {path}"
+        return f"is a folder of datasets.save_to_disk; make a folder of tokens first: {command}"
     return f"is a folder without {MANIFEST}; name its files, as {path}/*, or tokenize them first"
 
 
@@ -364,7 +367,7 @@ def _stdlib() -> TokenRow:
     files = (
         path
         for path in root.rglob("*.py")
-        if not {"site-packages", "dist-packages", "test", "tests"} & set(path.parts)
+        if not {"site-packages", "dist-packages", "test", "tests"} & set(path.relative_to(root).parts)
     )
     return _bytes_of(sorted(files, key=lambda path: path.relative_to(root).parts))
 

@@ -22,6 +22,16 @@ from compose.plan import Pipeline
 FEWEST = 3
 
 
+def busiest_rank(job: Job, pp_rank: int = 0) -> int:
+    """Return the rank of the job, at a place of the pipeline, that computes most.
+
+    Without balance the last rank of cp attends to the whole sequence, and the others wait for it.
+    """
+    degrees = job.degrees
+    last = (degrees.cp - 1) * degrees.tp if degrees.cp_balance == "none" else 0
+    return pp_rank * job.world_size // degrees.pp + last
+
+
 @dataclass(frozen=True)
 class LayerRuns:
     """The lengths of the runs of every stage."""

@@ -24,7 +24,7 @@ from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor, tied_names
 from compose.parallel.mesh import init_mesh
 from compose.planner.cluster import Cluster
-from compose.planner.few_layers import kind_of, without_layers
+from compose.planner.few_layers import busiest_rank, kind_of, without_layers
 from compose.planner.memory import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -157,7 +157,8 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     float8 = cluster.target.float8
     planned = kernel_table.planned_for(cluster.device.capability, packed_rows(config.data))
     choice = mock.patch.object(kernel_table, "planned", return_value=planned)
-    with choice, fake_world(0, job.world_size, recorder, device_type, None, float8):
+    rank = busiest_rank(job)
+    with choice, fake_world(rank, job.world_size, recorder, device_type, None, float8):
         mesh = init_mesh(config.parallel, device_type)
         with OnMeta(["cuda"], kernels="cpu"):
             composition = apply(model, resolved, mesh, job.options)

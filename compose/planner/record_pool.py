@@ -27,7 +27,15 @@ from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.pipeline.schedules import Action
 from compose.planner.cluster import Cluster
-from compose.planner.few_layers import FEWEST, LayerRuns, few_micro_batches, places, reduced, runs_of
+from compose.planner.few_layers import (
+    FEWEST,
+    LayerRuns,
+    busiest_rank,
+    few_micro_batches,
+    places,
+    reduced,
+    runs_of,
+)
 from compose.planner.memory import categorize, rank_memory, replay
 from compose.planner.rank_costs import RankCosts, as_data, from_data, renamed, with_all_layers
 from compose.planner.record import Record, Traced
@@ -347,7 +355,7 @@ def step_of(asked: Asked, micro_batches: int) -> "RankStep":
         options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
     return RankStep(
         job,
-        rank=asked.pp_rank * job.world_size // job.degrees.pp,
+        rank=busiest_rank(job, asked.pp_rank),
         micro_batches=micro_batches,
         documents=asked.other is None,
         objects=None if asked.pp_rank == 0 else [asked.stream],

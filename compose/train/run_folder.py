@@ -91,7 +91,7 @@ class RunFolder:
             if worker.index:  # all but the first worker have a folder within it
                 folder = first / "islands" / str(worker.index)
             here = staging_of(folder, staging) if isinstance(folder, Remote) else folder
-            results = [str(folder), "\n".join(strangers(first)) or self._take(here)]
+            results = [str(folder), "\n".join(strangers(first)) or self._take(here, folder)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(results, src=0)
         if results[1]:
@@ -102,7 +102,8 @@ class RunFolder:
         """The folder here, where the run writes."""
         if isinstance(self.place, Remote):
             self.path = staging_of(self.place, staging)
-            self.path.mkdir(parents=True, exist_ok=True)
+            if problem := _unmade(self.path, self.place):
+                raise ConfigError(problem)
             self.uploads = Uploads(self.path, self.place)
             if dist.get_rank() == 0:
                 self.uploads.begin()
@@ -112,9 +113,10 @@ class RunFolder:
             if dist.get_rank() == 0:
                 print(f"{unseen}; nothing can be saved there", file=sys.stderr)
 
-    def _take(self, folder: Path) -> str:
-        """Lock the folder, and return the problem if that fails."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def _take(self, folder: Path, place: Path) -> str:
+        """Lock the folder of this machine, and return the problem if that fails."""
+        if problem := _unmade(folder, place):
+            return problem
         try:
             file = open_own(folder / ".lock", "a+")
         except OSError as error:
@@ -202,6 +204,17 @@ def remove_left(own: Path, needed: int) -> None:
                 os.close(handle)
         except OSError:  # it is in use, or gone
             continue
+
+
+def _unmade(folder: Path, place: Path) -> str:
+    """Make the folder here of a run, whose own ``place`` may be elsewhere; return the problem."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if isinstance(place, Remote):
+            return f"run.staging: cannot write to {folder}: {error.strerror}; set it to a folder here"
+        return f"run.dir: cannot write to {folder}: {error.strerror}"
+    return ""
 
 
 def remove_copies(run: Path) -> None:

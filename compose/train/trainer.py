@@ -179,12 +179,12 @@ class Trainer:
         self._read_rest()
         for hook in self.hooks:
             hook.finish()
-        interrupted, saved = asked == signal.SIGINT, ""
-        if not interrupted or self.config.checkpoint.interval or self.config.checkpoint.memory:
+        saving, interrupted, saved = self.config.checkpoint, asked == signal.SIGINT, ""
+        if not interrupted or saving.interval or saving.memory:
             self.checkpointer.save(self.progress, wait=True)
-            report = self.checkpointer.finished()
-            if report and not report.problem:
-                saved = f"; saved: the same command with --run.dir={self.held.place} goes on"
+            if (report := self.checkpointer.finished()) and not report.problem:
+                again = f"{self.held.place}{' --checkpoint.resume=auto' * (saving.resume == 'none')}"
+                saved = f"; saved: the same command with --run.dir={again} goes on"
         said = f"stopped by {name_of(asked)} after step {self.progress.step}{saved}"
         if asked == LAUNCHER_DIED:
             return TrainingError(said)

@@ -1,10 +1,13 @@
 """Command lines of train.py and python -m compose: their help, and what is wrong in one line."""
 
+import errno
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from compose.cli import COMMANDS
+from compose.cli.command_line import _outcome
 from compose.config.tables import TABLES
 from compose.errors import docs
 from compose.train.sampling import Sampling
@@ -95,3 +98,13 @@ def test_help_of_generate_has_the_defaults() -> None:
 def test_bad_command_line(words: list[str], message: str) -> None:
     done = answered("train.py", *words)
     assert (done.returncode, done.stderr.splitlines()) == (2, [f"command line: {message}"])
+
+
+def test_a_folder_without_the_right_to_look_into_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Path.is_dir raises there, whichever key has named the path."""
+
+    def main(words: Sequence[str]) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/other/data")
+
+    assert _outcome(main) == 2
+    assert capsys.readouterr().err == "/home/other/data: Permission denied\n"

@@ -310,6 +310,21 @@ def test_a_gpu_that_is_wanted() -> None:
     ]
 
 
+def test_no_links_of_gpus_that_are_missing(
+    here: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks could not take a GPU each, which is said already."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "launched_ranks", lambda: 2)
+    monkeypatch.setattr(doctor, "CHECKS", {"devices": doctor.CHECKS["devices"]})
+    assert doctor.doctor(["--run.device=cuda"]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "fail  devices   no GPU, and run.device is cuda; --run.device=auto",
+        "1 would stop a run, 0 may slow or harm one",
+    ]
+
+
 def test_a_run_in_object_storage(here: Path) -> None:
     """No folder of that name is made or measured."""
     config = replace(Config(), run=replace(Config().run, dir="s3://bucket/run"))

@@ -45,6 +45,39 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Search:
     return result
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--against=run", "--json=x"], "--against: goes with --cluster and --write; remove --json"),
+        (["a.toml", "--against=run"], "--against: goes with --cluster and --write; remove a.toml"),
+        (["--as-is", "--batch=64,128"], "--batch: --as-is takes one number"),
+        (["--objective=devices", "--batch=1,2"], "--batch: --objective devices takes one number"),
+        ([*QUESTION, "--days=3"], "--days: goes with --objective devices"),
+        ([*QUESTION, "--tokens=1TT"], "--tokens: 1TT is not a number above 0, as 15e12 or 1T"),
+    ],
+)
+def test_flags_without_use_are_refused_before_the_search(
+    made: Search, words: list[str], problem: str
+) -> None:
+    assert refusal(command.plan, words) == f"command line: {problem}"
+    assert made.spaces == []
+
+
+@pytest.mark.parametrize("flag", ["--write", "--json", "--report"])
+@pytest.mark.parametrize("name", ["own.toml", "base.toml", "link.toml"])
+def test_no_file_that_is_read_is_written(made: Search, tmp_path: Path, flag: str, name: str) -> None:
+    own, base = tmp_path / "own.toml", tmp_path / "base.toml"
+    base.write_text("[train]\nsteps = 3\n")
+    own.write_text('extends = "base.toml"\n[model]\nname = "gpt2"\n')
+    (tmp_path / "link.toml").symlink_to(own)
+    words = [str(own), "--cluster=h100_sxm", "--world-size=8", f"{flag}={tmp_path / name}"]
+    shown = base if name == "base.toml" else own
+    problem = f"command line: {flag}: {shown} is read for this plan; give another name"
+    assert refusal(command.plan, words) == problem
+    assert base.read_text() == "[train]\nsteps = 3\n"
+    assert made.spaces == []
+
+
 def test_the_answer_stands_before_the_table(made: Search, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.plan([*QUESTION, "--tokens=1T", "--explain"]) == 0
     question, run, why, costs, gap, header, *rest = capsys.readouterr().out.splitlines()

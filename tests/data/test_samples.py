@@ -126,7 +126,7 @@ def test_compressed_text_is_refused(tmp_path: Path, name: str) -> None:
         assert error(Data(path=str(path))) == (f"{path}: {name} is compressed; unpack it first")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.ndjson", "a.json"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.ndjson", "a.json"])
 def test_documents_in_a_table_are_no_text(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     document, program = '{"text": "some text"}', "a file of a program, as the other one may be"
@@ -138,10 +138,30 @@ def test_documents_in_a_table_are_no_text(tmp_path: Path, name: str) -> None:
     )
     (tmp_path / "a.py").write_text(program)
     among = Data(path=str(tmp_path / "*"))
-    if name == "a.parquet":
-        assert "a.parquet would be read as bytes" in error(among)
+    if name in ("a.parquet", "a.arrow"):
+        assert f"{name} would be read as bytes" in error(among)
     else:
         assert len(tokens_of(opened(among))) == len(document) + len(program) + 2
+
+
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "dataset_dict.json"])
+def test_a_folder_of_save_to_disk_is_sent_to_tokenize(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    assert error(Data(path=str(tmp_path))) == (
+        f"{tmp_path} is a folder of datasets.save_to_disk; make a folder of tokens first:"
+        f" python -m compose tokenize --tokenizer tokenizer.json --out DIR {tmp_path}"
+    )
+
+
+def test_where_python_lies_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment named test holds a library as any other does."""
+    root = tmp_path / "test" / "lib"
+    (root / "tests").mkdir(parents=True)
+    (root / "a.py").write_text("abc")
+    (root / "tests" / "b.py").write_text("de")
+    monkeypatch.setattr(samples_module.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    row = samples_module._stdlib.__wrapped__()
+    assert row.read(0, len(row)).tolist() == [*b"abc", SEPARATOR]
 
 
 def opened(data: Data, seq_len: int = 2, vocab_size: int = 1 << 16) -> Samples:

@@ -11,6 +11,7 @@ from compose.ops.kernel_table import kernel_that_runs
 from compose.parallel.mesh import Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.few_layers import busiest_rank
 from compose.planner.memory import STEP
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
 from compose.planner.step_time import (
@@ -241,6 +242,21 @@ def job_of(ranks: int, **keys: object) -> Job:
 def recorded(job: Job) -> Record:
     """The record of one micro-batch."""
     return trace(RankStep(job, micro_batches=1, documents=False)).record
+
+
+@pytest.mark.parametrize(("balance", "squares"), [("none", 3), ("headtail", 2)])
+def test_the_rank_with_most_work_is_recorded(balance: str, squares: int) -> None:
+    """Of two ranks of cp without balance the last one computes three of the four causal squares."""
+    whole = recorded(job_of(1))
+    job = job_of(2, parallel__cp=2, parallel__dp_shard=1, parallel__cp_balance=balance)
+    step = RankStep(job, rank=busiest_rank(job), micro_batches=1, documents=False)
+
+    def of_attention(record: Record) -> float:
+        operators = [work for work in record.work if isinstance(work, Operator)]
+        return sum(work.flops for work in operators if work.kind == "attention")
+
+    share = of_attention(trace(step).record) / of_attention(whole)
+    assert share == pytest.approx(squares / 4, rel=0.1)  # half squares have a diagonal
 
 
 KERNELS = {

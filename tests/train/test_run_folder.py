@@ -1,6 +1,7 @@
 """A run loses nothing in its folder, writes nothing outside, and reports what it finds there."""
 
 import contextlib
+import dataclasses
 import gc
 import io
 import os
@@ -29,7 +30,8 @@ from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.datasets import open_data, training_batches
-from compose.train.run_folder import Report, RunFolder
+from compose.object_storage import Remote
+from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
 from tests.support.helpers import ROOT, keys_in, make_job, refusal
@@ -99,7 +101,8 @@ def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
     (run / "metrics.jsonl").unlink()
     (run / "config.toml").unlink()
     assert _run_dir(config) == [
-        f"run.dir: {run} already holds checkpoints of a run; choose another folder"
+        f"run.dir: {run} already holds checkpoints of a run; "
+        'set checkpoint.resume = "auto" to go on, or choose another folder'
     ]
 
 
@@ -121,6 +124,44 @@ def test_what_a_run_goes_on_with_is_said(
         f"{folder}: goes on with train.global_batch = 4 (was 2), optimizer.lr = 0.01 (was 0.003),"
         ' precision.param = "bfloat16" (was "float32")\n'
     ) in capsys.readouterr().out
+
+
+def test_what_is_sent_is_part_of_training(tmp_path: Path) -> None:
+    """Codes of messages and stale weights change what is trained; checks and meshes do not."""
+    (tmp_path / "config.toml").write_text(dump(_config(tmp_path)))
+    same = {"comm__check_state": True, "comm__timeout": 5, "parallel__pp_schedule": "GPipe"}
+    assert changes(tmp_path, _config(tmp_path, **same)) == []
+    config = _config(tmp_path)
+    compressed = dataclasses.replace(config.comm, gradients="powersgd", rank=2)
+    assert changes(tmp_path, dataclasses.replace(config, comm=compressed)) == [
+        'comm.gradients = "powersgd" (was "off")',
+        "comm.rank = 2 (was 4)",
+    ]
+    stale = dataclasses.replace(config.parallel, pp_schedule="PipeDream")
+    assert changes(tmp_path, dataclasses.replace(config, parallel=stale)) == [
+        'parallel.pp_schedule = "PipeDream" (was "1F1B")'
+    ]
+
+
+def test_a_run_that_never_saved_is_not_written_over(alone: None, tmp_path: Path) -> None:
+    """It cannot go on, so checkpoint.interval on the next command does not begin it anew."""
+    _trainer(tmp_path, checkpoint__interval=0, train__steps=2).run()
+    before = _steps(tmp_path)
+    problem = f"run.dir: {tmp_path} already holds config.toml of a run, and no checkpoint"
+    assert _run_dir(_config(tmp_path)) == [f"{problem}; choose another folder"]
+    assert _steps(tmp_path) == before == [1, 2]
+    text = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("memory = 0", "memory = 1"))
+    assert _run_dir(_config(tmp_path)) == []  # killed before its first copy
+
+
+def test_a_folder_here_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    assert _unmade(folder, folder) == f"run.dir: cannot write to {folder}: Not a directory"
+    staging = f"run.staging: cannot write to {folder}: Not a directory; set it to a folder here"
+    assert _unmade(folder, Remote("s3://bucket/run")) == staging
+    assert _unmade(tmp_path / "new", tmp_path) == ""
 
 
 def test_changes_of_what_cannot_be_read(tmp_path: Path) -> None:
