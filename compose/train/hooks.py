@@ -42,15 +42,19 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
         local = (name, local_tensor(tensor))
         if whole in ties:
             of_stages.append(local)
-        over_tp = isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == ("tp",)
+        names: tuple[str, ...] = ()
         if isinstance(tensor, DTensor):
+            names = tensor.device_mesh.mesh_dim_names or ()
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     copies.setdefault((tensor.device_mesh, axis), []).append(local)
-        if over_tp or not isinstance(tensor, DTensor):  # it has a copy on every other rank of a stage
-            for axis, axis_name in enumerate(AXES):
-                if axis_name != "pp" and not (axis_name == "tp" and over_tp):
-                    copies.setdefault((mesh, axis), []).append(local)
+        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
+        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
+        if isinstance(tensor, DTensor) and {"expert_shard", "ep"} & set(names):
+            where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
+        for axis in axes:
+            if not any(axis in name for name in names):
+                copies.setdefault((where, _dim_of(where, axis)), []).append(local)
     if ties:
         copies[mesh, AXES.index("pp")] = of_stages
     results: list[str] = []
@@ -85,6 +89,10 @@ def _buffers(model: nn.Module) -> Iterator[_Named]:
     for name, buffer in model.named_buffers():
         if name in persistent:
             yield f"buffer {name}", name, buffer
+
+
+def _dim_of(mesh: DeviceMesh, axis: str) -> int:
+    return (mesh.mesh_dim_names or ()).index(axis)
 
 
 def _gathered(

@@ -167,6 +167,29 @@ def test_one_bit_in_one_of_four_replicas(pool: Pool, what: str) -> None:
     assert result == [[f"rank 2 differs in {shown} {name}"]] * 4
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"parallel__dp_shard": 2}, id="hsdp"),
+        pytest.param({"parallel__zero": 0, "precision__param": "bfloat16"}, id="ddp in bfloat16"),
+        pytest.param(
+            EXPERTS | {"parallel__dp_shard": 2, "parallel__tp": 1},
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_one_bit_in_a_replica_whose_gradients_are_quantized(pool: Pool, keys: Keys) -> None:
+    """The replicas' axis is not in the mesh of FSDP then."""
+    keys = {"parallel__dp_replicate": 2, "comm__gradients": "int8"} | keys
+    shards = int(str(keys.get("parallel__dp_shard", 1)))
+    name = "layers.1.feed_forward.w1.weight"
+    if "parallel__ep" in keys:
+        name = "layers.1.moe.experts.w1"
+    result = pool.run(_steps, 2 * shards, keys, 2, shards, "weight", name)
+    assert result == [[f"ranks 0, {shards} differ in weight {name}"]] * 2 * shards
+
+
 @pytest.mark.slow
 def test_a_norm_on_the_tp_axis_and_one_of_two_replicas(pool: Pool) -> None:
     """Either of two copies may be wrong; over two axes the one in both lines is."""
