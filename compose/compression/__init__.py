@@ -22,4 +22,6 @@ def hooks(trainer: Any) -> list[Any]:
     from compose.compression.compressor import CompressionHook
 
     compression = trainer.composition.compression
-    return [CompressionHook(compression)] if compression else []
+    config = trainer.config
+    skips = config.train.skip_nonfinite or config.precision.param == "float16"
+    return [CompressionHook(compression, skips)] if compression else []

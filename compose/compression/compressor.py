@@ -22,6 +22,7 @@ from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.hpz import OwnMemory
 from compose.train.hooks import Hook
+from compose.train.readings import Reading
 
 
 class Compression:
@@ -128,10 +129,9 @@ class Compression:
     def state(self) -> dict[str, Tensor]:
         """Return what the next step depends on, by name: residuals, factors and what was sent last."""
         return {
-            f"{number}.{prefix}{name}": value
+            f"{number}.{name}": value
             for number, stage in enumerate(self.stages)
-            for prefix, sender in stage.senders()
-            for name, value in sender.kept.items()
+            for name, value in stage.kept()
         }
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -140,6 +140,17 @@ class Compression:
         check({name: v for name, v in state.items() if not name.startswith(stages)}, {})
         for begin, stage in zip(stages, self.stages, strict=True):
             stage.restore({k.removeprefix(begin): v for k, v in state.items() if k.startswith(begin)})
+
+    def of_gradients(self) -> dict[str, Tensor]:
+        """Return a copy of what sums of gradients keep, by the names of :meth:`state`."""
+        return {name: value.clone() for name, value in self.state().items() if ".gather." not in name}
+
+    def undo(self, before: Mapping[str, Tensor]) -> None:
+        """Let sums of gradients keep what :meth:`of_gradients` returned."""
+        for number, stage in enumerate(self.stages):
+            for unit in stage.units:
+                for kind, code in unit.codes.items():
+                    code.restore(before, f"{number}.{unit.prefix(kind)}")
 
 
 @dataclass
@@ -279,7 +290,7 @@ class StageMessages:
     def _add(self, unit: Unit) -> None:
         self.units.append(unit)
         for kind, sender in unit.senders.items():
-            sender.restore(self.restored, unit.prefix(kind))
+            self._take(sender, unit.prefix(kind))
             sender.observer = self.owner.observe and self.owner.observe(sender)
 
     def senders(self) -> Iterator[tuple[str, Sender]]:
@@ -288,15 +299,26 @@ class StageMessages:
             for kind, sender in unit.senders.items():
                 yield unit.prefix(kind), sender
 
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what senders keep, by name, and what units that do not exist yet will take."""
+        for prefix, sender in self.senders():
+            yield from ((prefix + name, value) for name, value in sender.kept.items())
+        yield from self.restored.items()
+
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what senders kept. Units that do not exist yet take it when they are made."""
-        self.restored = state
+        self.restored = dict(state)
         if self.units:
             check(
                 state, {begin + n: form for begin, s in self.senders() for n, form in s.forms.items()}
             )
         for prefix, sender in self.senders():
-            sender.restore(state, prefix)
+            self._take(sender, prefix)
+
+    def _take(self, sender: Sender, prefix: str) -> None:
+        sender.restore(self.restored, prefix)
+        for name in sender.kept:  # else the memory of a base would be held for the whole run
+            self.restored.pop(prefix + name)
 
 
 def _in_order(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -376,9 +398,21 @@ class ReplicaSum:
 class CompressionHook(Hook):
     """Reports what messages send, and keeps what they have not sent."""
 
-    def __init__(self, compression: Compression) -> None:
-        self.compression = compression
+    def __init__(self, compression: Compression, skips: bool = False) -> None:
+        """``skips``: whether a step whose numbers are not finite is skipped, and training goes on."""
+        self.compression, self.skips = compression, skips
         self.sent: dict[str, float] = {}
+        self.before: dict[str, Tensor] = {}
+
+    def before_step(self, step: int) -> None:
+        """Note what a skipped step must leave as it was."""
+        self.before = self.compression.of_gradients() if self.skips else {}
+
+    def see(self, reading: Reading, scale: float) -> None:
+        """Undo what a skipped step has kept: what it has sent does not reach the weights."""
+        if self.skips and reading.problem:
+            self.compression.undo(self.before)
+        self.before = {}
 
     def before_update(self, step: int) -> None:
         """Note what the step has sent."""

@@ -1,5 +1,7 @@
 """A composition's compressed messages: their bytes, numbers and state, and what is refused."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,16 +9,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from compose import forward_backward
+from compose.compression.compressor import Compression, CompressionHook
 from compose.compression.packing import UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
 from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
 from compose.planner.trace import sent_bytes
+from compose.train.readings import Reading
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take_steps
 from tests.support.checkpoints import SAVING, goes_on_bitwise, resume, train_on
-from tests.support.helpers import built, make_job, parallel, ranks_in, refusals, tiered
+from tests.support.helpers import built, make_job, parallel, ranks_in, refusals, share_of, tiered
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines
 
@@ -230,6 +235,52 @@ def test_goes_on_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
     goes_on_bitwise(pool, tmp_path, WIDE | keys, mesh)
     one, other = (lines(tmp_path / run)[-1]["comm"] for run in ("whole", "parts"))
     assert one == other
+
+
+def _skipped_and_restored(keys: Keys) -> None:
+    """Steps of which every second is skipped; then what a run that goes on has before its first."""
+    job, composition = built(keys)
+    compression, train = composition.compression, job.config.train
+    assert isinstance(compression, Compression)
+    vocabulary = job.config.model.config.vocab_size
+    hook = CompressionHook(compression, skips=True)
+
+    def copied() -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in compression.state().items()}
+
+    def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+        return one.keys() == other.keys() and all(map(torch.equal, one.values(), other.values()))
+
+    batch: dict[str, Tensor] = {}
+    for step in range(4):
+        for parameter in composition.model.parameters():
+            parameter.grad = None
+        before = copied()
+        batch = random_batch(train.global_batch, train.seq_len, vocabulary, step)
+        hook.before_step(step + 1)
+        forward_backward(composition, share_of(batch, composition.mesh), micro_batch=1)
+        assert not same(copied(), before)
+        skipped = step % 2 == 0
+        hook.see(Reading(math.nan if skipped else 1.0, 1.0, None, ()), 1.0)
+        of_gradients = [{n: v for n, v in s.items() if ".gather." not in n} for s in (copied(), before)]
+        assert same(*of_gradients) == skipped, step
+    kept = copied()
+    _, again = built(keys)
+    assert isinstance(again.compression, Compression)
+    again.compression.restore({name: value.clone() for name, value in kept.items()})
+    assert same(again.compression.state(), kept)  # a save before the first step has all of it
+    forward_backward(again, share_of(batch, again.mesh), micro_batch=1)
+    assert again.compression.state().keys() == kept.keys()
+    assert [stage.restored for stage in again.compression.stages] == [{}]
+
+
+@pytest.mark.parametrize("name", tiered(KEPT, KEPT.keys() - {"zero 3", "ddp"}))
+def test_a_skipped_step_leaves_what_was_not_sent(pool: Pool, name: str) -> None:
+    keys = (
+        WIDE | dict(KEPT[name][0]) | KEPT[name][1] | {"train__global_batch": 4, "train__micro_batch": 1}
+    )
+    keys = {key: value for key, value in keys.items() if key != "comm__start_step"}
+    pool.run(_skipped_and_restored, ranks_in(keys), keys)
 
 
 @pytest.mark.slow
