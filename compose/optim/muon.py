@@ -104,8 +104,13 @@ def layout_of(
     regions, copies = {}, []
     for number, rank in enumerate(ranks):
         at = dict(zip(axes, (over.mesh == rank).nonzero()[0].tolist(), strict=True))
+        for name in set(names) - at.keys():  # axes that FSDP has joined, as dp_shard_cp
+            place = 0
+            for axis, ranks_along in zip(axes, over.mesh.shape, strict=True):
+                place = place * ranks_along + at[axis] if axis in name else place
+            at[name] = place
         regions[number] = stack + local_region(parameter, [at[name] for name in names])
-        copies.append(tuple(at[name] for name in axes if name not in cut))
+        copies.append(tuple(at[axis] for axis in axes if not any(axis in name for name in cut)))
     numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
     return MatrixLayout(shape, regions, {number: numbers[copy] for number, copy in enumerate(copies)})
 

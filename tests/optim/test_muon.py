@@ -182,6 +182,21 @@ def test_copies_of_experts(pool: Pool) -> None:
         assert layout.replica == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
+def _layout_over_joined_axes() -> MatrixLayout:
+    mesh = make_mesh(Parallel(dp_replicate=2, dp_shard=2, cp=2))
+    joined = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    parameter = DTensor.from_local(torch.zeros(3, 5), joined, [Shard(0)], run_check=False)
+    return layout_of(parameter, dist.group.WORLD, mesh)
+
+
+def test_copies_over_joined_axes(pool: Pool) -> None:
+    """Quantized gradients keep replicas out of FSDP's mesh: ranks 0 to 3 hold one copy here."""
+    for layout in pool.run(_layout_over_joined_axes, 8):
+        quarters = [slice(3 * place, 3 * place + 3) for place in range(4)]
+        assert [layout.regions[rank][1] for rank in range(8)] == quarters * 2
+        assert layout.replica == {rank: rank // 4 for rank in range(8)}
+
+
 def layout(
     shape: tuple[int, ...], shards: int, replicas: int = 1, dim: int = 1, ep: int = 1
 ) -> MatrixLayout:
