@@ -82,6 +82,8 @@ class Link(_Table):
     """Part of the bandwidth that large messages reach."""
     in_switch: Amount = 0.0
     """Bytes per second at which switches of a node sum tensors; 0: they cannot."""
+    direct: bool = False
+    """Whether a device has an equal link to each other one of its node, and no switch joins them."""
 
     @property
     def usable(self) -> float:

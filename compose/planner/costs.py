@@ -321,6 +321,8 @@ def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, proto
     inner = cluster.within.latency * protocol.within
     outer = max(inner, cluster.between.latency * protocol.between)
     within, between = (link.usable * protocol.share for link in (cluster.within, cluster.between))
+    if cluster.within.direct and local > 1:  # some links alone join the devices of the group
+        within *= (1 if kind == "p2p" else min(local, cluster.node) - 1) / (cluster.node - 1)
     bus = within if nodes == 1 else min(within, local * between)  # of a ring, for each device
     one, ring = bytes * (ranks - 1) / ranks / bus, (ranks - nodes) * inner + (nodes - 1) * outer
     if kind in ("all_gather", "reduce_scatter"):
