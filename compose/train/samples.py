@@ -8,6 +8,7 @@ import torch
 
 from compose.config.models import max_seq_len
 from compose.config.tables import Config
+from compose.data.chat_template import has_template
 from compose.data.datasets import tokenizer_of
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.samples import Samples as SampleSet
@@ -26,14 +27,14 @@ class Prompts:
     """The prompts of ``metrics.prompts`` as ids, and what ends a text."""
 
     def __init__(self, config: Config, sets: Sequence[SampleSet]) -> None:
-        """Encode the prompts; with chats they are messages of a user, in the tokenizer's template.
+        """Encode the prompts; with chats they are a user's messages in the tokenizer's template.
 
         Raises ConfigError if there is no tokenizer, a prompt has no token, or a text is too long.
         """
         given, more = config.metrics.prompts, config.metrics.sample_tokens
         self.tokenizer = tokenizer = tokenizer_of(config, sets)
         chats = any(each.token_set.manifest.kind != "text" for each in sets if each.token_set)
-        if chats and isinstance(tokenizer, JsonTokenizer):
+        if chats and isinstance(tokenizer, JsonTokenizer) and has_template(tokenizer):
             encoded = chat_ids(tokenizer, given)
         else:
             encoded = [tokenizer.encode(text, added=True, markup=True) for text in given]

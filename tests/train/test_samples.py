@@ -1,5 +1,6 @@
 """Texts that are made while a run trains: on any mesh the same ones, and training does not notice."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +157,19 @@ def test_a_text_within_the_models_positions() -> None:
         "metrics.sample_tokens: 11 after a prompt of 6 are more than the 16 positions that the model"
         " has"
     )
+
+
+def test_a_chat_set_without_a_template_is_prompted_with_texts(tmp_path: Path) -> None:
+    """Its prompts and replies were joined as texts."""
+    file = save_tokenizer(tmp_path)
+    settings = file.with_name("tokenizer_config.json")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    manifest = SimpleNamespace(kind="chat", tokenizer=SimpleNamespace(end=1))
+    sets: Any = [SimpleNamespace(token_set=SimpleNamespace(path=tmp_path, manifest=manifest))]
+    prompts = Prompts(make_config(1, **SAMPLING), sets)
+    assert prompts.ids == {
+        text: prompts.tokenizer.encode(text, added=True, markup=True) for text in prompts.ids
+    }
 
 
 def test_repeated_tokens_are_penalized_as_by_generate(tmp_path: Path) -> None:
