@@ -386,15 +386,16 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
         return main(sys.argv[1:]) or 0
     except ConfigError as error:
         return _refused(error.problems)
-    except PermissionError as error:  # is_dir() of a path whose folder may not be looked into raises it
-        return _refused([f"{error.filename}: {error.strerror}"])
     except SystemExit as request:
         return request.code if isinstance(request.code, int) else 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         return 1
-    except Exception:
+    except Exception as error:
+        # Without the right to look into a folder even is_dir() of a path in it raises.
+        if isinstance(error, PermissionError) and error.filename:
+            return _refused([f"{error.filename}: {error.strerror}"])
         traceback.print_exc()
         return 1
 
