@@ -329,8 +329,10 @@ def _run_dir(config: Config) -> list[str]:
 
 
 def _never_saves(folder: Path) -> bool:
-    """Whether the run of a folder keeps no checkpoints or copies, so that it cannot go on."""
+    """Whether the run of a folder has trained, and keeps no checkpoints or copies to go on from."""
     try:
+        if not (folder / "metrics.jsonl").stat().st_size:
+            return False
         kept = tomllib.loads(read_own(folder / "config.toml").decode())["checkpoint"]
         return not (kept["interval"] or kept["memory"])
     except (OSError, ValueError, LookupError, TypeError):  # of another version, or of no run

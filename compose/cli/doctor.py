@@ -305,7 +305,10 @@ def doctor(arguments: Sequence[str], seconds: float = _SECONDS) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         lines += _checked(config)
     _tell(given, lines, lines)  # links that fail end the command
-    if ranks > 1 and not device_problems(config):
+    alone = bool(device_problems(config))  # ranks of this node cannot reach others
+    if alone and lines and not is_first_rank():
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+    if ranks > 1 and not alone:
         with process_group(replace(config, comm=Comm(timeout=_WAIT, start_timeout=_WAIT))) as device:
             more = [*_others(lines), *_links(cluster, device, seconds)]
         lines += more
@@ -313,7 +316,7 @@ def doctor(arguments: Sequence[str], seconds: float = _SECONDS) -> int:
     count = Counter(line.state for line in lines)
     if is_first_rank():
         print(f"{count['fail']} would stop a run, {count['warn']} may slow or harm one", flush=True)
-    return 2 if count["fail"] and is_first_rank() else 0
+    return 2 if count["fail"] and (alone or is_first_rank()) else 0
 
 
 def _tell(given: Words, new: Sequence[Line], lines: Sequence[Line]) -> None:

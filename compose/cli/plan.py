@@ -27,7 +27,7 @@ from compose.config.addons import brought
 from compose.config.job import check_dealt, make_job
 from compose.config.models import find_model, folder_name
 from compose.config.tables import TABLES, without_add_ons
-from compose.config.toml import COMMAND_LINE, given_keys, values_of
+from compose.config.toml import COMMAND_LINE, files_of, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
@@ -150,12 +150,16 @@ def _check_flags(given: Words) -> None:
     if "--tokens" in flags:
         amount(given, "--tokens")
     files = [flag for flag in _WRITTEN if flag in flags]
-    if not files or "--model" in flags or flags.get("--objective") == "params":
+    if not files:
         return
-    read = {os.path.realpath(file): file for file in (given.file, *given_keys(given.file).values())}
+    by_name = "--model" in flags or flags.get("--objective") == "params"
+    names = [*([] if by_name else files_of(given.file)), flags.get("--cluster", "")]
+    used = {os.path.realpath(name): f"{name} is read for this plan" for name in names if name}
     for flag in files:
-        if file := read.get(os.path.realpath(flags[flag])):
-            raise flag_error(flag, f"{file} is read for this plan; give another name")
+        place = os.path.realpath(flags[flag])
+        if place in used:
+            raise flag_error(flag, f"{used[place]}; give another name")
+        used[place] = f"{flags[flag]} is the file of {flag}"
 
 
 def _answer(

@@ -150,7 +150,12 @@ class Compression:
         for number, stage in enumerate(self.stages):
             for unit in stage.units:
                 for kind, code in unit.codes.items():
-                    code.restore(before, f"{number}.{unit.prefix(kind)}")
+                    for name, value in [*code.kept.items()]:
+                        known = before.get(f"{number}.{unit.prefix(kind)}{name}")
+                        if known is None:
+                            del code.kept[name]
+                        else:  # in place: another stream has made this memory, and will read it
+                            value.copy_(known)
 
 
 @dataclass

@@ -66,11 +66,12 @@ _INSTEAD_OF = {
 
 @dataclass
 class Keys:
-    """Raw values by (table, key), and the file or command line of each."""
+    """Raw values by (table, key), the file or command line of each, and all files that were read."""
 
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     origins: dict[tuple[str, str], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
     def set(self, table: str, key: str, value: Any, origin: str) -> None:
         """Set a raw value, or those of a table within the table."""
@@ -117,6 +118,13 @@ def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str
     _read(file, keys, ())
     results = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
     return results | {name: COMMAND_LINE for name, _ in overrides}
+
+
+def files_of(file: str) -> list[str]:
+    """Return a TOML file and all that it extends."""
+    keys = Keys()
+    _read(file, keys, ())
+    return keys.files
 
 
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
@@ -173,6 +181,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
             # Some editors begin a file with a byte order mark, which has no meaning.
             text = opened.read().removeprefix("\ufeff")
         content = tomllib.loads(text, parse_float=_float)
+        keys.files.append(file)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
     except tomllib.TOMLDecodeError as error:

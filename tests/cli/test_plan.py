@@ -64,17 +64,20 @@ def test_flags_without_use_are_refused_before_the_search(
 
 
 @pytest.mark.parametrize("flag", ["--write", "--json", "--report"])
-@pytest.mark.parametrize("name", ["own.toml", "base.toml", "link.toml"])
+@pytest.mark.parametrize("name", ["own.toml", "base.toml", "link.toml", "cluster.toml"])
 def test_no_file_that_is_read_is_written(made: Search, tmp_path: Path, flag: str, name: str) -> None:
     own, base = tmp_path / "own.toml", tmp_path / "base.toml"
     base.write_text("[train]\nsteps = 3\n")
-    own.write_text('extends = "base.toml"\n[model]\nname = "gpt2"\n')
+    own.write_text('extends = "base.toml"\n[train]\nsteps = 4\n')
     (tmp_path / "link.toml").symlink_to(own)
-    words = [str(own), "--cluster=h100_sxm", "--world-size=8", f"{flag}={tmp_path / name}"]
-    shown = base if name == "base.toml" else own
+    cluster = tmp_path / "cluster.toml"
+    words = [str(own), f"--cluster={cluster}", "--world-size=8", f"{flag}={tmp_path / name}"]
+    shown = own if name == "link.toml" else tmp_path / name
     problem = f"command line: {flag}: {shown} is read for this plan; give another name"
     assert refusal(command.plan, words) == problem
     assert base.read_text() == "[train]\nsteps = 3\n"
+    twice = refusal(command.plan, [*QUESTION, "--json=a", "--write=a"])
+    assert twice == "command line: --write: a is the file of --json; give another name"
     assert made.spaces == []
 
 

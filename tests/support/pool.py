@@ -70,7 +70,9 @@ class Pool:
         the ranks are those of so many process groups of equal size.
         """
         if self._crowded():
-            self.close()
+            time.sleep(0.3)  # some may still be closing
+            if self._crowded():
+                self.close()
         if not self.workers:
             self._start()
         self.jobs += 1

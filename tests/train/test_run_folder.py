@@ -153,6 +153,9 @@ def test_a_run_that_never_saved_is_not_written_over(alone: None, tmp_path: Path)
     text = (tmp_path / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(text.replace("memory = 0", "memory = 1"))
     assert _run_dir(_config(tmp_path)) == []  # killed before its first copy
+    (tmp_path / "config.toml").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert _run_dir(_config(tmp_path)) == []  # failed before its first step
 
 
 def test_a_folder_here_that_cannot_be_made(tmp_path: Path) -> None:
