@@ -43,7 +43,7 @@ def _whole(config: pytest.Config) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """While one process waits for its ranks, the other tests. A GPU is for one; few tests need one."""
+    """Two for a whole tier: one works while the other waits for its ranks. Else, and on a GPU, none."""
     return 2 if _whole(config) and not config.option.usepdb and not torch.cuda.is_available() else 0
 
 
