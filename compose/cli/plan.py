@@ -31,6 +31,7 @@ from compose.config.toml import COMMAND_LINE, files_of, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
+    Compared,
     batch_table,
     composition_in_words,
     example_tokens,
@@ -108,7 +109,6 @@ def plan(arguments: Sequence[str]) -> int:
         late = time.monotonic() - began > _seconds(given)
         made = not (searched and searched.capped) and not late and not space.kinds
         answer = _answer(given, question, space, results, made)
-        print(*filter(None, [question.words]), *answer["sentences"], "", sep="\n")
     if len(batches) > 1:
         rows = [(here, one.candidates[0]) for _, here, one in batches]
         print(batch_table(rows, answer["tokens"]), "", sep="\n")
@@ -165,26 +165,36 @@ def _check_flags(given: Words) -> None:
 def _answer(
     given: Words, question: Question, space: Space, results: Sequence[Candidate], made: bool
 ) -> dict[str, Any]:
-    """Return the answer in sentences, with what they are made of, for JSON."""
+    """Print the answer in sentences, each once it is known, and return it for JSON."""
     tokens = amount(given, "--tokens") if "--tokens" in given.flags else example_tokens(space)
     what = f"{amount_in_words(tokens)} tokens"
     if "--tokens" not in given.flags:
         which = " that a token uses" if example_tokens(space) < 20 * parameters(space.config) else ""
         what += f" (20 for each parameter{which}, as in Hoffmann et al. 2022)"
-    others, variants = [], []
-    try:
-        others = expected(space, results) if made else []
-        variants = sensitivities(space, results[0]) if made else []
-    except KeyboardInterrupt:  # the search has its answer
-        print("interrupted: some comparisons are left out", file=sys.stderr)
+    others = _unless_stopped(lambda: expected(space, results)) if made else []
+    made, others = made and others is not None, others or []
+    first = sentences(space, results[0], others, [], (tokens, what))[: 1 + bool(others)]
+    print(*filter(None, [question.words]), *first, sep="\n", flush=True)
+    variants = (_unless_stopped(lambda: sensitivities(space, results[0])) if made else []) or []
+    texts = sentences(space, results[0], others, variants, (tokens, what))
+    print(*texts[len(first) :], "", sep="\n")
     return {
-        "sentences": sentences(space, results[0], others, variants, (tokens, what)),
+        "sentences": texts,
         "tokens": tokens,
         "kwh": kwh_of(space, results[0], tokens),
         "composition": composition_in_words(space, results[0]),
         "expected": {other.name: other.as_data(space) for other in others},
         "sensitivities": {variant.name: variant.step for variant in variants},
     }
+
+
+def _unless_stopped(compare: Callable[[], list[Compared]]) -> list[Compared] | None:
+    """Return comparisons; None after Ctrl-C, since the search has its answer."""
+    try:
+        return compare()
+    except KeyboardInterrupt:
+        print("interrupted: some comparisons are left out", file=sys.stderr)
+        return None
 
 
 def _against(given: Words) -> int:

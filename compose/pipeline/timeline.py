@@ -66,16 +66,16 @@ def simulate(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float] = lambda action: DURATIONS[action.kind],
     message: float = 0,
-    no_wait: Callable[[Action], tuple[float, float]] = lambda action: (0, 0),
+    after_result: Callable[[Action], float] = lambda action: 0,
     sharing: float = 1,
 ) -> list[Slot]:
     """Return when each action runs, in an order in which they can run.
 
     A rank runs its row in order. An action starts once the rank is free and its inputs have come. A
-    ``message`` takes a time, but does not hold up the rank that sends it. ``no_wait`` returns the parts
-    of an action's time in which it needs no input yet, and in which its result is sent already: weights
-    are gathered before, and gradients reduced after it. Ranks that share processors, ``sharing`` of
-    them each, cannot use these parts, and durations hold while all ranks work.
+    ``message`` takes a time, but does not hold up the rank that sends it. ``after_result`` returns the
+    part of an action's time in which its result is sent already, as gradients are reduced after it.
+    Ranks that share processors, ``sharing`` of them each, cannot use it, and durations hold while all
+    ranks work.
     """
     order = execution_order(table)
     if len(order) < sum(map(len, table)):
@@ -87,12 +87,12 @@ def simulate(
     ends: dict[Action, float] = {}
     slots = []
     for action in order:
-        rank, (before, after) = rank_of[action], no_wait(action)
+        rank = rank_of[action]
         ready = _ready(needs(action, last), rank, rank_of, ends, message)
         assert ready is not None
-        start = max(free[rank], ready - before)
+        start = max(free[rank], ready)
         free[rank] = start + duration(action)
-        ends[action] = free[rank] - after
+        ends[action] = free[rank] - after_result(action)
         slots.append(Slot(rank, action, start, free[rank]))
     return slots
 

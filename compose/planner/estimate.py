@@ -22,7 +22,7 @@ from compose.planner.memory import ACTIVATIONS, STATE, STEP, WEIGHTS, peak, plac
 from compose.planner.quick_memory import copies_kept
 from compose.planner.quick_units import stream_bytes
 from compose.planner.record_pool import JobRecords, OtherProgram, RankCosts, costs_of_ranks, rank_costs
-from compose.planner.step_time import PART, PROCESSOR, Seconds, no_wait, seconds_of
+from compose.planner.step_time import PART, PROCESSOR, Seconds, after_result, seconds_of
 
 _JOULES = 3.6e6  # of a kWh
 _OF_HOST = {PROCESSOR: "host", "host": "issue"}  # what a device waits for, by the names of step_time.py
@@ -241,14 +241,14 @@ def _estimate(
     @cache
     def known(stage: int, kind: str, place: str) -> _Timed:
         parts = seconds_of(of_stage[stage].seconds, (stage, kind, place))
-        return _Timed(parts, parts["all"] + exchange, no_wait(parts, kind))
+        return _Timed(parts, parts["all"] + exchange, after_result(parts, kind))
 
     def timed(action: Action) -> _Timed:
         return known(action.stage, action.kind, place_of(action.micro_batch, count))
 
     def simulated(message: float) -> list[Slot]:
         sharing = cluster.device.sharing
-        return simulate(rows, lambda a: timed(a).seconds, message, lambda a: timed(a).no_wait, sharing)
+        return simulate(rows, lambda a: timed(a).seconds, message, lambda a: timed(a).after, sharing)
 
     message = _message(job, cluster)
     slots = simulated(message)
@@ -266,8 +266,8 @@ class _Timed(NamedTuple):
 
     parts: Seconds
     seconds: float
-    no_wait: tuple[float, float]
-    """The parts of it that need no input yet, and that come after its result."""
+    after: float
+    """The part of it that comes after its result."""
 
 
 def _message(job: Job, cluster: Cluster) -> float:

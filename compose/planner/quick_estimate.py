@@ -189,7 +189,8 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
 
     forward, backward = unit.forward, unit.backward
     if parallel.zero == 3:
-        both = max(gather, reduce)
+        # NCCL sends both by one communicator, one after the other.
+        both = gather + reduce if cluster.backend == "nccl" else max(gather, reduce)
         each = shown(forward, gather) + shown(backward, both) + 2 * copies + sums
         return each, max(0.0, max(reduce + replicas, gather) - max(backward, both))
     once, backwards = shown(forward, gather) + copies, shown(backward, reduce) + sums

@@ -257,7 +257,8 @@ def costs_of_ranks(
             else:
                 pool.submit(name, _recorded, asked, files)
 
-        for place in left:
+        # The first rank of a pipeline tells others what they receive: they begin after it.
+        for place in sorted(left, key=lambda place: -len(plans[place].kept)):
             for number in range(len(plans[place].kept[0])):
                 submit(place, 0, number)
         for name, result in pool.results():

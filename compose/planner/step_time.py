@@ -70,6 +70,7 @@ def action_seconds(
     beside: list[tuple[float, float]] = []  # kernels of other streams: when they may start, seconds
     reached: dict[int, float] = {}
     sent: dict[int, str] = {}
+    free: dict[str, float] = defaultdict(float)  # when a communicator's last message has ended
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
     world_size = math.prod(getattr(degrees, axis) for axis in AXES)
@@ -108,10 +109,13 @@ def action_seconds(
             took = _message(cluster, work)
             host += issue[0]
             late = max(0.0, host - clock[work.stream])
-            clock[work.stream] += late + took
+            # NCCL runs what one communicator sends in the order of issue, whatever the streams.
+            took_turns = max(0.0, free[work.group] - clock[work.stream] - late) if on_gpu else 0.0
+            clock[work.stream] += late + took_turns + took
+            free[work.group] = clock[work.stream]
             sent[work.stream] = axis
             if work.stream == 0:
-                seconds[f"exposed {axis}"] += took
+                seconds[f"exposed {axis}"] += took_turns + took
                 seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
@@ -183,10 +187,14 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
     return results
 
 
-def no_wait(seconds: Seconds, kind: str) -> tuple[float, float]:
-    """Return the parts of an action that need no input yet, and that come after its result."""
+def after_result(seconds: Seconds, kind: str) -> float:
+    """Return the part of an action that comes after its result: sums of gradients behind a backward.
+
+    A forward's gathers are no such part before its input: FSDP's streams wait for computation's, and
+    this one for the input (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _root_pre_forward).
+    """
     exposed = sum(v for name, v in seconds.items() if name.startswith("exposed dp_"))
-    return (exposed, 0.0) if kind == "F" else (0.0, exposed)
+    return 0.0 if kind == "F" else exposed
 
 
 def seconds_of(known: Mapping[Key, Seconds], key: Key) -> Seconds:

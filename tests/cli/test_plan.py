@@ -186,6 +186,21 @@ def test_ctrl_c_ends_the_comparisons_alone(
     assert "To run it" in shown.out
 
 
+def test_the_answer_does_not_wait_for_what_to_buy(
+    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = []
+    monkeypatch.setattr(
+        command, "sensitivities", lambda *_: before.append(capsys.readouterr().out) or []
+    )
+    assert command.plan(QUESTION) == 0
+    _, first, second, *others = before[0].splitlines()
+    assert first.startswith("Run ")
+    assert second.startswith("Plain FSDP ")
+    assert not others
+    assert "device-hours" in capsys.readouterr().out.splitlines()[0]
+
+
 @pytest.mark.parametrize("words", [["--objective=devices", "--tokens=1B", "--days=1"]])
 def test_kinds_of_device_go_without(words: list[str]) -> None:
     text = refusal(command.plan, ["--model=llama:debug", "--gpus=8xh100+8xa100", *words])

@@ -169,13 +169,12 @@ def test_messages_between_stages_delay_the_next_one() -> None:
     assert slots[0, "B", 1].end == 10.0
 
 
-def test_weights_are_gathered_before_the_input_and_gradients_reduced_after_the_result() -> None:
-    """Actions take 3 s, 1 s of it without a wait; by hand, with two ranks and one micro-batch."""
+def test_gradients_are_reduced_after_the_result() -> None:
+    """Actions take 3 s, of a backward 1 s after its result; by hand, one micro-batch on two ranks."""
     rows = build_table("1F1B", 2, 1, 1)
-    parts = {"F": (1.0, 0.0), "B": (0.0, 1.0)}
-    slots = simulate(rows, lambda a: 3.0, 0.0, lambda a: parts[a.kind])
+    slots = simulate(rows, lambda a: 3.0, 0.0, lambda a: float(a.kind == "B"))
     starts = {(slot.rank, slot.action.kind): slot.start for slot in slots}
-    assert starts == {(0, "F"): 0.0, (1, "F"): 2.0, (1, "B"): 5.0, (0, "B"): 7.0}
+    assert starts == {(0, "F"): 0.0, (1, "F"): 3.0, (1, "B"): 6.0, (0, "B"): 8.0}
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])

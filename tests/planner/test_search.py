@@ -111,7 +111,7 @@ def test_a_70b_keeps_tp_in_the_node_and_the_pipeline_short() -> None:
     shape = keys_in("model.preset=70b train.seq_len=8192 train.global_batch=512 cp=1")
     where = space(TRAIN, "h100_sxm", 512, **(LLAMA_8B | shape))
     best = picks(where)[0]
-    assert 1 < best.config.parallel.tp <= 8
+    assert best.config.parallel.tp <= 8  # by records FSDP alone takes 9.29 s, with tp 4 9.36 s
     assert best.config.parallel.pp <= 8
     fastest: dict[bool, float] = {}
     # Replicas have zero 3 alone.

@@ -17,6 +17,7 @@ from compose.planner.record import Allocation, Message, Operator, Record, Segmen
 from compose.planner.step_time import (
     Seconds,
     action_seconds,
+    after_result,
     axis_of,
     grown,
     in_pieces,
@@ -112,6 +113,23 @@ def test_a_gather_that_is_waited_for_at_once_is_exposed() -> None:
         result = seconds_of([*work], cluster, at)
         assert result["all"] == pytest.approx(sent + compute)
         assert result["exposed dp_shard"] == pytest.approx(sent)
+
+
+def test_messages_of_one_communicator_take_turns() -> None:
+    cluster = cluster_of()
+    _, sent = product_and_gather(cluster, 16384)
+    for group, all_messages in (("dp", 2 * sent), ("another", sent)):
+        beside = replace(gather(2), group=group)
+        result = seconds_of([gather(1), beside, Wait(1, 0, 0)], cluster, at=2)
+        assert result["all"] == pytest.approx(sent)  # of the first one alone
+        result = seconds_of([beside, gather(1), Wait(1, 0, 0)], cluster, at=2)
+        assert result["all"] == pytest.approx(all_messages)
+        assert result["exposed dp_shard"] == pytest.approx(all_messages)
+
+
+def test_only_sums_of_gradients_come_after_a_result() -> None:
+    parts = {"all": 9.0, "exposed dp_shard": 2.0, "exposed dp_replicate": 1.0, "exposed tp": 4.0}
+    assert [after_result(parts, kind) for kind in "FBW"] == [0.0, 3.0, 3.0]
 
 
 def test_complex_numbers_are_not_fused() -> None:
