@@ -41,10 +41,12 @@ from compose.ops.batch import IGNORE
 _CHECKED = 1 << 27  # tokens of a file checked at the start; the rest are checked when they are read
 
 
-def pack(windows: Tensor, separator: int) -> dict[str, Tensor]:
-    """Return the inputs of a model, each int64 (B, L), from windows of tokens, int64 (B, L + 1)."""
+def pack(windows: Tensor, ends: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of a model, each int64 (B, L), from windows of tokens, int64 (B, L + 1).
+
+    ``ends``, bool (B, L), tells which tokens are the last of their documents.
+    """
     tokens, targets = windows[:, :-1], windows[:, 1:]
-    ends = tokens == separator
     document_ids = ends.cumsum(1) - ends.long()
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     starts = torch.where(ends, places + 1, 0).roll(1, 1)
@@ -72,7 +74,7 @@ def random_batch(samples: int, seq_len: int, vocab_size: int, seed: int) -> dict
     edge = max(1, seq_len // 64)
     ends[::2, edge:-edge] = False
     ends[::2, edge - 1] = True
-    batch = pack(windows.masked_fill(ends, vocab_size - 1), separator=vocab_size - 1)
+    batch = pack(windows.masked_fill(ends, vocab_size - 1), ends[:, :-1])
     ignored = torch.linspace(0, 0.5, samples)[:, None]
     drop = torch.rand(batch["targets"].shape, generator=generator) < ignored
     return {**batch, "targets": batch["targets"].masked_fill(drop, IGNORE)}
@@ -270,9 +272,15 @@ class Windows:
 
     def read(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
         """Return one sample, as ``Samples.read``."""
-        window = self.row.read(index * self.seq_len, (index + 1) * self.seq_len + 1)
+        start = index * self.seq_len
+        window = self.row.read(start, start + self.seq_len + 1)
         check_ids(window, self.name, self.vocab_size)
-        batch = pack(torch.from_numpy(window)[None], self.separator)
+        ends = window[:-1] == self.separator
+        if self.token_set is not None:  # a document may begin with the token that ends one, as GPT-2's
+            known = self.token_set.ends
+            first, last = np.searchsorted(known, [start + 1, start + self.seq_len + 1])
+            ends = np.isin(np.arange(start + 1, start + self.seq_len + 1), known[first:last])
+        batch = pack(torch.from_numpy(window)[None], torch.from_numpy(ends)[None])
         return {name: value[0] for name, value in batch.items()}
 
 

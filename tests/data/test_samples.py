@@ -1,8 +1,10 @@
-"""Samples of text, of token files and of chats, whose conversations are apart; or one line why not."""
+"""Samples of text, of token files and of chats, whose conversations stay separate; or one line why not."""
 
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +50,7 @@ def test_each_token_of_a_window_has_a_successor(tokens: int, windows: int) -> No
 
 def test_pack() -> None:
     windows = torch.tensor([[5, 6, 9, 7, 8, 1, 9, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    packed = pack(windows, separator=9)
+    packed = pack(windows, windows[:, :-1] == 9)
     assert packed["tokens"].tolist() == windows[:, :-1].tolist()
     # The last token of a document is its separator, whose successor is another document's.
     assert packed["targets"].tolist() == [
@@ -57,6 +59,25 @@ def test_pack() -> None:
     ]
     assert packed["document_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8]
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))]
+
+
+def test_documents_that_begin_with_the_token_that_ends_one() -> None:
+    """As GPT-2's; a set knows where its documents end, in whatever window they do."""
+    rows = [[9, 1, 2, 9], [9, 9], [9, 3, 4, 5, 6, 7, 9], [9, 8, 9, 1, 9], [9, 2, 2, 2, 9]]
+    ends = np.cumsum([len(row) for row in rows])
+    known: Any = SimpleNamespace(ends=ends)
+    source = Windows("set", TokenRow([np.concatenate(rows)]), 9, 5, 10, "", known)
+    numbers = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    places = np.concatenate([np.arange(len(row)) for row in rows])
+    for index in range(len(source)):
+        sample, window = source.read(index), slice(5 * index, 5 * index + 5)
+        documents = torch.from_numpy(numbers[window])
+        assert torch.equal(sample["document_ids"], documents - documents[0])
+        begins = torch.from_numpy(places[window])
+        first = sample["document_ids"] == 0
+        assert torch.equal(sample["positions"][~first], begins[~first])
+        last = torch.from_numpy(np.isin(np.arange(5 * index, 5 * index + 5) + 1, ends))
+        assert torch.equal(sample["targets"] == IGNORE, last)
 
 
 def test_without_a_separator_a_window_is_one_document() -> None:
