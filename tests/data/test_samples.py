@@ -1,4 +1,4 @@
-"""Samples of text, of token files and of chats, whose conversations stay separate; or one line why not."""
+"""Samples of text, of token files and of chats, which stay separate; or one line why not."""
 
 import json
 import struct
