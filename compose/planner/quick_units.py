@@ -280,7 +280,7 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
     sent: dict[str, dict[str, float]] = {"F": defaultdict(float), "B": defaultdict(float)}
     issued = {"F": 0.0, "B": 0.0}
     for part, values in rows.items():
-        phase, backward = part.phase, part.phase == "B"
+        phase = part.phase
         if phase == "M":
             size[part.what] = values[0]
         elif part.what == "op":
@@ -288,7 +288,7 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
             name, kind, dtype = part.form
             shape = tuple(max(1, round(n)) for n in sizes)
             work = Operator(0, 0, name, kind, flops, round(moved), dtype, shape)
-            spent[phase, "matmul"] += operator_seconds(cluster, work, backward)
+            spent[phase, "matmul"] += operator_seconds(cluster, work)
             issued[phase] += 1
         elif part.what == "attention":
             count, flops, moved = values
@@ -296,7 +296,7 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
             if count:
                 of_one = flops / count, round(moved / count)
                 work = Operator(0, 0, name, "attention", *of_one, dtype, (head,))
-                spent[phase, "attention"] += count * operator_seconds(cluster, work, backward)
+                spent[phase, "attention"] += count * operator_seconds(cluster, work)
                 issued[phase] += count
         elif part.what == fused:
             kernels, *moved = values

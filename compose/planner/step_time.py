@@ -119,7 +119,7 @@ def action_seconds(
                 seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
-            took = operator_seconds(shared, work, phase == BACKWARD)
+            took = operator_seconds(shared, work)
             if work.kind == PROCESSOR:
                 # It waits for what it computes with, and what follows on the device waits for it.
                 host = max([host, *clock.values()]) + took
@@ -228,11 +228,11 @@ def in_pieces(record: Record, cluster: Cluster, degrees: Parallel) -> None:
         beside = (work[i] for i in near)
         product = next((w for w in beside if isinstance(w, Operator) and w.kind == "product"), None)
         if product:
-            took, hides = _message(cluster, message), operator_seconds(cluster, product, False)
+            took, hides = _message(cluster, message), operator_seconds(cluster, product)
             message.bytes = round(message.bytes * max(1 / tp, 1 - (1 - 1 / tp) * hides / took))
 
 
-def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
+def operator_seconds(cluster: Cluster, work: Operator) -> float:
     """Return the time of one operator."""
     if work.kind == "product" and len(work.shape) == 4:
         batch, m, n, k = work.shape
@@ -243,7 +243,7 @@ def operator_seconds(cluster: Cluster, work: Operator, backward: bool) -> float:
     if work.kind == "attention":
         sizes = work.flops, work.bytes, work.dtype, work.shape[-1]
         known = costs.by_kernel(cluster, kernel_that_runs(work.name))
-        return costs.attention_seconds(known, *sizes, backward)
+        return costs.attention_seconds(known, *sizes, "backward" in work.name)
     if work.name in NO_KERNEL or not work.bytes:
         return 0.0
     if work.kind == PROCESSOR:

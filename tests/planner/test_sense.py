@@ -44,7 +44,7 @@ def test_no_model_is_faster_than_products_are(name: str) -> None:
     for work in record.work:
         if isinstance(work, Operator):
             flops[work.kind] += work.flops
-            took[work.kind] += operator_seconds(cluster, work, False)
+            took[work.kind] += operator_seconds(cluster, work)
     of_token = job.config.model.config.flops_per_token(job.config.train.seq_len)
     model = of_token * job.config.train.seq_len
     assert model <= 1.01 * sum(flops.values())  # nothing is left out

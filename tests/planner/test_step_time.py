@@ -13,7 +13,7 @@ from compose.planner import costs
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.few_layers import busiest_rank
 from compose.planner.memory import STEP
-from compose.planner.record import Allocation, Message, Operator, Record, Segment, Wait
+from compose.planner.record import BACKWARD, Allocation, Message, Operator, Record, Segment, Wait
 from compose.planner.step_time import (
     Seconds,
     action_seconds,
@@ -214,7 +214,7 @@ def test_kernels_that_do_more_than_copy_take_longer() -> None:
         replace(elementwise(size), name=name) for name in ("aten.native_layer_norm", "aten.copy_")
     )
     launch = cluster.device.launch
-    norm, copied = (operator_seconds(cluster, work, False) - launch for work in (add, copy))
+    norm, copied = (operator_seconds(cluster, work) - launch for work in (add, copy))
     assert norm / copied == pytest.approx(1 / 0.75)
 
 
@@ -300,6 +300,18 @@ def test_the_kernel_that_runs_is_recorded(case: str) -> None:
     assert {kernel_that_runs(w.name) for w in work} == {kernel}
 
 
+def test_recomputed_attention_costs_what_a_forward_does() -> None:
+    """The operator runs without gradients, as a backward does, and is a forward all the same."""
+    cluster = cluster_of()
+    shape = (1, 32, 8192, 128)
+    names = ("aten._flash_attention_forward", "aten._flash_attention_backward")
+    works = [Operator(1, 0, name, "attention", 1e12, 1, "bfloat16", shape) for name in names]
+    forward, backward = (operator_seconds(cluster, work) for work in works)
+    assert forward / backward == pytest.approx(0.325 / 0.345, rel=0.01)
+    took = seconds_of([works[0]], cluster, phase=BACKWARD)
+    assert took["attention"] == pytest.approx(forward)
+
+
 def test_attention_costs_what_its_kernel_takes() -> None:
     """The same work by cuDNN, by FlashAttention-2, and by the kernel of float32."""
     cluster, shape = load_cluster("h100_sxm"), (1, 32, 8192, 128)
@@ -308,7 +320,6 @@ def test_attention_costs_what_its_kernel_takes() -> None:
         operator_seconds(
             cluster,
             Operator(1, 0, f"aten.{name}_attention", "attention", 1e12, 1, "bfloat16", shape),
-            False,
         )
         for name in names
     ]
