@@ -137,7 +137,6 @@ def _devices(config: Config) -> Iterator[Line]:
 
 
 def _nvidia_smi(query: str) -> list[list[str]]:
-    """Return the rows that NVIDIA's tool prints."""
     words = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     return [line.split(", ") for line in done.stdout.splitlines()]

@@ -82,22 +82,17 @@ def _cannot_go_on(config: Config) -> Iterator[str]:
 
 def _check_least(config: Config, world_size: int) -> None:
     """Raise ConfigError if run.min_ranks ranks have no legal mesh."""
-    least = config.run.min_ranks
-    try:
-        _choose(config, least)
-    except ConfigError as error:
-        why = _reason(error.problems)
-    else:
-        return
-    for ranks in range(least + 1, world_size):
+    least, why = config.run.min_ranks, ""
+    for ranks in range(least, world_size):
         try:
             _choose(config, ranks)
-        except ConfigError:
-            continue
-        break
+            break
+        except ConfigError as error:
+            why = why or _reason(error.problems)
     else:
-        ranks = world_size
-    raise ConfigError(f"run.min_ranks: {least} ranks have no legal mesh ({why}); nearest: {ranks}")
+        ranks = world_size  # a mesh of these was chosen
+    if why:
+        raise ConfigError(f"run.min_ranks: {least} ranks have no legal mesh ({why}); nearest: {ranks}")
 
 
 def _choose(config: Config, world_size: int) -> tuple[Job, str]:

@@ -31,7 +31,7 @@ from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.job import Job
 from compose.config.models import Sampler, find_model, folder_name, max_seq_len
-from compose.config.tables import Checkpoint, Config, without_add_ons
+from compose.config.tables import TABLES, Checkpoint, Config, without_add_ons
 from compose.config.toml import load as load_toml
 from compose.config.toml import override, typed
 from compose.data.chat_messages import Chat, read_chat
@@ -39,10 +39,8 @@ from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError, noted, there
-from compose.memory.compilation import Compile
 from compose.object_storage import as_path
-from compose.parallel.comm import Comm
-from compose.parallel.mesh import Parallel, init_mesh
+from compose.parallel.mesh import init_mesh
 from compose.train.processes import process_group
 from compose.train.sampling import Sampling, chat_ids, sample, text_of
 
@@ -126,7 +124,6 @@ def _stored_config(source: Path, folders: Sequence[Path], own: Sequence[str]) ->
 
 
 def _generate_text(source: Path, words: Words) -> None:
-    """Continue a text with a trained model."""
     prompts = given_prompts(words.given)
     sampling = _sampling(words.flags)
     best = "--best" in words.flags
@@ -200,16 +197,10 @@ def job_of(
     """
     own = [value for key, value in overrides if key == "model.path"]
     config = without_add_ons(_stored_config(source, folders, own))
-    # The length grows with each token, and each length would need a new graph.
-    config = replace(config, parallel=Parallel(), compile=Compile(), comm=Comm())
-    # Nothing is trained, so their rules do not matter.
-    usual = Config(model=config.model)
-    config = replace(
-        config,
-        metrics=usual.metrics,
-        optimizer=usual.optimizer,
-        activation_checkpoint=usual.activation_checkpoint,
-    )
+    # The length grows with each token, and each length would need a new graph. Nothing is trained, so
+    # the rules of metrics, optimizer and activation_checkpoint do not matter.
+    usual = ("parallel", "compile", "comm", "metrics", "optimizer", "activation_checkpoint")
+    config = replace(config, **{name: TABLES[name]() for name in usual})
     config = override(config, overrides)
     ranks = launched_ranks()
     # There are no batches here, so choose sizes that are legal on every mesh.

@@ -88,7 +88,8 @@ def plan(arguments: Sequence[str]) -> int:
             keys = {"train.global_batch": batch}
             one = replace(question, config=with_keys(question.config, keys)) if number else question
             if number and "--model" in given.flags:
-                one = replace(one, words=question_words(given, one))
+                model, count = given.flags["--model"], parameters(one.config)
+                one = replace(one, words=question_words(model, count, one.config, batch_given=True))
             here = _space(given, one) if number else space
             try:
                 batches.append((one, here, _search(given, one, here)))

@@ -41,7 +41,6 @@ def init(arguments: Sequence[str]) -> int:
 
 
 def _files() -> dict[str, str]:
-    """Return the files of a new project, by their names."""
     (place,) = importlib.import_module(f"{PACKAGE}.{_MODEL}").__path__
     files = {f"model/{file.name}": file.read_text("utf-8") for file in Path(place).glob("*.py")}
     files = {

@@ -93,7 +93,11 @@ def read_question(given: Words) -> Question:
 def _read_question(given: Words, cluster: Cluster, world_size: int) -> Question:
     batches = _batches(given)
     if "--model" not in given.flags:
-        given.overrides.extend(_of_file(given, batches))
+        # These take the place of a file's keys.
+        if seq_len := number_of(given, "--seq-len", "tokens"):
+            given.overrides.append(("train.seq_len", str(seq_len)))
+        if batches:
+            given.overrides.append(("train.global_batch", str(batches[0])))
         config, where = load(given.file, given.overrides), given.file
         origins = given_keys(where, given.overrides)
         return Question(config, cluster, world_size, where, origins, batches=batches)
@@ -118,12 +122,13 @@ def question_of(
     batch = batches[0] if batches else default_batch(count, seq_len, world_size)
     keys += [("train.seq_len", str(seq_len)), ("train.global_batch", str(batch))]
     config = without_file([*keys, *given.overrides])
-    words = _words(model, count, config, bool(batches))
+    words = question_words(model, count, config, bool(batches))
     origins = {key: COMMAND_LINE for key, _ in (*keys, *given.overrides)}
     return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
 
 
-def _words(model: str, count: float, config: Config, batch_given: bool) -> str:
+def question_words(model: str, count: float, config: Config, batch_given: bool) -> str:
+    """Return a question, with what it left open, for a model of ``count`` parameters."""
     train = config.train
     rule = "" if batch_given else ", by the rule for its size; --batch sets another"
     return (
@@ -131,12 +136,6 @@ def _words(model: str, count: float, config: Config, batch_given: bool) -> str:
         f" a sample, {train.global_batch:,} samples a step"
         f" ({amount_in_words(train.global_batch * train.seq_len)} tokens{rule})"
     )
-
-
-def question_words(given: Words, question: Question) -> str:
-    """Return the question with what it left open, of its config as it is now."""
-    count, config = parameters(question.config), question.config
-    return _words(given.flags["--model"], count, config, bool(question.batches))
 
 
 def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:
@@ -278,13 +277,6 @@ def _batches(given: Words) -> tuple[int, ...]:
     if not all(1 <= value < 2**31 for value in values):
         raise flag_error("--batch", f"{text} is no number of samples a step, as 512 or 256,512,1024")
     return tuple(dict.fromkeys(values))
-
-
-def _of_file(given: Words, batches: tuple[int, ...]) -> list[tuple[str, str]]:
-    """Return the keys that --seq-len and --batch set in place of a file's."""
-    seq_len = number_of(given, "--seq-len", "tokens")
-    sizes = [("train.seq_len", str(seq_len))] if seq_len else []
-    return sizes + ([("train.global_batch", str(batches[0]))] if batches else [])
 
 
 def amount(given: Words, flag: str) -> float:

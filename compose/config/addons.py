@@ -3,9 +3,8 @@
 The package ``compose.<name>`` brings, each under one of these names of its ``__init__``, what it has:
 
     TABLES               its tables of train.toml, by name
+    RUN_RULES            its rules of a run
     compress(options, mesh)  the messages that a composition sends in another way (composition.Messages)
-    composition_rules()  rules of what ``compose.apply`` carries out
-    run_rules()          rules of a run
     task(config)         what a model of the next token learns in its place, or None
     hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)
     held(job, placed)    what a dry run says of the memory that it takes besides

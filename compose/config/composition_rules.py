@@ -400,8 +400,7 @@ def _check_messages(setup: Setup) -> Iterator[str]:
         )
 
 
-_OF_ADD_ONS = [rule for _, rules in brought("composition_rules") for rule in rules()]
-COMPOSITION: list[Rule[Setup]] = MESH + STEP + COMM + _OF_ADD_ONS
+COMPOSITION: list[Rule[Setup]] = MESH + STEP + COMM
 
 
 def check_setup(setup: Setup) -> None:

@@ -66,7 +66,7 @@ class Job:
         """The part of a global batch that each data rank trains on; () if they are equal."""
         degrees, micro_batch = self.degrees, self.config.train.micro_batch
         whole = self.global_batch % (degrees.data_ranks * micro_batch) == 0
-        if not may_be_unequal(self.config) or (whole and not degrees.speeds):
+        if not degrees.speeds and (whole or not self.config.run.elastic):
             return ()
         shares = self.dealt(degrees.data_speeds)
         equal = len({(share.samples, share.micro_batch) for share in shares}) == 1
@@ -127,11 +127,6 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     degrees = replace(config.parallel, dp_replicate=config.parallel.dp_replicate // islands)
     plan = adapt(model, folder.plan(shape, degrees), config.model.lora, degrees.tp)
     return Job(config, world_size // islands, model, plan, resolve(plan, model), islands)
-
-
-def may_be_unequal(config: Config) -> bool:
-    """Return whether data ranks may get unequal shares of a global batch."""
-    return bool(config.parallel.speeds) or config.run.elastic
 
 
 def check_dealt(global_batch: int, islands: int) -> None:

@@ -344,7 +344,7 @@ def _muon_offload(job: Job) -> Iterator[str]:
         )
 
 
-RUN += [rule for _, rules in brought("run_rules") for rule in rules()]
+RUN += [rule for _, rules in brought("RUN_RULES") for rule in rules]
 RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 

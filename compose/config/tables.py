@@ -6,6 +6,7 @@ the command line. The rules between keys are in rules.py.
 
 import dataclasses
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -241,12 +242,9 @@ for _field in dataclasses.fields(_Core):
         TABLES |= {name: kind for name, (kind, after) in OF_ADD_ONS.items() if after == _field.name}
 
 
-def table_of(config: Config, name: str) -> Any:
-    """Return a table of ``config`` by its name in TABLES, as "train" or "model.lora"."""
-    result: Any = config
-    for part in name.split("."):
-        result = getattr(result, part)
-    return result
+def value_of(config: Config, name: str) -> Any:
+    """Return a table or a key of ``config`` by its name, as "model.lora" or "train.steps"."""
+    return attrgetter(name)(config)
 
 
 def without_add_ons(config: Config) -> Config:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compose.config.hugging_face import HF, config_problems, described_model
 from compose.config.models import find_model, folder_name, module_of
-from compose.config.tables import TABLES, Checkpoint, Config, Model, Train, table_of
+from compose.config.tables import TABLES, Checkpoint, Config, Model, Train, value_of
 from compose.errors import (
     ConfigError,
     attribute,
@@ -269,7 +269,6 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
 
 @functools.cache
 def _types(kind: type) -> dict[str, Any]:
-    """Return the types of a table's fields."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
@@ -404,7 +403,7 @@ def dump(config: Config) -> str:
 def values_of(config: Config) -> Iterator[tuple[str, str, Any]]:
     """Yield (table, key, value) of every key, with those of the model's own config."""
     for table, kind in TABLES.items():
-        values = table_of(config, table)
+        values = value_of(config, table)
         # With epochs the steps follow from the data, which are not open yet.
         left_out = "steps" if kind is Train and values.epochs else ""
         names = (key for key in docs(kind) if key != left_out)

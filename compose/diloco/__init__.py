@@ -2,21 +2,15 @@
 
 from typing import Any
 
-from compose.diloco.options import Outer
+from compose.diloco.options import ISLANDS, Outer
 
 TABLES = {"outer": Outer}
+RUN_RULES = ISLANDS
 
 
 def islands(config: Any) -> int:
     """Return how many parts of the job train alone: the ranks of dp_replicate, if [outer] is on."""
     return config.parallel.dp_replicate if config.outer.every else 1
-
-
-def run_rules() -> list[Any]:
-    """Return the rules of [outer]."""
-    from compose.diloco.options import ISLANDS
-
-    return ISLANDS
 
 
 def between_workers(

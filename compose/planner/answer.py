@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compose.config.tables import Config
+from compose.config.tables import Config, value_of
 from compose.errors import ConfigError
 from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.planner.candidates import (
@@ -21,7 +21,6 @@ from compose.planner.candidates import (
     lack_of_node,
     order,
     shape_for,
-    value_of,
     with_keys,
 )
 from compose.planner.cluster import Collective, load_cluster

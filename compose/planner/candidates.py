@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compose.config.tables import Config
+from compose.config.tables import Config, value_of
 from compose.parallel.mesh import AXES, Parallel
 from compose.pipeline.schedules import stages_per_rank
 from compose.planner.cluster import Cluster
@@ -223,7 +223,6 @@ def _of_mesh(
     free: Mapping[str, Sequence[Any]],
     anyway: bool,
 ) -> Iterator[Candidate]:
-    """Yield the candidates of one mesh."""
     config, room = space.config, capacity(space.cluster)
     most = math.inf if anyway else room * MEMORY_ERROR
     of_parallel = [key for key in free if key.startswith("parallel.")]
@@ -320,12 +319,6 @@ def with_keys(config: Config, keys: dict[str, Any]) -> Config:
         tables.setdefault(table, {})[key] = value
     changed = {table: replace(getattr(config, table), **values) for table, values in tables.items()}
     return replace(config, **changed)
-
-
-def value_of(config: Config, name: str) -> Any:
-    """Return the value of a key "table.key"."""
-    table, _, key = name.partition(".")
-    return getattr(getattr(config, table), key)
 
 
 def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:

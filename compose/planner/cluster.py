@@ -8,7 +8,6 @@ which part of them programs reach, and ``[measured]`` is written by ``python -m 
 import dataclasses
 import json
 import re
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +18,9 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from compose.config.models import shipped
 from compose.config.setup import Target
+from compose.config.toml import tomllib
 from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
 from compose.ops.kernel_table import KERNELS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 FOLDER = shipped("clusters")
 _SHOWN = 200  # characters of a value in a message
@@ -319,7 +314,6 @@ def read_cluster(content: Mapping[str, Any], name: str, shown: str) -> Cluster:
 
 
 def _contradictions(cluster: Cluster) -> list[str]:
-    """Return what is wrong between the keys of a cluster."""
     device, problems = cluster.device, []
     missing = [dtype for dtype in device.peak if dtype not in cluster.efficiencies.products]
     if not device.peak:
@@ -392,7 +386,6 @@ def _name(place: Sequence[int | str]) -> str:
 
 
 def _types(place: Sequence[int | str]) -> dict[str, Any]:
-    """Return the types of the keys of the table at a place."""
     kind: Any = Cluster
     for part in place:
         kind = get_args(kind)[0] if isinstance(part, int) else typing.get_type_hints(kind)[part]

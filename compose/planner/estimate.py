@@ -311,7 +311,9 @@ def _summary(
     for rank, row, times, of_device in zip(ranks, rows, timed, peaks, strict=True):
         moved = peak(rank.host, row, count)[0]
         held = moved + sum(of_device.by_category.get(what, 0) for what in (WEIGHTS, STATE))
-        hosts.append(_on_host(cluster, moved, of_device) + copies * held)
+        # A CPU's ranks have all in one memory.
+        beside = of_device.reserved if moved and cluster.backend == "gloo" else 0
+        hosts.append(moved + beside + copies * held)
         kinds = ("product", "attention", "memory", PART)
         parts = [*times, rank.seconds[STEP]]
         computed.append(sum(part.get(kind, 0.0) for part in parts for kind in kinds))
@@ -334,12 +336,6 @@ def _summary(
         host_bytes(cluster, job.world_size, hosts),
         step_kwh(cluster, job.world_size, step, computed),
     )
-
-
-def _on_host(cluster: Cluster, moved: int, of_device: RankPeak) -> int:
-    """Return the bytes of host memory of a rank that has ``moved`` so many there."""
-    # A CPU's ranks have all in one memory.
-    return moved + of_device.reserved if moved and cluster.backend == "gloo" else moved
 
 
 def host_bytes(cluster: Cluster, world_size: int, by_rank: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from compose.config.tables import Config
+from compose.config.tables import Config, value_of
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES
 from compose.planner.candidates import (
@@ -14,7 +14,6 @@ from compose.planner.candidates import (
     fits,
     lack_of_node,
     shape_for,
-    value_of,
     with_keys,
 )
 from compose.planner.estimate import Estimate
@@ -119,11 +118,12 @@ def _named(name: str, value: Any) -> str:
 
 def _promising(space: Space, recorded: Sequence[Candidate]) -> list[tuple[str, Config]]:
     """Return the neighbours of the best candidate that look best, one of each axis."""
-    best, shape = recorded[0], shape_for(space)
-    known, near = [candidate.config for candidate in recorded], []
+    best, shape, near = recorded[0], shape_for(space), []
+    # A record has filled in the layers of stages.
+    known = [with_keys(one.config, {"parallel.pp_layers": ()}) for one in recorded]
     for name, keys in neighbours(space, best.config):
         config = with_keys(best.config, {"parallel.pp_layers": (), **keys})
-        if micro_batches(config) and not any(_same(config, one) for one in known):
+        if micro_batches(config) and config not in known:
             near.append((name, config))
     near.sort(key=lambda pair: promise(space, shape, best, pair[1]))
     results: dict[str, tuple[str, Config]] = {}
@@ -141,11 +141,6 @@ def promise(space: Space, shape: ModelShape, best: Candidate, config: Config) ->
     size = rough.memory * best.reserved / max(1.0, best.rough.memory)
     too_large = size > capacity(space.cluster)
     return too_large, size if too_large else rough.step
-
-
-def _same(one: Config, other: Config) -> bool:
-    """Return whether two configs are one composition; a record has filled in the layers of stages."""
-    return with_keys(one, {"parallel.pp_layers": ()}) == with_keys(other, {"parallel.pp_layers": ()})
 
 
 def neighbours(space: Space, config: Config) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -57,9 +57,6 @@ class _Streams:
             def wait(self, stream: Any = None) -> None:
                 streams.current_stream().wait_event(self)
 
-            def query(self) -> bool:
-                return True
-
             def synchronize(self) -> None:
                 self.wait()
 
@@ -218,9 +215,6 @@ class _Sent:
     def wait(self, timeout: Any = None) -> bool:
         self.recorder.wait(self.recorder.stream, self.event)
         self.tensor = None
-        return True
-
-    def is_completed(self) -> bool:
         return True
 
 

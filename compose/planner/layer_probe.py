@@ -213,7 +213,6 @@ def units_of(record: Record, names: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _work(record: Record, units: list[tuple[str, str]], job: Job, prime: int) -> Figures:
-    """Return the figures of operators and messages."""
     figures: Figures = {}
     numbers: Counter[tuple[str, str]] = Counter()
     for work in record.work:
@@ -300,7 +299,6 @@ def _memory(record: Record, units: list[tuple[str, str]], prime: int) -> Figures
         before, after = begin[unit, phase], end[unit, phase]
         if phase == "F":
             note(unit, "kept", after["tokens"] - before["tokens"])
-            note(unit, "forward", peak["tokens"] - before["tokens"])
         else:
             note(unit, "backward", peak["tokens"] - after["tokens"])
             note(unit, "own gradients", peak["gradients"] - after["gradients"], False)

@@ -246,13 +246,6 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def segment_bytes(size: int) -> int:
-    """Return the bytes of a new segment for a request."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LARGE else round_up(size, LARGE_STEP)
-
-
 class _Pool:
     """The free blocks of one pool, and the bytes that it has from the device."""
 
@@ -302,7 +295,10 @@ class _Pool:
         return (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end
 
     def _new_segment(self, size: int) -> tuple[int, int]:
-        result = segment_bytes(size)
+        if size <= SMALL:
+            result = SMALL_SEGMENT
+        else:
+            result = LARGE_SEGMENT if size < LARGE else round_up(size, LARGE_STEP)
         # Between two segments there is a gap, for blocks of different segments never join.
         address = self._end + BLOCK
         self._end = address + result

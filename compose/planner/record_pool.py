@@ -127,7 +127,10 @@ class RecordPool:
 
 def _run(writer: Any, function: Callable[..., Any], args: Any) -> None:
     """Run a function in a process of its own, and send what it returns, or its error."""
-    _begin()
+    gc.disable()  # as in a training run; the process ends with its record
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
+    # FSDP warns about a view that is never changed in place here.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
     try:
         result, error = function(*args), ""
     except ConfigError as problem:
@@ -152,14 +155,6 @@ def _processes() -> BaseContext:
     return context
 
 
-def _begin() -> None:
-    """Prepare a process that makes records."""
-    gc.disable()  # as in a training run; the process ends with its record
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
-    # FSDP warns about a view that is never changed in place here.
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
-
-
 @dataclass(frozen=True)
 class OtherProgram:
     """The differences of another program, whose times are published, from the composition.
@@ -171,8 +166,6 @@ class OtherProgram:
     """It changes the record before it is costed; a function of a module, since it goes to a process."""
     fused: bool = True
     """Whether operators that follow one another in a layer are one kernel."""
-    flash2: bool = True
-    """Whether FlashAttention-2 computes attention on every device, as in programs before 2025."""
     exchange: float = 0.0
     """Seconds of each action of a pipeline in which the host waits for its neighbours."""
 
@@ -201,11 +194,6 @@ class JobRecords:
         """The layers of each record, by the rank that is recorded."""
         self.made: dict[tuple[int, int], RankCosts] = {}
         """The records by rank and place in ``kept``."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether all records are there."""
-        return len(self.made) == sum(map(len, self.kept.values()))
 
     def costs(self) -> list[RankCosts]:
         """Return the costs of each pipeline rank."""
@@ -275,7 +263,7 @@ def costs_of_ranks(
                 for other_rank in [r for r in plan.kept if r]:
                     for i in range(len(plan.kept[other_rank])):
                         submit(place, other_rank, i, stream)
-            if plan.whole:
+            if len(plan.made) == sum(map(len, plan.kept.values())):  # all records are there
                 left.discard(place)
                 yield place, plan.costs()
 
@@ -400,5 +388,6 @@ def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:
     return {
         "device_type": target.device_type,
         "float8": target.float8,
-        "capability": (8, 0) if other and other.flash2 else tuple(capability),
+        # In programs before 2025 FlashAttention-2 computes attention on every device.
+        "capability": (8, 0) if other else tuple(capability),
     }

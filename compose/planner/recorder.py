@@ -265,7 +265,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and record it with the storages that it makes."""
         if any(kind not in (Tensor, Parameter) for kind in types):
             return NotImplemented  # a tensor of several, such as a DTensor: its parts come here again
         kwargs = kwargs or {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compose.config.tables import Config
+from compose.config.tables import Config, value_of
 from compose.config.toml import values_of
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
@@ -18,7 +18,6 @@ from compose.planner.candidates import (
     capacity,
     fits,
     lack_of_node,
-    value_of,
 )
 from compose.planner.estimate import RankPeak
 from compose.planner.memory import CATEGORIES

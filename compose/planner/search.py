@@ -8,7 +8,7 @@ from typing import Any
 
 from compose.config import rules
 from compose.config.job import Job
-from compose.config.tables import Config
+from compose.config.tables import Config, value_of
 from compose.errors import ConfigError
 from compose.parallel.mesh import AXES, resolve_degrees
 from compose.planner.candidates import (
@@ -29,7 +29,6 @@ from compose.planner.candidates import (
     known_as,
     order,
     shape_for,
-    value_of,
     with_keys,
 )
 from compose.planner.estimate import estimate, estimate_of_kinds, estimates, speeds_of

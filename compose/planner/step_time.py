@@ -18,7 +18,7 @@ from compose.planner.cluster import Cluster
 from compose.planner.few_layers import linear
 from compose.planner.memory import Key, action_key, stand_ins
 from compose.planner.operator_figures import WEIGHTS
-from compose.planner.record import BACKWARD, Message, Operator, Record, Segment, Wait
+from compose.planner.record import BACKWARD, Message, Operator, Record, Wait
 
 Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
@@ -301,9 +301,10 @@ def joined(
                 last_read[read] = place
     group: list[Operator] = []
     for place, work in enumerate(record.work):
+        segment = record.segments[work.segment]
         joins = (
             _compiles(work)
-            and _fuses(record.segments[work.segment], layers, loss)
+            and (layers if segment.unit else loss and segment.action[1] != "step")
             and (not group or group[-1].segment == work.segment)
         )
         if joins:
@@ -317,11 +318,6 @@ def joined(
         else:
             yield _fused(record, group, last_read, place)
             group = []
-
-
-def _fuses(segment: Segment, layers: bool, loss: bool) -> bool:
-    """Tell whether operators of a segment are fused."""
-    return layers if segment.unit else loss and segment.action[1] != "step"
 
 
 def _compiles(work: Operator | Message | Wait) -> bool:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from compose.preference.options import Dpo
+from compose.preference.options import RULES, Dpo
 
 TABLES = {"dpo": Dpo}
+RUN_RULES = RULES
 
 
 def task(config: Any) -> Any:
@@ -19,13 +20,6 @@ def held(job: Any, placed: Any) -> list[str]:
     from compose.preference.reference import as_line
 
     return [as_line(job, placed)] if job.config.dpo.beta else []
-
-
-def run_rules() -> list[Any]:
-    """Return the rules of [dpo]."""
-    from compose.preference.options import RULES
-
-    return RULES
 
 
 def hooks(trainer: Any) -> list[Any]:

@@ -2,16 +2,10 @@
 
 from typing import Any
 
-from compose.profiling.options import Profile
+from compose.profiling.options import PROFILE, Profile
 
 TABLES = {"profile": Profile}
-
-
-def run_rules() -> list[Any]:
-    """Return the rules of [profile]."""
-    from compose.profiling.options import PROFILE
-
-    return PROFILE
+RUN_RULES = PROFILE
 
 
 def hooks(trainer: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from compose.config.setup import Rule, all_keys_read
+from compose.config.setup import Rules, all_keys_read
 from compose.errors import ConfigError, NonNegative, ReadWith
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ class Profile:
     """Write a memory snapshot beside each trace, for pytorch.org/memory_viz."""
 
 
+PROFILE = Rules["Job"]()
+
+
+@PROFILE.add(
+    "profile.steps is a first and a last step of this run, the last one not before the first",
+    "a range that is never reached would leave nothing, without a word",
+)
 def _steps(job: "Job") -> None:
     steps, train = job.config.profile.steps, job.config.train
     if not steps:
@@ -47,6 +54,7 @@ def _steps(job: "Job") -> None:
             raise ConfigError(f"profile.steps: {[first, last]} {words}; nearest: {nearest}")
 
 
+@PROFILE.add("profile.ranks are ranks", "a rank that is not there writes nothing")
 def _ranks(job: "Job") -> None:
     absent = [rank for rank in job.config.profile.ranks if rank >= job.world_size]
     if absent:
@@ -56,16 +64,7 @@ def _ranks(job: "Job") -> None:
         )
 
 
-PROFILE: list["Rule[Job]"] = [
-    Rule(
-        "profile.steps is a first and a last step of this run, the last one not before the first",
-        "a range that is never reached would leave nothing, without a word",
-        _steps,
-    ),
-    Rule("profile.ranks are ranks", "a rank that is not there writes nothing", _ranks),
-    Rule(
-        "profile.ranks and profile.memory go with profile.steps",
-        "without it nothing is profiled",
-        all_keys_read("profile", lambda job: job.config.profile),
-    ),
-]
+PROFILE.add(
+    "profile.ranks and profile.memory go with profile.steps",
+    "without it nothing is profiled",
+)(all_keys_read("profile", lambda job: job.config.profile))

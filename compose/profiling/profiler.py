@@ -3,11 +3,12 @@
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from pickle import dump
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -230,8 +231,7 @@ class Recording:
         return {storage.data_ptr(): storage.nbytes() for storage in result}
 
 
-@contextmanager
-def _waits_marked() -> Iterator[None]:
+def _waits_marked() -> AbstractContextManager[Any]:
     """Record ranges around waits for messages, of which PyTorch records none."""
     real = dist.Work.wait
 
@@ -239,8 +239,4 @@ def _waits_marked() -> Iterator[None]:
         with record_function("compose::wait"):
             return real(self, *args, **kwargs)
 
-    dist.Work.wait = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        dist.Work.wait = real  # type: ignore[method-assign]
+    return mock.patch.object(dist.Work, "wait", wait)

@@ -243,7 +243,6 @@ class Widened(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function on float64 where any of its arguments is float64."""
         named = dict(kwargs or {})
         given = [x for x in tree_flatten((args, named))[0] if isinstance(x, Tensor)]
         if not any(x.dtype == torch.float64 for x in given):
@@ -301,7 +300,6 @@ class PlainAttention(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function, or plain attention in its place."""
         if func is torch.ops.compose.attention_forward.default:
             return plain_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

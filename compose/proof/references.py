@@ -71,7 +71,8 @@ class References:
     ) -> None:
         self.model, self.tie = model, tie
         setup, precision, finest, split = run.setup, run.precision, run.finest, trial.micro_batch
-        other = _other_split(split, samples)
+        # The samples of one forward for a run that must not use the composition's micro-batches.
+        other = None if split is not None and split < samples else (samples + 1) // 2
 
         def one(kind: Precision, micro_batch: int | None, float8: Choice = NOTHING) -> OneProcess:
             return OneProcess(
@@ -210,13 +211,6 @@ def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm())
-
-
-def _other_split(micro_batch: int | None, samples: int) -> int | None:
-    """Return the samples of one forward for a run that must not use the same ``micro_batch``."""
-    if micro_batch is not None and micro_batch < samples:
-        return None
-    return (samples + 1) // 2
 
 
 def check_provable(batches: Sequence[Mapping[str, Tensor]], parallel: Parallel) -> None:
