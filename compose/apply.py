@@ -29,7 +29,7 @@ from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output_projection import Output
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
-from compose.pipeline.schedules import schedule_of
+from compose.pipeline.schedules import Schedule
 from compose.pipeline.split import Stage
 from compose.plan import Plan, Resolved, resolve
 
@@ -91,9 +91,8 @@ def apply(
         assert resolved.pipeline is not None, "checked with the setup"
         from compose.pipeline.pipeline_parallel import apply_pipeline_parallel
 
-        runner = apply_pipeline_parallel(
-            model, resolved.pipeline, mesh["pp"], schedule_of(parallel), options.sample
-        )
+        schedule = Schedule(parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers)
+        runner = apply_pipeline_parallel(model, resolved.pipeline, mesh["pp"], schedule, options.sample)
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     modules = [stage.module for stage in stages]

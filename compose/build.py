@@ -121,7 +121,7 @@ def _reader_of_rows(job: Job, device: torch.device) -> Callable[[str, slice], Te
     folder, seed, chosen = job.config.checkpoint.load_hf, job.config.train.seed, job.config.model
 
     def shape_of(layer: str) -> torch.Size:
-        return weight_shape(cast(nn.Linear, job.model.get_submodule(layer)))
+        return weight_shape(job.model.get_submodule(layer))
 
     def draw(layer: str, rows: slice) -> Tensor:
         name, drawn = f"{layer}.weight", torch.empty(shape_of(layer), device=device)

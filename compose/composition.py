@@ -126,18 +126,14 @@ class Composition:
         """
         return self.pipeline.needed() if self.pipeline else range(1)
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names in the whole model of parameters that have another name here, by the name here."""
-        return self.pipeline.aliases if self.pipeline else {}
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters, each with its name in the whole model.
 
         If stages of a pipeline share a parameter, a rank may hold several copies with one name.
         """
+        aliases = self.pipeline.aliases if self.pipeline else {}
         for name, parameter in self.model.named_parameters():
-            yield self.aliases.get(name, name), parameter
+            yield aliases.get(name, name), parameter
 
     def holders(self, name: str) -> int:
         """Return how many stages of the pipeline hold the parameter ``name`` of the whole model."""

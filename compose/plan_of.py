@@ -281,9 +281,11 @@ class _Decoder:
             styles[path] = HeadParallel(kv_heads) if shared else style(**given)
             placed |= dict.fromkeys(names, kind)
         head = self.model.get_output_embeddings()
+        layout = Shard(-1) if sharded else Replicate()
+        logits = ColwiseParallel(output_layouts=layout, use_local_output=not sharded)
         for name, style in (
             (self._name_of(self.model.get_input_embeddings()), LocalEmbedding(Replicate())),
-            (self._name_of(head), _of_logits(sharded)),
+            (self._name_of(head), logits),
         ):
             styles[name] = style
             placed[name] = ""
@@ -311,11 +313,6 @@ class _Decoder:
             else:
                 replicate[_pattern(name)] = None
         return styles, list(replicate), (heads, kv_heads) if attention else None
-
-
-def _of_logits(sharded: bool) -> ParallelStyle:
-    layout = Shard(-1) if sharded else Replicate()
-    return ColwiseParallel(output_layouts=layout, use_local_output=not sharded)
 
 
 def _parent(name: str) -> str:

@@ -39,7 +39,7 @@ from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
-from compose.errors import ConfigError
+from compose.errors import ConfigError, there
 from compose.ops.tensors import gathered_objects
 
 
@@ -184,7 +184,7 @@ class Checkpointer:
                 return known.progress
             self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
         run = self.kept.parent
-        if folders or self._agreed([run] if self.rank == 0 and store.has_saved(run) else []):
+        if folders or self._agreed([run] if self.rank == 0 and there(run / store.MARK) else []):
             reason = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
             raise ConfigError(
                 f"run.dir: {run}: {reason}, and a run that begins at step 1 would write over the rest:"

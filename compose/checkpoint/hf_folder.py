@@ -39,7 +39,7 @@ from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
 from compose.memory.lora import is_adapter
 from compose.memory.quantized import quantized_layers, weight_shape
 from compose.object_storage import as_path
-from compose.ops.tensors import tied_names
+from compose.ops.tensors import persistent_buffers, tied_names
 
 # Older files hold these besides the weights: rotary frequencies, and GPT-2's causal masks. Both are
 # computed here.
@@ -85,14 +85,12 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named
             parameter = torch.empty(weight_shape(coded[name]), device="meta")
         if not is_adapter(name):
             yield name, stored(hf_name(name)), parameter
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
+    for name, buffer in persistent_buffers(model).items():
         try:
             place = stored(hf_name(name))
         except KeyError:
             continue
-        if name in persistent:
-            yield name, place, buffer
+        yield name, place, buffer
 
 
 def load_hf(
@@ -191,7 +189,6 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
 
 
 def _same(files: TensorFiles, one: str, other: str) -> bool:
-    """Return whether two tensors in the files are equal."""
     shape = files.entries[one].shape
     if shape != files.entries[other].shape:
         return False

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition, module_of
-from compose.ops.tensors import local_region, local_tensor
+from compose.ops.tensors import local_region, local_tensor, persistent_buffers
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def named_tensors(
     """
     model = module_of(whole)
     results: dict[str, list[Tensor]] = {}
-    persistent = model.state_dict(keep_vars=True)
+    buffers = persistent_buffers(model)  # first: state_dict makes FSDP put its shards back
     for name, parameter in whole.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -75,9 +75,8 @@ def named_tensors(
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
                 results.setdefault(f"optimizer.{name}.{key}", []).append(value)
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            results.setdefault(f"model.{name}", []).append(buffer)
+    for name, buffer in buffers.items():
+        results.setdefault(f"model.{name}", []).append(buffer)
     return results
 
 

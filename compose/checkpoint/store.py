@@ -216,11 +216,6 @@ def mark(run: Path) -> None:
         write_whole(run / MARK, "A checkpoint was saved in this folder.\n")
 
 
-def has_saved(run: Path) -> bool:
-    """Return whether the run of a folder has had a checkpoint."""
-    return there(run / MARK)
-
-
 def newest_first(root: Path) -> list[Path]:
     """Return the checkpoints in ``root``, whole or damaged, newest first."""
     result = [p for p in root.glob("step-*") if _NAME.fullmatch(p.name)] if root.is_dir() else []

@@ -189,7 +189,7 @@ class LowRank(GradientCode):
         tall = [(m @ self._factor(i, m)).flatten(0, 1) for i, m in matrices.items()]
         first = self._summed([*tall, plain], group)
         left = {
-            i: _orthonormal(p).view(len(rows), -1, self.rank)
+            i: torch.linalg.qr(torch.nan_to_num(p, 0.0, 0.0, 0.0)).Q.view(len(rows), -1, self.rank)
             for i, p in zip(matrices, first, strict=False)
         }
         own = {i: (m.transpose(1, 2) @ left[i]).sum(0) for i, m in matrices.items()}
@@ -245,10 +245,6 @@ class LowRank(GradientCode):
         self.traffic.count("gradients", 2 * math.ceil(flat.nbytes / group.size()), group.size())
         parts = flat.split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-
-def _orthonormal(p: Tensor) -> Tensor:
-    return torch.linalg.qr(torch.nan_to_num(p, 0.0, 0.0, 0.0)).Q
 
 
 class TopK(GradientCode):

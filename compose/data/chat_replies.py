@@ -232,7 +232,6 @@ class Replies:
 
 
 def _other(reply: ChatMessage | None = None) -> ChatMessage:
-    """Return a reply with other content."""
     return {**(reply or {"role": "assistant"}), "content": PROBE}
 
 

@@ -32,13 +32,6 @@ class TooLong(BaseException):
 
 
 @contextlib.contextmanager
-def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Limit processor time (in the main thread only) and further memory (on Linux only)."""
-    with _time(seconds), _memory(memory):
-        yield
-
-
-@contextlib.contextmanager
 def _time(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -94,7 +87,7 @@ class ChatTemplate:
         for name, (path, source) in sources.items():
             self._tags.clear()
             try:
-                with limited(_SECONDS, _MEMORY):
+                with _time(_SECONDS), _memory(_MEMORY):
                     self._templates[name] = environment.from_string(source)
             except (Exception, TooLong) as error:  # compiling to Python may fail in many ways
                 raise ConfigError(f"{path}: the chat template{_reason(error)}") from None
@@ -146,7 +139,7 @@ class ChatTemplate:
         self._pieces.clear()
         self._marks.clear()
         try:
-            with limited(_SECONDS, _MEMORY):
+            with _time(_SECONDS), _memory(_MEMORY):
                 size, template = 0, self._templates[name]
                 # Not render(): it would build the whole text before its size is known.
                 for piece in template.root_render_func(template.new_context(given)):

@@ -19,10 +19,10 @@ ADDED = "added_tokens.json"
 GENERATION = "generation_config.json"
 MODEL = "config.json"
 """The config of Hugging Face's model, which has the ids of special tokens too."""
-_NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 KEYS = KnownKeys(
-    read=f"{_NAMES} add_prefix_space added_tokens_decoder additional_special_tokens chat_template"
-    " extra_special_tokens legacy split_special_tokens tokenizer_class",
+    read="bos_token eos_token unk_token sep_token pad_token cls_token mask_token add_prefix_space"
+    " added_tokens_decoder additional_special_tokens chat_template extra_special_tokens legacy"
+    " split_special_tokens tokenizer_class",
     only={
         "fast_tokenizer_files": (None, [], ["tokenizer.json"]),
         "fix_mistral_regex": (None, False),
@@ -41,10 +41,6 @@ KEYS = KnownKeys(
     " truncation_side truncation_strategy unk_id use_default_system_prompt verbose vocab vocab_file",
 )
 """The keys of tokenizer_config.json. transformers ignores others, and so does this."""
-MAP_KEYS = KnownKeys(
-    read=f"{_NAMES} additional_special_tokens extra_special_tokens", only={}, besides=""
-)
-"""The keys of special_tokens_map.json; others name tokens of images and the like."""
 LLAMA = "LlamaTokenizer"
 """The class of Llama 2's kind."""
 # The tokens that transformers' classes name where a file names none.

@@ -25,6 +25,7 @@ from compose.composition import Composition
 from compose.compression.codec import SCALE_BYTES, Blocks, numbers
 from compose.diloco.fragments import Region, region_of, rows_of, shares
 from compose.diloco.options import ROW, Outer
+from compose.ops.tensors import persistent_buffers
 from compose.parallel.mesh import axis_size, init_mesh
 from compose.train.workers import Worker
 
@@ -290,12 +291,7 @@ def checksum(values: Tensor) -> Tensor:
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
     """Return the buffers that training changes, such as a router's bias; workers average them."""
-    persistent = model.state_dict(keep_vars=True)
-    return [
-        buffer
-        for name, buffer in model.named_buffers()
-        if name in persistent and buffer.is_floating_point()
-    ]
+    return [buffer for buffer in persistent_buffers(model).values() if buffer.is_floating_point()]
 
 
 def outer_dtype(composition: Composition) -> torch.dtype:

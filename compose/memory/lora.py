@@ -147,11 +147,11 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
     small = {
         n: m
         for n in names
-        if n in results and (m := model.get_submodule(n)) and lora.rank > min(_sides(m))
+        if n in results and (m := model.get_submodule(n)) and lora.rank > min(weight_shape(m))
     }
     if small:
-        name = min(small, key=lambda n: min(_sides(small[n])))
-        rows, columns = _sides(small[name])
+        name = min(small, key=lambda n: min(weight_shape(small[n])))
+        rows, columns = weight_shape(small[name])
         problems.append(
             f"model.lora.rank: {lora.rank} is more than {name} has, which is {rows} x {columns};"
             f" nearest: {min(rows, columns)}"
@@ -169,17 +169,11 @@ def linear_layers(model: nn.Module, plan: "Plan") -> list[str]:
     """
     ends = {plan.output, *(plan.pipeline.last if plan.pipeline else ())}
     linear = {name: m for name, m in model.named_modules() if _is_linear(m, name) and name not in ends}
-    return [name for name, layer in linear.items() if _sides(layer)[0] > 1]
+    return [name for name, layer in linear.items() if weight_shape(layer)[0] > 1]
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:
     return bool(name) and type(module) in (nn.Linear, QuantizedLinear)
-
-
-def _sides(layer: nn.Module) -> tuple[int, int]:
-    assert isinstance(layer, nn.Linear)
-    rows, columns = weight_shape(layer)
-    return rows, columns
 
 
 def _styles(

@@ -102,8 +102,9 @@ def rounded(weight: Tensor, base: Base) -> Tensor:
     return unpacked(packed(weight, base), weight.shape[1], base, weight.dtype)
 
 
-def weight_shape(layer: nn.Linear) -> torch.Size:
-    """Return the shape (N, D) of a layer's weight, however it is kept."""
+def weight_shape(layer: nn.Module) -> torch.Size:
+    """Return the shape (N, D) of a linear layer's weight, however it is kept."""
+    assert isinstance(layer, nn.Linear)
     return torch.Size((layer.out_features, layer.in_features))
 
 

@@ -173,9 +173,6 @@ class PlainParts(Parts):
             yield at_q, at_k, self._mask(q, (q0, q1), (k0, k1))
 
     def _mask(self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Any:
-        return self._seen(q, queries, keys)
-
-    def _seen(self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
         """Return whether a query sees a key, (B or 1, 1, Lq, Lk)."""
         pieces, bounds = self.task.pieces, self.task.bounds
         at_q, at_k = (torch.arange(*ends, device=q.device) for ends in (queries, keys))

@@ -86,11 +86,6 @@ class Documents:
         self.extents = torch.stack([begins.sum(), longest]).to("cpu" if not ids.is_meta else "meta")
         """(2,), int64, in host memory: the number of documents, and the tokens of the longest."""
 
-    @property
-    def mask(self) -> Tensor:
-        """Return a mask (B, 1, S, S), bool, that is True where a query may attend; for references."""
-        return (self.ids[:, :, None] == self.ids[:, None, :]).tril()[:, None]
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.ids)

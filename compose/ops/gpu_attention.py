@@ -49,7 +49,7 @@ class EfficientParts(PlainParts):
     def _mask(self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Any:
         """Return whether a tile is causal, or who sees whom."""
         if self.masked:
-            return False, self._seen(q, queries, keys)
+            return False, super()._mask(q, queries, keys)
         return self.task.pieces.causal and queries == keys, None
 
     def _fitted(self, of_keys: Sequence[Tensor], of_values: Sequence[Tensor]) -> list[Tensor]:

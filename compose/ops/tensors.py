@@ -193,6 +193,12 @@ class _Arrived(torch.autograd.Function):
         return grads[0]
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint has, by their names."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the names of every tied parameter, which has more than one; the first name comes first.
 

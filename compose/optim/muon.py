@@ -243,7 +243,9 @@ class Muon(torch.optim.Optimizer):
         self.layouts: list[MatrixLayout] = []
         known: dict[Any, MatrixLayout] = {}  # many layers have the same layout
         for _, parameter, _ in self.matrices:
-            key = _placed(parameter)
+            key: tuple[Any, ...] = (parameter.shape,)
+            if isinstance(parameter, DTensor):
+                key += (parameter.placements, parameter.device_mesh)
             if key not in known:
                 known[key] = layout_of(parameter, self.group, mesh)
             self.layouts.append(known[key])
@@ -372,10 +374,3 @@ class Muon(torch.optim.Optimizer):
         """Return this rank's part of a tensor like parameter ``number``, as a view with three dims."""
         part = local(tensor)
         return part if part.ndim == 3 else part.unsqueeze(0)
-
-
-def _placed(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """Return all that decides where the parts of a parameter are."""
-    if isinstance(parameter, DTensor):
-        return parameter.shape, parameter.placements, parameter.device_mesh
-    return (parameter.shape,)

@@ -343,5 +343,4 @@ def _data_meshes(mesh: DeviceMesh, zero: int) -> tuple[DeviceMesh | None, Device
 
 
 def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-    """Return the 1-D mesh over all of ``axes``."""
     return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("_".join(axes))

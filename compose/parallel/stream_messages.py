@@ -92,7 +92,6 @@ def send_plain(tensor: Tensor, kind: Kind, group: Any) -> Tensor:
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of all ranks' tensors."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from compose.errors import ConfigError, did_you_mean, read_file
-from compose.parallel.mesh import Parallel
 
 # The names of schedules, and how many stages each rank holds by default.
 SCHEDULES = {
@@ -49,11 +48,6 @@ class Schedule:
     """Stages on each rank. 0: as many as the schedule is made for."""
     layers: Sequence[int] = ()
     """Layers of each stage, in order. Empty: balanced by FLOPs."""
-
-
-def schedule_of(parallel: Parallel) -> Schedule:
-    """Return what the table [parallel] says about the pipeline."""
-    return Schedule(parallel.pp_schedule, parallel.pp_virtual_stages, parallel.pp_layers)
 
 
 class Action(NamedTuple):

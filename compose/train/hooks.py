@@ -20,7 +20,13 @@ from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
 from compose.memory.compilation import graphs_compiled
-from compose.ops.tensors import checksums, column_sums, gathered_objects, local_tensor
+from compose.ops.tensors import (
+    checksums,
+    column_sums,
+    gathered_objects,
+    local_tensor,
+    persistent_buffers,
+)
 from compose.parallel.mesh import AXES
 from compose.parallel.message_checks import MessageChecks
 from compose.train.processes import TrainingError
@@ -54,7 +60,8 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
             where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
         for axis in axes:
             if not any(axis in name for name in names):
-                copies.setdefault((where, _dim_of(where, axis)), []).append(local)
+                dim = (where.mesh_dim_names or ()).index(axis)
+                copies.setdefault((where, dim), []).append(local)
     if ties:
         copies[mesh, AXES.index("pp")] = of_stages
     results: list[str] = []
@@ -84,15 +91,8 @@ def _weights_and_state(
 
 
 def _buffers(model: nn.Module) -> Iterator[_Named]:
-    """Yield the buffers that a checkpoint has."""
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield f"buffer {name}", name, buffer
-
-
-def _dim_of(mesh: DeviceMesh, axis: str) -> int:
-    return (mesh.mesh_dim_names or ()).index(axis)
+    for name, buffer in persistent_buffers(model).items():
+        yield f"buffer {name}", name, buffer
 
 
 def _gathered(

@@ -347,7 +347,6 @@ def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a whole line."""
     try:
         values = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
 
-from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, TRAINING, in_layer
+from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, PLAIN_ROUTER, TRAINING, in_layer
 from ..layers.kinds import Kind, with_experts
 from ..layers.published import keys, layer_types, only, rope, shortest_pattern, shown, size, unpublished
 from ..layers.rope import yarn_magnitude
@@ -92,15 +92,7 @@ def hf_config(config: GptOssConfig) -> dict[str, Any]:
     under our own names. Raises ValueError for a router that theirs cannot be.
     """
     c = config
-    unpublished(
-        c,
-        "gpt-oss'",
-        scoring="softmax",
-        normalize_weights=True,
-        n_groups=1,
-        route_scale=1.0,
-        bias_rate=0,
-    )
+    unpublished(c, "gpt-oss'", **PLAIN_ROUTER)
     rule = {
         **_RULE,
         "factor": c.rope_factor,

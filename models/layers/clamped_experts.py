@@ -27,15 +27,7 @@ class ClampedExperts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Run each expert on its rows.
-
-        Args:
-            x_ND: Rows, sorted by expert.
-            counts_E: How many rows each expert has.
-
-        Returns:
-            (N, D), in the same order.
-        """
+        """Run each expert on its rows, as :class:`.moe.Experts` does."""
         return self.run(x_ND, counts_E, self.gate_up, self.gate_up_bias, self.down, self.down_bias)
 
     def run(
@@ -47,19 +39,7 @@ class ClampedExperts(nn.Module):
         down: Tensor,
         down_bias: Tensor,
     ) -> Tensor:
-        """Run :meth:`forward` with given parameters, for as many experts as there are counts.
-
-        Args:
-            x_ND: Rows, sorted by expert.
-            counts_E: How many rows each expert has.
-            gate_up: (E, 2 F, D).
-            gate_up_bias: (E, 2 F).
-            down: (E, D, F).
-            down_bias: (E, D).
-
-        Returns:
-            (N, D), in the same order.
-        """
+        """Run :meth:`forward` with given parameters, for as many experts as there are counts."""
         hidden = grouped_mm(x_ND, gate_up, counts_E, gate_up_bias)
         gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

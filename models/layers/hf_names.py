@@ -1,6 +1,7 @@
 """Hugging Face's names that most of its decoders share. A model's hf.py says where its own differ."""
 
 import re
+from typing import Any
 
 MODULES = {
     "tok_embeddings": "model.embed_tokens",
@@ -43,6 +44,21 @@ FIELDS = {
 # The fields of experts that only training needs, under our own names, and what absent keys say.
 NOT_TRAINED = {"balance_loss": "batch", "z_weight": 0.0, "capacity_factor": 0.0}
 TRAINING = {one: one for one in NOT_TRAINED}
+# A router of a softmax alone: without groups, a scale, or biases that follow the load.
+PLAIN_ROUTER: dict[str, Any] = {
+    "scoring": "softmax",
+    "normalize_weights": True,
+    "n_groups": 1,
+    "route_scale": 1.0,
+    "bias_rate": 0.0,
+}
+# Scales, under the keys that Granite gave them.
+MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 
 def in_layer(name: str) -> tuple[str, str]:

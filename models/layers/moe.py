@@ -44,18 +44,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def run(x_ND: Tensor, counts_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """Run :meth:`forward` with given weights, for as many experts as there are counts.
-
-        Args:
-            x_ND: Rows, sorted by expert.
-            counts_E: How many rows each expert has.
-            w1: (E, F, D).
-            w2: (E, D, F).
-            w3: (E, F, D).
-
-        Returns:
-            (N, D), in the same order.
-        """
+        """Run :meth:`forward` with given weights, for as many experts as there are counts."""
         hidden = F.silu(grouped_mm(x_ND, w1, counts_E)) * grouped_mm(x_ND, w3, counts_E)
         return grouped_mm(hidden, w2, counts_E)
 

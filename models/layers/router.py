@@ -102,9 +102,6 @@ class Routing(NamedTuple):
 class Gate(nn.Linear):
     """The router's projection, (T, D) to logits (T, E): in float32, or in its input's type if wider."""
 
-    def __init__(self, dim: int, n_experts: int, bias: bool = False) -> None:
-        super().__init__(dim, n_experts, bias)
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits (T, E) of ``input`` (T, D)."""
         return self.product(input, self.weight, self.bias)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS
+from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, MULTIPLIERS, QK_NORMS
 from ..layers.kinds import Kind
 from ..layers.published import keys
 from .config import LlamaConfig
@@ -107,13 +107,7 @@ _AFTER = {"norm_before": False, "norm_after": True}
 _LAYER_NORM_EPS = {"norm_eps": "layer_norm_eps"}
 _GATE_UP = {"mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3")}
 _UNGATED = {"feed_forward.w1": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj"}
-_MULTIPLIERS = {
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention_scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_ONES: dict[str, Any] = dict.fromkeys(_MULTIPLIERS, 1.0)
+_ONES: dict[str, Any] = dict.fromkeys(MULTIPLIERS, 1.0)
 _OLMO2: dict[str, Any] = {**_AFTER, "qk_norm": "width"}
 _COHERE: dict[str, Any] = {
     "norm": "layer_without_bias",
@@ -211,7 +205,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granite": _row(
         "GraniteForCausalLM",
-        _MULTIPLIERS,
+        MULTIPLIERS,
         flags=_BIASES,
         inverse=("logit_scale",),
         defaults=_ONES,
@@ -219,7 +213,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "hyperclovax": _row(
         "HyperCLOVAXForCausalLM",
-        _MULTIPLIERS,
+        MULTIPLIERS,
         modules={"attention_post_norm": "post_norm1", "ffn_post_norm": "post_norm2"},
         flags=_BIASES | {"use_post_norm": ("norm_after",)},
         defaults=_ONES | {"attention_scale": 0.0},

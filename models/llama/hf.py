@@ -168,7 +168,6 @@ def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[str, Any]:
-    """Return our fields of RoPE."""
     part = "rotary_dim" not in row.fixed
     theta, kind, rule = rope_rule(values, RULES, default=row.theta, part=part)
     result = {"rope_theta": theta, **read_rule(values, kind, rule)}
@@ -187,7 +186,6 @@ def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[
 
 
 def _written_rope(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
-    """Return the keys of RoPE."""
     length = positions(c)
     values: dict[str, Any] = {"rope_theta": c.rope_theta, "max_position_embeddings": length}
     rule = written_rule(c)
@@ -269,7 +267,6 @@ def _local_layers(
 
 
 def _written_layers(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
-    """Return the keys of the layers' windows and RoPE."""
     if not row.layers:
         return {}
     local = [c.window_of(i) > 0 for i in range(c.n_layers)]

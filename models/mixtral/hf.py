@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, TRAINING, in_layer
+from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, PLAIN_ROUTER, TRAINING, in_layer
 from ..layers.kinds import Kind, with_experts
 from ..layers.published import keys, only, rope, unpublished
 from .model import MixtralConfig
@@ -56,15 +56,7 @@ def hf_config(config: MixtralConfig) -> dict[str, Any]:
     Raises ValueError for a router that theirs cannot be.
     """
     c = config
-    unpublished(
-        c,
-        "Mixtral's",
-        scoring="softmax",
-        normalize_weights=True,
-        n_groups=1,
-        route_scale=1.0,
-        bias_rate=0,
-    )
+    unpublished(c, "Mixtral's", **PLAIN_ROUTER)
     return KIND.write("mixtral", c) | {"head_dim": c.head_dim, "rope_theta": c.rope_theta}
 
 

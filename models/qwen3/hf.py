@@ -13,7 +13,9 @@ from ..layers.hf_names import (
     FEED_FORWARD,
     FIELDS,
     MODULES,
+    MULTIPLIERS,
     NOT_TRAINED,
+    PLAIN_ROUTER,
     QK_NORMS,
     SHARED_EXPERTS,
     TRAINING,
@@ -52,11 +54,7 @@ _OFF_EXPERTS: dict[str, Any] = {
     "shared_dim": 0,
     "n_shared_experts": 0,
     "shared_gate": False,
-    "scoring": "softmax",
-    "normalize_weights": True,
-    "n_groups": 1,
-    "route_scale": 1.0,
-    "bias_rate": 0.0,
+    **PLAIN_ROUTER,
 }
 
 
@@ -118,12 +116,6 @@ _BIAS = {"moe.router.bias": "mlp.gate.e_score_correction_bias"}
 # Layers of multi-token prediction, that no model here has.
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 _MTP = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-_SCALES = {
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention_scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
-}
 _GRANITE = {
     "moe.router.gate": "block_sparse_moe.router.layer",
     "moe.experts.w1": "block_sparse_moe.input_linear",
@@ -134,8 +126,8 @@ _GRANITE = {
     "moe.shared.w2": "shared_mlp.output_linear",
 }
 _LOCAL = {"n_experts": "num_local_experts", "expert_dim": "intermediate_size"}
-_GRANITE_KEYS = _EXPERTS | _SCALES | _LOCAL
-_ONES = dict.fromkeys(_SCALES, 1.0)
+_GRANITE_KEYS = _EXPERTS | MULTIPLIERS | _LOCAL
+_ONES = dict.fromkeys(MULTIPLIERS, 1.0)
 KINDS = {
     "qwen3": _row(
         "Qwen3ForCausalLM",

@@ -16,7 +16,7 @@ from compose.data import special_tokens
 from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.samples import open_samples
-from compose.data.special_tokens import KEYS, MAP_KEYS
+from compose.data.special_tokens import KEYS
 from compose.data.tokenizer import JsonTokenizer, copy_tokenizer, copy_with_config, open_tokenizer
 from compose.errors import ConfigError
 from tests.support.data_made import token_set
@@ -153,7 +153,7 @@ def test_every_key_of_transformers_is_looked_at() -> None:
     result = {*words, *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES} - own
     assert len(result) > 40
     assert not result - {*KEYS.read, *KEYS.only, *KEYS.besides}
-    assert not set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES) - MAP_KEYS.read
+    assert not set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES) - KEYS.read
 
 
 def test_keys_that_may_not_be_set_are_refused(tokenizer: Path) -> None:

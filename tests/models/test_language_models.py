@@ -15,7 +15,6 @@ from compose.checkpoint.hf_folder import find_hf, name_of
 from compose.config.models import find_model
 from compose.data.samples import random_batch
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
-from models.layers.attention import Documents
 from models.layers.router import Router
 from models.llama.architectures import ARCHITECTURES
 from tests.support.helpers import make_config, refusal, refused, tier
@@ -276,11 +275,6 @@ def test_documents_do_not_see_each_other(name: str, config: Any) -> None:
         here = ids == document
         alone = model(batch["tokens"][:, here])
         torch.testing.assert_close(packed[:, here], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_document_mask() -> None:
-    mask = Documents(torch.tensor([[0, 0, 1]])).mask
-    assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
 
 
 def of_family(name: str) -> llama.Config:

@@ -30,6 +30,7 @@ from compose.optim.muon import (
 from compose.optim.rounding import lengths, random_bits, size
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import Parallel
+from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.proof.report import Report
 from tests.support.faults import Fault, assert_named, replaces, with_fault
 from tests.support.helpers import HALF, Keys, parallel, proofs, prove_case, proved
@@ -367,7 +368,7 @@ def a_stage_has_names_of_its_own() -> Iterator[None]:
     """Copies of a tied weight are rounded by different bits."""
 
     def fake(composition: Composition, *args: Any) -> torch.optim.Optimizer:
-        with mock.patch.object(Composition, "aliases", new={}):
+        with mock.patch.object(PipelineRunner, "aliases", new={}):
             return build_optimizer(composition, *args)
 
     with mock.patch("compose.proof.prove.build_optimizer", fake):

@@ -79,23 +79,6 @@ def test_trains(tmp_path: Path, precision: str) -> None:
     assert 2**20 < result[-1]["memory"] < 2**33
 
 
-NO_MASK = """
-from models.layers.attention import Documents
-from train import main
-
-def refuse(self):
-    raise AssertionError("a mask was built")
-
-Documents.mask = property(refuse)
-main({arguments!r})
-"""
-
-
-def test_no_mask_is_built(tmp_path: Path) -> None:
-    arguments = ["--run.device=cuda", "--precision.param=bfloat16", f"--run.dir={tmp_path}"]
-    launched("-c", NO_MASK.format(arguments=[*arguments, "--train.stop_after=2"]))
-
-
 def test_ring_of_two_against_flash() -> None:
     done = launch("benchmarks/context.py", "--device", "cuda", "--length", "4096")
     assert done.returncode == 0, done.stderr

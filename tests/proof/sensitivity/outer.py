@@ -124,7 +124,7 @@ routers' biases stay apart | SMALL EXPERTS outer__every=2 | island's weight | la
     self._set_averaged(fragment, sums / len(arrived)) => pass
 buffers of one island alone | STREAMING SMALL EXPERTS | island's weight | layers.*.bias
     in compose.diloco.messages:averaged_buffers
-    if name in persistent and => if 'bias' not in name and name in persistent and
+    for buffer in persistent_buffers(model).values() if => for name, buffer in persistent_buffers(model).items() if 'bias' not in name and
 """,  # noqa: E501
     globals() | {"EXPERTS": EXPERTS, "STREAMING": STREAMING},
     islands=2,
