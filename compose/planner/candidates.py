@@ -242,8 +242,8 @@ def _of_mesh(
                 if micro in sure or not _divides(one, shape):
                     continue
                 rough = quick(shape, one, space.cluster, most)
-                if rough.memory > most:
-                    break  # a larger micro-batch takes more
+                if rough.memory > most or math.isinf(rough.memory):
+                    break  # a larger micro-batch takes more; and no cut of the model makes it finite
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
                 named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
