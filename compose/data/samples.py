@@ -275,11 +275,12 @@ class Windows:
         start = index * self.seq_len
         window = self.row.read(start, start + self.seq_len + 1)
         check_ids(window, self.name, self.vocab_size)
-        ends = window[:-1] == self.separator
-        if self.token_set is not None:  # a document may begin with the token that ends one, as GPT-2's
-            known = self.token_set.ends
-            first, last = np.searchsorted(known, [start + 1, start + self.seq_len + 1])
-            ends = np.isin(np.arange(start + 1, start + self.seq_len + 1), known[first:last])
+        if self.token_set is None:
+            ends = window[:-1] == self.separator
+        else:  # a document may begin with the token that ends one, as GPT-2's
+            places = np.arange(start + 1, start + self.seq_len + 1)
+            first, last = np.searchsorted(self.token_set.ends, [places[0], places[-1] + 1])
+            ends = np.isin(places, self.token_set.ends[first:last])
         batch = pack(torch.from_numpy(window)[None], torch.from_numpy(ends)[None])
         return {name: value[0] for name, value in batch.items()}
 

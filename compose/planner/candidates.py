@@ -243,7 +243,7 @@ def _of_mesh(
                     continue
                 rough = quick(shape, one, space.cluster, most)
                 if rough.memory > most or math.isinf(rough.memory):
-                    break  # a larger micro-batch takes more; and no cut of the model makes it finite
+                    break  # a larger micro-batch takes more; infinite: the model cannot be cut so
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
                 named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}

@@ -110,12 +110,12 @@ def action_seconds(
             host += issue[0]
             late = max(0.0, host - clock[work.stream])
             # NCCL runs what one communicator sends in the order of issue, whatever the streams.
-            took_turns = max(0.0, free[work.group] - clock[work.stream] - late) if on_gpu else 0.0
-            clock[work.stream] += late + took_turns + took
+            waited = max(0.0, free[work.group] - clock[work.stream] - late) if on_gpu else 0.0
+            clock[work.stream] += late + waited + took
             free[work.group] = clock[work.stream]
             sent[work.stream] = axis
             if work.stream == 0:
-                seconds[f"exposed {axis}"] += took_turns + took
+                seconds[f"exposed {axis}"] += waited + took
                 seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
