@@ -132,17 +132,25 @@ def test_only_sums_of_gradients_come_after_a_result() -> None:
     assert [after_result(parts, kind) for kind in "FBW"] == [0.0, 3.0, 3.0]
 
 
-def test_complex_numbers_are_not_fused() -> None:
-    """The three would be one kernel; that of complex numbers stays alone, and parts the others."""
-    cluster, add = cluster_of(), replace(elementwise(2**21), segment=0)
+@pytest.mark.parametrize("name", ["complex", "fsdp.chunk_cat", "aten.index_select"])
+def test_what_no_graph_holds_is_not_fused(name: str) -> None:
+    """The three would be one kernel; one of them stays alone, and parts the others.
+
+    It is one of complex numbers, FSDP's, or the choice of an expert's rows.
+    """
+    cluster, add = load_cluster("h100_sxm"), replace(elementwise(2**21), segment=0)
     record = Record([Segment((0, "F", 0), "forward", "layers.0")])
     record.allocations = [Allocation(2**20, 0, 0, "", end=end) for end in (None, 1, 2, None)]
-    for dtype, kernels in (("bfloat16", 1), ("complex64", 3)):
+    other = {"dtype": "complex64"} if name == "complex" else {"name": name}
+    slowest, fused = costs.slowest(cluster, 8), replace(add, name="fused")  # of one input and result
+    for change, others in (({}, 1), (other, 2)):
         record.work = [replace(add, reads=(place,), writes=(place + 1,)) for place in range(3)]
-        record.work[1] = replace(add, reads=(1,), writes=(2,), dtype=dtype)
+        record.work[1] = middle = replace(add, reads=(1,), writes=(2,), **change)
         result = action_seconds(record, cluster, Parallel(dp_shard=8), 1, fused=True)[0, "F", "last"]
-        moved = kernels * 2**21  # each reads one and writes one
-        assert result["memory"] == pytest.approx(costs.memory_seconds(cluster, moved, kernels))
+        expected = others * operator_seconds(cluster, fused)
+        if change:
+            expected += operator_seconds(cluster, middle)
+        assert result["memory"] == pytest.approx(slowest * expected)
 
 
 def test_the_loss_is_one_kernel_without_compile_mode() -> None:
