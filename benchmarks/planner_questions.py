@@ -8,8 +8,9 @@
 ``picks`` asks thirty questions and writes the keys and the figures of each pick; two files that were
 made on a quiet machine, under load or on one core must be equal, bit by bit. ``drawn`` asks drawn
 questions and prints a line for each absurdity of an answer. ``exhaustive`` records all legal candidates
-of five models on two clusters, and prints the time of the pick over that of the fastest that fits; what
-the file has already is not made again. ``records`` records a few compositions of each family of models,
+of five models on two clusters (every mesh, stage of ZeRO, schedule, micro-batch and way to recompute),
+and prints the time of the pick over that of the fastest that fits; what the file has already is not
+made again. ``records`` records a few compositions of each family of models,
 which tests/planner/test_quick_estimate.py holds the quick estimates against.
 Each ends with 1 if something is wrong: a pick, an absurdity, a regret above 3%.
 """
@@ -25,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -236,7 +238,7 @@ def fuzz(number: int, seed: int, out: Path | None) -> int:
     return int(wrong > 0)
 
 
-# Models and devices that are small enough to record all candidates: meshes with each way to recompute.
+# Models and devices that are small enough to record all candidates.
 _SMALL: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("llama", "1b", 4096, {}),
     ("llama", "3b", 8192, {"model.n_layers": 14}),
@@ -245,16 +247,15 @@ _SMALL: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("qwen3", "30b_a3b", 4096, {"model.n_layers": 6}),
 )
 _SMALL_GPUS = 4
-# Two and eight devices in a node; records of one serve the other.
 _SMALL_CLUSTERS = ("rtx4090", "l40s")
+# What the search refines afterwards stays; ``candidates`` has every value of all else.
 _PINNED = {
-    "parallel.zero": 3,
-    "parallel.pp_schedule": "1F1B",
     "parallel.offload": "none",
     "optimizer.offload": "none",
-    "train.micro_batch": 2,
     "train.loss_chunk": 0,
     "activation_checkpoint.budget": 0.5,
+    "activation_checkpoint.every": 2,
+    "activation_checkpoint.segment": 1,
 }
 _REGRET = 1.03
 
@@ -269,7 +270,9 @@ def exhaustive(out: Path | None) -> int:
                 continue
             space = _space(model, preset, seq_len, more, name)
             pick = search(space).candidates[0]
-            every = [c.config for c in candidates(space, shape_for(space))]
+            # For memory no way to recompute is left out, and ``anyway`` leaves out no size.
+            whole = replace(space, objective="memory")
+            every = [c.config for c in candidates(whole, shape_for(space), anyway=True)]
             began = time.monotonic()
             recorded = [c for c in record_all(space, every) if isinstance(c, Candidate)]
             suitable = [c for c in recorded if fits(space, c)]
