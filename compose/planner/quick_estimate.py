@@ -27,10 +27,9 @@ from compose.planner.quick_memory import (
     micro_batches,
     peak_bytes,
     ranks_of,
-    shards,
     sizes_of,
 )
-from compose.planner.quick_units import ModelShape, Unit, stream_bytes, units_of_rank
+from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes, units_of_rank
 from compose.planner.step_time import beside_messages
 
 MEMORY_ERROR = 4 / 3

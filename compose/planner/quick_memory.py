@@ -10,7 +10,7 @@ from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
 from compose.planner.layer_probe import FIRST, LAST
-from compose.planner.quick_units import ModelShape, Unit, stream_bytes
+from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes
 
 _PINNED = 4 / 3  # of a pinned tensor's bytes, which are rounded up to a power of two, on average
 
@@ -136,15 +136,6 @@ def _padded(unit: Unit, config: Config) -> float:
         return 1.0
     over = parallel.dp_shard * parallel.cp
     return -(-unit.number // over) * over / unit.number
-
-
-def shards(config: Config) -> tuple[int, int]:
-    """Return the ranks that share weights, and those that share experts."""
-    parallel = config.parallel
-    if parallel.zero == 0:
-        return 1, 1
-    over = parallel.dp_shard * parallel.cp
-    return over, max(1, over * parallel.tp // parallel.ep)
 
 
 class _Moment(NamedTuple):

@@ -142,7 +142,8 @@ def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[s
         *(parallel.tp, parallel.cp, parallel.ep, parallel.cp_method, parallel.sequence, parallel.loss),
         *(config.precision, config.train.micro_batch, config.compile.mode, cluster),
     )
-    key = *own, config.activation_checkpoint, config.train.loss_chunk, parallel.pp > 1
+    recomputed = config.activation_checkpoint, config.train.loss_chunk
+    key = *own, *recomputed, parallel.pp > 1, shards(config)[0] > 1
     if key not in shape.known:
         if own not in shape.known:
             shape.known[own] = {
@@ -348,14 +349,18 @@ def _unit(
         kept += 4 * size["trained weights"] - logits
         shown = chunk * logits * (1 + 8 / config.precision.param_dtype.itemsize)
         working = kept + shown + stream
-    issue, issue_back = dispatch(cluster, config.compile.mode != "off")
+    compiled, precision = config.compile.mode != "off", config.precision
+    issue, issue_back = dispatch(cluster, compiled)
+    hooks = (0.0, 0.0)
+    if shards(config)[0] > 1 or precision.param_dtype.itemsize < precision.master_dtype.itemsize:
+        hooks = cluster.device.hooks_compiled if compiled else cluster.device.hooks  # of FSDP
     shown = sum(sent["F"].values())
     numbers = size["weights"] + size["expert weights"]
     here = size["weights"] + size["expert weights"] / config.parallel.ep
     issued_back = issued["B"] * issue_back + issued_again * issue
     return Unit(
-        max(forward + shown, issued["F"] * issue),
-        max(backward + again + sum(every.values()) - shown, issued_back),
+        max(forward + shown, issued["F"] * issue + hooks[0]),
+        max(backward + again + sum(every.values()) - shown, issued_back + hooks[1]),
         dict(every),
         kept,
         working,
@@ -385,3 +390,12 @@ def stream_bytes(config: Config) -> float:
     share = parallel.tp if parallel.sequence else 1
     width = getattr(config.model.config, "dim", 0)
     return tokens / share * width * config.precision.param_dtype.itemsize
+
+
+def shards(config: Config) -> tuple[int, int]:
+    """Return the ranks that share weights, and those that share experts."""
+    parallel = config.parallel
+    if parallel.zero == 0:
+        return 1, 1
+    over = parallel.dp_shard * parallel.cp
+    return over, max(1, over * parallel.tp // parallel.ep)

@@ -1,6 +1,7 @@
 """Quick estimates: they rank as records do, and their memory is near that of records."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from statistics import correlation, mean
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from compose.pipeline.timeline import simulate
 from compose.planner import quick_estimate
 from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
+from compose.planner.costs import slowest
 from compose.planner.estimate import estimate
 from compose.planner.quick_estimate import QuickEstimate, quick
 from tests.support.helpers import ROOT, tiered
@@ -78,6 +80,21 @@ def test_a_bubble_is_that_of_the_simulator(
         waits = quick_estimate._bubble(config, load_cluster("h100_sxm"), 3.0)
         length = max(slot.end for slot in simulate(table, lambda action: took[action.kind], message))
         assert waits == pytest.approx(length - 3 * count)
+
+
+def test_the_hooks_of_fsdp_keep_the_host() -> None:
+    """They cost each unit of each micro-batch their time, unless FSDP has nothing to do."""
+    cluster = load_cluster("h100_sxm")
+    slow = replace(cluster, device=replace(cluster.device, hooks=(1.0, 3.0)))
+    config = load(TRAIN, [("train.global_batch", "16"), ("train.micro_batch", "2")])
+    shape = shape_for(Space(config, cluster, 8))
+    whole = {"parallel.dp_shard": 1, "parallel.dp_replicate": 8, "parallel.zero": 0}
+    units = config.model.config.n_layers + 2  # one micro-batch of them on each rank
+    for keys, seconds in (({"parallel.dp_shard": 8}, 4.0 * units), (whole, 0.0)):
+        sharded = with_keys(config, keys)
+        before, after = (quick(shape, sharded, one).step for one in (cluster, slow))
+        expected = seconds * slowest(cluster, 8)
+        assert after - before == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.slow
