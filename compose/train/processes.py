@@ -117,7 +117,7 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
     """
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    everyone, rank, world_size = _rendezvous()
+    everyone, rank, world_size = _rendezvous(config)
     spares = Spares(everyone, world_size - ranks if ranks else 0)
     world_size -= spares.count
 
@@ -182,7 +182,7 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
 
 def stand_by(config: Config) -> int:
     """Wait as a rank that the run's mesh does not use; return the code with which the run ends."""
-    everyone, *_ = _rendezvous()
+    everyone, *_ = _rendezvous(config)
     _agree(everyone, config)
     return Spares(everyone, 1).wait()
 
@@ -246,11 +246,22 @@ def _report_silent(
         _wait_for_first(store)
 
 
-def _rendezvous() -> tuple[dist.Store, int, int]:
+def _rendezvous(config: Config) -> tuple[dist.Store, int, int]:
     """Return the store where ranks find each other, this rank's number, and the number of ranks."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
-    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    limit = config.comm.first_step_timeout
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=limit)))
+    except dist.DistError as error:
+        count, host = os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
+        first = str(error).splitlines()[0].rstrip(".")
+        print(
+            f"the {count} ranks did not meet at {host} within comm.start_timeout ="
+            f" {limit.total_seconds():.0f} s ({first}): start all of them together",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # Torchrun's default rendezvous keeps one store. After a restart the addresses of the dead
         # processes would still be there. (c10d's rendezvous makes a new store; with several nodes each

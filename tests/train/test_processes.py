@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from compose.errors import ConfigError
-from compose.train.processes import Signals, _agree, _claim, pick_device
+from compose.train.processes import Signals, _agree, _claim, _rendezvous, pick_device
 from compose.train.workers import Worker
 from tests.support.helpers import keys_in, make_config, refusal
 
@@ -100,6 +101,25 @@ def test_signals_are_of_the_main_thread() -> None:
     use()
     assert inside[1] == signals._note
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == kept
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_wait_for_others_end(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rank that has the store, and the one that looks for it; once torch has given up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    with pytest.raises(SystemExit) as raised:
+        _rendezvous(make_config(2, comm__timeout=1, comm__start_timeout=1))
+    assert raised.value.code == 1
+    said = capsys.readouterr().err
+    why = "Timed out after" if rank == 0 else "The client socket has timed out after 1000ms"
+    begin = f"the 2 ranks did not meet at 127.0.0.1 within comm.start_timeout = 1 s ({why}"
+    assert said.startswith(begin)
+    assert said.endswith("): start all of them together\n")
+    assert said.count("\n") == 1
 
 
 def test_nodes_that_choose_other_meshes_are_refused() -> None:
