@@ -8,7 +8,7 @@
 ``picks`` asks thirty questions and writes the keys and the figures of each pick; two files that were
 made on a quiet machine, under load or on one core must be equal, bit by bit. ``drawn`` asks drawn
 questions and prints a line for each absurdity of an answer. ``exhaustive`` records all legal candidates
-of five models on two clusters (every mesh, stage of ZeRO, micro-batch and way to recompute),
+of five models on two clusters (every mesh, micro-batch and way to recompute, by ZeRO-3 and 1F1B),
 and prints the time of the pick over that of the fastest that fits; what the file has already is not
 made again. ``records`` records a few compositions of each family of models,
 which tests/planner/test_quick_estimate.py holds the quick estimates against.
@@ -250,6 +250,7 @@ _SMALL_GPUS = 4
 _SMALL_CLUSTERS = ("rtx4090", "l40s")
 # What the search refines afterwards stays; ``candidates`` has every value of all else.
 _PINNED = {
+    "parallel.zero": 3,
     "parallel.pp_schedule": "1F1B",
     "parallel.offload": "none",
     "optimizer.offload": "none",

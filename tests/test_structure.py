@@ -480,6 +480,7 @@ NO_TEST_MODULE = {
     "planner/layer_probe": "planner/test_quick_estimate",
     "planner/quick_memory": "planner/test_quick_estimate",
     "planner/quick_units": "planner/test_quick_estimate",
+    "planner/sweep": "planner/test_measure",
     "planner/trace": "planner/test_step_time",
     "profiling/options": "profiling/test_profiler",
     "profiling/trace": "profiling/test_summary",

@@ -35,7 +35,7 @@ from compose.config.toml import COMMAND_LINE, load, without_file
 from compose.errors import ConfigError, write_whole
 from compose.parallel.comm import Comm
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
-from compose.planner.measure import Sweep, cores, link_of, measure_collectives
+from compose.planner.sweep import Sweep, cores, link_of, measure_collectives
 from compose.train.processes import process_group
 
 _SECONDS = 40.0  # of collectives

@@ -1,18 +1,22 @@
 """The commands init, schema and completion: files for a project, its editor and its shell."""
 
+import dataclasses
 import importlib
 import json
 import shlex
+import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from compose.cli import COMMANDS, train
 from compose.cli.command_line import flag_error, read_flags, written
-from compose.config.models import PACKAGE, shipped
-from compose.config.schema import schema as schema_of_files
-from compose.config.tables import TABLES
+from compose.config.models import PACKAGE, find_model, model_names, shipped
+from compose.config.tables import TABLES, Model
 from compose.config.toml import COMMAND_LINE
-from compose.errors import docs
+from compose.errors import attribute, docs
 
 _MODEL, _RECIPE = "llama", "recipes/llama_one_gpu.toml"
 _SCHEMA = "train.schema.json"
@@ -127,3 +131,41 @@ def _fish(words: dict[str, list[str]]) -> str:
 
 
 _SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+
+
+def schema_of_files() -> dict[str, Any]:
+    """Return the schema of TOML files (JSON Schema, draft 7): each key with its type and description.
+
+    The fields of the models' own configs are in the table model, which may have others too: those of a
+    model in ``model.path``.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for name, kind in TABLES.items():
+        table = {"type": "object", "properties": _keys(kind), "additionalProperties": kind is Model}
+        above, _, inner = name.rpartition(".")
+        (tables[above]["properties"] if above else tables)[inner] = table
+    for name in model_names():
+        for key, value in _keys(find_model(name).Config).items():
+            others = tables["model"]["properties"].setdefault(key, {"anyOf": []})
+            if "anyOf" in others:
+                del value["default"]  # a preset sets its own
+                value["description"] = f"{name}: {value['description']}"
+                others["anyOf"].append(value)
+    extends = {"type": "string", "description": "A file whose keys these are laid over."}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A run of dtensor-compose",
+        "type": "object",
+        "properties": {"extends": extends, **tables},
+        "additionalProperties": False,
+    }
+
+
+def _keys(kind: type) -> dict[str, dict[str, Any]]:
+    types = typing.get_type_hints(kind, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    return {
+        key: TypeAdapter(types[attribute(key)]).json_schema()
+        | {"description": doc, "default": json.loads(json.dumps(defaults[attribute(key)]))}
+        for key, doc in docs(kind).items()
+    }

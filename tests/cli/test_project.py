@@ -4,16 +4,22 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft7Validator
 
 from compose.cli import COMMANDS
-from compose.cli.project import completion, init, schema
-from compose.config import schema as of_files
+from compose.cli.project import completion, init, schema, schema_of_files
 from compose.config.rules import check
-from compose.config.toml import load
+from compose.config.tables import TABLES
+from compose.config.toml import load, tomllib
+from compose.errors import docs
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, refusal
+
+FILES = [ROOT / "train.toml", *sorted((ROOT / "recipes").glob("*.toml"))]
+VALIDATOR = Draft7Validator(schema_of_files())
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def test_init(project: Path) -> None:
     assert own.model.path == str(project / "model")
     assert (own.train, own.optimizer, own.data) == (default.train, default.optimizer, default.data)
     assert check(own, 2).plan.tensor.keys() == check(default, 2).plan.tensor.keys()
-    assert json.loads(Path("train.schema.json").read_text()) == of_files.schema()
+    assert json.loads(Path("train.schema.json").read_text()) == schema_of_files()
     recipe = "recipes/llama_one_gpu.toml"
     assert load(recipe).model.config.dim == load(str(ROOT / recipe)).model.config.dim
     for name, up in (("train.toml", "./"), (recipe, "../")):
@@ -67,7 +73,7 @@ def test_message(project: Path, words: list[str], line: str) -> None:
 
 def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     schema([])
-    assert json.loads(capsys.readouterr().out) == of_files.schema()
+    assert json.loads(capsys.readouterr().out) == schema_of_files()
 
 
 def _bash(script: str, *given: str) -> set[str]:
@@ -99,3 +105,46 @@ def test_completion_of_other_shells(shell: str, capsys: pytest.CaptureFixture[st
     assert "pp_schedule" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n", "-c", script], check=True)
+
+
+def problems(text: str) -> list[str]:
+    return [error.message for error in VALIDATOR.iter_errors(tomllib.loads(text))]
+
+
+def test_it_is_a_schema_of_files() -> None:
+    Draft7Validator.check_schema(schema_of_files())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_files(file: Path) -> None:
+    assert problems(file.read_text()) == []
+
+
+def test_every_key_is_described() -> None:
+    for name, kind in TABLES.items():
+        part: Any = schema_of_files()
+        for word in name.split("."):
+            part = part["properties"][word]
+        for key, doc in docs(kind).items():
+            assert part["properties"][key]["description"] == doc
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nstep = 3", "Additional properties are not allowed ('step' was unexpected)"),
+        ("[trian]\nsteps = 3", "Additional properties are not allowed ('trian' was unexpected)"),
+        ('[train]\nsteps = "3"', "'3' is not of type 'integer'"),
+        ("[parallel]\nzero = 4", "4 is not one of [0, 1, 2, 3]"),
+        ("[optimizer]\nbeta1 = 1.5", "1.5 is greater than or equal to the maximum of 1"),
+        ('extends = ["a.toml"]', "['a.toml'] is not of type 'string'"),
+    ],
+)
+def test_mistakes(text: str, message: str) -> None:
+    assert problems(text) == [message]
+
+
+def test_keys_of_models() -> None:
+    """A key of any packaged model is checked, and one of a model of one's own is let through."""
+    assert problems('[model]\nn_layers = 2\nmy_key = "a"') == []
+    assert problems('[model]\nn_layers = "two"') != []

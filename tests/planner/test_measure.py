@@ -10,7 +10,8 @@ import torch
 
 from compose.planner.cluster import KINDS, Cluster, Collective, as_toml, cluster_names, load_cluster
 from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
-from compose.planner.measure import Shape, _shapes, fit, kinds_of, link_of, measure
+from compose.planner.measure import Shape, _shapes, measure
+from compose.planner.sweep import fit, kinds_of, link_of
 from tests.support.command_lines import answered, execute, launch
 from tests.support.pool import Pool
 
