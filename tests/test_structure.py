@@ -434,6 +434,19 @@ def test_a_start_loads_nothing_that_it_may_not_use(module: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_a_model_on_meta_needs_no_compiler() -> None:
+    """PyTorch imports Dynamo for normal numbers on meta, which nobody needs."""
+    code = """if True:
+        import sys
+        from compose.config.models import find_model, model_names
+        for name in model_names():
+            folder = find_model(name)
+            folder.on_meta(folder.presets["debug"])
+        sys.exit("torch._dynamo" in sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 # Modules without a test module of their name, and the test module that tests each.
 NO_TEST_MODULE = {
     "planner/operator_figures": "planner/test_record",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compose.errors import ConfigError, did_you_mean
 from compose.parallel.mesh import Parallel
@@ -109,6 +110,19 @@ class InitialisedModel(Protocol):
         ...
 
 
+class _WithoutNumbers(TorchFunctionMode):
+    """Leaves out normal numbers, which tensors on meta do not hold.
+
+    PyTorch would draw them by a program in Python, for which it imports Dynamo: half a second.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        if func is nn.init.normal_:
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """The values that a model's folder exports."""
@@ -124,7 +138,7 @@ class ModelFolder:
     def on_meta(self, config: Any) -> nn.Module:
         """Return the model of ``config`` on meta; ConfigError if a weight has too many elements."""
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _WithoutNumbers():
                 return self.Model(config)
         except RuntimeError as error:
             _, _, shape = str(error).partition("overflowed with sizes=")

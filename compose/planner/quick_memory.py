@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from compose.config.tables import Config
@@ -11,6 +10,7 @@ from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
 from compose.planner.layer_probe import FIRST, LAST
 from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes
+from compose.planner.record_cache import remembered
 
 _PINNED = 4 / 3  # of a pinned tensor's bytes, which are rounded up to a power of two, on average
 
@@ -53,7 +53,7 @@ def _ranks_of(shape: ModelShape, parallel: Parallel, count: int) -> list[Rank]:
     schedule, pp, virtual = parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages
     where = placement(schedule, pp, virtual)
     layers = parallel.pp_layers or _cut(shape, len(where))
-    flight = _in_flight(schedule, pp, stages_per_rank(schedule, virtual), count)
+    flight = _in_flight(shape, schedule, pp, stages_per_rank(schedule, virtual), count)
     last, start = len(where) - 1, 0
     ranks = [(Counter[str](), Counter[str](), [0, 0]) for _ in range(pp)]
     for stage, number in enumerate(layers):
@@ -86,15 +86,20 @@ def _cut(shape: ModelShape, stages: int) -> tuple[int, ...]:
     return shape.known["cut", stages]
 
 
-@cache
-def _in_flight(schedule: str, pp: int, virtual: int, count: int) -> tuple[int, ...]:
+def _in_flight(shape: ModelShape, schedule: str, pp: int, virtual: int, count: int) -> Sequence[int]:
     """Return for each stage the most micro-batches whose activations wait at a time."""
-    where = placement(schedule, pp, virtual)
     if schedule == "PipeDream":  # of several steps
-        return tuple(pp - rank for rank in range(pp))
+        return [pp - rank for rank in range(pp)]
     if schedule == "1F1B":
-        return tuple(min(count, pp - rank) for rank in range(pp))
-    most = [0] * len(where)
+        return [min(count, pp - rank) for rank in range(pp)]
+    # A table of PyTorch's needs its compiler, which takes half a second to import.
+    folder, asked = None if schedule.endswith(".csv") else shape.cache, (schedule, pp, virtual, count)
+    model = shape.job.config.model.name
+    return remembered(folder, "flight", model, repr(asked), lambda: _most_waiting(*asked))
+
+
+def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[int]:
+    most = [0] * len(placement(schedule, pp, virtual))
     for row in build_table(schedule, pp, virtual, count):
         now: Counter[int] = Counter()
         best = 0
@@ -104,7 +109,7 @@ def _in_flight(schedule: str, pp: int, virtual: int, count: int) -> tuple[int, .
                 best = now.total()
                 for stage in now:
                     most[stage] = now[stage]
-    return tuple(most)
+    return most
 
 
 class Size(NamedTuple):

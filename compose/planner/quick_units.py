@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from compose.config.job import Job, make_job
 from compose.config.tables import Config
 from compose.errors import ConfigError
-from compose.memory.activation_checkpointing import ActivationCheckpoint, unit_costs, within
+from compose.memory.activation_checkpointing import ActivationCheckpoint, UnitCost, unit_costs, within
 from compose.parallel.mesh import AXES, Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster
@@ -27,7 +27,14 @@ from compose.planner.layer_probe import (
     small,
 )
 from compose.planner.record import Operator
-from compose.planner.record_cache import BROKEN, CacheFile, packed_rows, sources, tables_of
+from compose.planner.record_cache import (
+    BROKEN,
+    CacheFile,
+    packed_rows,
+    remembered,
+    sources,
+    tables_of,
+)
 from compose.planner.step_time import dispatch, operator_seconds
 
 
@@ -237,9 +244,12 @@ def _kept_groups(shape: ModelShape, options: ActivationCheckpoint) -> dict[str, 
     kinds, mode = shape.few.counts, options.mode
     if mode == "budget":
         if "costs" not in shape.known:
-            names = {unit: name for name, unit in shape.few.units.items() if unit in kinds}
-            costs = unit_costs(shape.few.model, [*names.values()], shape.job.options.sample)
-            shape.known["costs"] = {unit: costs[name] for unit, name in names.items()}
+            asked = shape.job.config
+            decides = repr((asked.model, asked.train.seq_len, asked.data))
+            made = remembered(
+                shape.cache, "units", asked.model.name, decides, lambda: _costs_of_units(shape)
+            )
+            shape.known["costs"] = {unit: UnitCost(**fields) for unit, fields in made.items()}
         of_layer = {str(i): shape.known["costs"][unit] for i, unit in enumerate(shape.few.order)}
         chosen = within(of_layer, options.budget)
         result: dict[str, _Ways] = {}
@@ -258,6 +268,12 @@ def _kept_groups(shape: ModelShape, options: ActivationCheckpoint) -> dict[str, 
         }
         ways = ((1.0, tuple(sorted(groups))),)
     return dict.fromkeys(kinds, ways)
+
+
+def _costs_of_units(shape: ModelShape) -> dict[str, dict[str, Any]]:
+    names = {unit: name for name, unit in shape.few.units.items() if unit in shape.few.counts}
+    costs = unit_costs(shape.few.model, [*names.values()], shape.job.options.sample)
+    return {unit: asdict(costs[name]) for unit, name in names.items()}
 
 
 class _Priced(NamedTuple):

@@ -89,6 +89,18 @@ class CacheFile:
             _remove_oldest(self.path.parent)
 
 
+def remembered(
+    folder: Path | None, ending: str, model: str, decides: str, make: Callable[[], Any]
+) -> Any:
+    """Return what a file holds, or what ``make`` returns: data for JSON, which the file then keeps."""
+    if folder is None:
+        return make()
+    file = CacheFile(folder, ending, sources(model, planner=True), decides)
+    if (known := file.read()) is None:
+        file.write(known := make())
+    return known
+
+
 def _remove_oldest(folder: Path) -> None:
     """Remove the files that were not used for the longest time, if all are too large together."""
     files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.is_file()]

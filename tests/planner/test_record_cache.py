@@ -12,7 +12,7 @@ from compose.config.job import Job
 from compose.planner import record_cache
 from compose.planner.few_layers import LayerRuns, few_micro_batches, runs_of
 from compose.planner.record import Traced
-from compose.planner.record_cache import CacheFile, RecordFile, default_folder
+from compose.planner.record_cache import CacheFile, RecordFile, default_folder, remembered
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import keys_in, make_job
 
@@ -110,6 +110,19 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
         assert file.read() is None
     file.write(content)
     assert file.path.read_bytes() == whole
+
+
+def test_what_is_remembered_is_made_once(tmp_path: Path) -> None:
+    """For the same sources and question; without a folder it is made each time."""
+    asked: list[int] = []
+
+    def make() -> list[int]:
+        asked.append(1)
+        return [len(asked), 7]
+
+    results = [remembered(tmp_path, "flight", "llama", words, make) for words in ("a", "a", "b")]
+    assert results == [[1, 7], [1, 7], [2, 7]]
+    assert remembered(None, "flight", "llama", "a", make) == [3, 7]
 
 
 def _signed(content: bytes) -> bytes:
