@@ -10,8 +10,8 @@ made on a quiet machine, under load or on one core must be equal, bit by bit. ``
 questions and prints a line for each absurdity of an answer. ``exhaustive`` records all legal candidates
 of five models on two clusters (every mesh, micro-batch and way to recompute, by ZeRO-3 and 1F1B),
 and prints the time of the pick over that of the fastest that fits and, as the planner wants, leaves 5%
-of the memory; what the file has already is not made again. ``records`` records a few compositions of each family of models,
-which tests/planner/test_quick_estimate.py holds the quick estimates against.
+of the memory; what the file has already is not made again. ``records`` records a few compositions of
+each family of models, which tests/planner/test_quick_estimate.py holds the quick estimates against.
 Each ends with 1 if something is wrong: a pick, an absurdity, a regret above 3%.
 """
 
