@@ -249,7 +249,7 @@ _SMALL: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 )
 _SMALL_GPUS = 4
 _SMALL_CLUSTERS = ("rtx4090", "l40s")
-# What the search refines afterwards stays; ``candidates`` has every value of all else.
+# Keys that the search changes only later keep one value; ``candidates`` tries all values of the others.
 _PINNED = {
     "parallel.zero": 3,
     "parallel.pp_schedule": "1F1B",
@@ -265,8 +265,8 @@ _REGRET = 1.03
 
 def exhaustive(out: Path | None) -> int:
     """Record all legal candidates; return 1 if a pick takes 3% longer than the fastest that fits."""
-    wrong = 0
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
+    wrong = sum(one.get("regret", 0.0) > _REGRET or not one.get("fits", True) for one in known)
     for model, preset, seq_len, more in _SMALL:
         for name in _SMALL_CLUSTERS:
             if any((one["model"], one["cluster"]) == (f"{model} {preset}", name) for one in known):

@@ -447,6 +447,20 @@ def test_a_model_on_meta_needs_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_a_buffer_beside_a_model_on_meta_has_its_numbers() -> None:
+    """A model may fill a buffer on the CPU as it is made (docs/plan.md)."""
+
+    class Own(torch.nn.Module):
+        def __init__(self, config: object) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.nn.init.normal_(torch.empty(3)))
+            self.register_buffer("table", torch.nn.init.normal_(torch.full((3,), 9.0, device="cpu")))
+
+    model: Any = dataclasses.replace(registry.find_model("llama"), Model=Own).on_meta(None)
+    assert model.weight.is_meta
+    assert (model.table != 9).all()
+
+
 # Modules without a test module of their name, and the test module that tests each.
 NO_TEST_MODULE = {
     "planner/operator_figures": "planner/test_record",

@@ -111,14 +111,14 @@ class InitialisedModel(Protocol):
 
 
 class _WithoutNumbers(TorchFunctionMode):
-    """Leaves out normal numbers, which tensors on meta do not hold.
+    """Skips ``nn.init.normal_`` of tensors on meta, which have no values.
 
-    PyTorch would draw them by a program in Python, for which it imports Dynamo: half a second.
+    PyTorch would run it as a program in Python, for which it imports Dynamo: half a second.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
-        if func is nn.init.normal_:
+        if func is nn.init.normal_ and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 

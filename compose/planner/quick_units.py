@@ -150,7 +150,7 @@ def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[s
         *(config.precision, config.train.micro_batch, config.compile.mode, cluster),
     )
     recomputed = config.activation_checkpoint, config.train.loss_chunk
-    key = *own, *recomputed, parallel.pp > 1, shards(config)[0] > 1
+    key = *own, *recomputed, parallel.pp > 1, parallel.offload, shards(config)[0] > 1
     if key not in shape.known:
         if own not in shape.known:
             shape.known[own] = {
@@ -365,11 +365,11 @@ def _unit(
         kept += 4 * size["trained weights"] - logits
         shown = chunk * logits * (1 + 8 / config.precision.param_dtype.itemsize)
         working = kept + shown + stream
-    compiled, precision = config.compile.mode != "off", config.precision
+    compiled = config.compile.mode != "off"
     issue, issue_back = dispatch(cluster, compiled)
-    hooks = (0.0, 0.0)
-    if shards(config)[0] > 1 or precision.param_dtype.itemsize < precision.master_dtype.itemsize:
-        hooks = cluster.device.hooks_compiled if compiled else cluster.device.hooks  # of FSDP
+    hooks = cluster.device.hooks_compiled if compiled else cluster.device.hooks
+    if not _is_sharded(config, size["experts"]):
+        hooks = (0.0, 0.0)
     shown = sum(sent["F"].values())
     numbers = size["weights"] + size["expert weights"]
     here = size["weights"] + size["expert weights"] / config.parallel.ep
@@ -406,6 +406,14 @@ def stream_bytes(config: Config) -> float:
     share = parallel.tp if parallel.sequence else 1
     width = getattr(config.model.config, "dim", 0)
     return tokens / share * width * config.precision.param_dtype.itemsize
+
+
+def _is_sharded(config: Config, experts: float) -> bool:
+    """Return whether FSDP has the weights of a unit (parallel/data_parallel.py, _only_sums)."""
+    parallel, precision = config.parallel, config.precision
+    types = {precision.master_dtype, precision.param_dtype, precision.reduce_dtype}
+    mesh_of_experts = bool(experts) and parallel.ep * parallel.tp > 1
+    return shards(config)[0] > 1 or len(types) > 1 or parallel.offload != "none" or mesh_of_experts
 
 
 def shards(config: Config) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Files of what the planner has worked out: records, what they cost, and probes.
+"""Files of what the planner has worked out: records, what they cost, probes, and parts of estimates.
 
 A file's name is a hash of all that decides its content. That of a record has shapes and options of the
 layers, degrees, keys of the config, versions, and the sources of the code. Neither the depth of the

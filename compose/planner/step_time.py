@@ -327,8 +327,9 @@ def _compiles(work: Operator | Message | Wait) -> bool:
         isinstance(work, Operator)
         and work.kind == "memory"
         and work.stream == 0
-        # Complex numbers it leaves to PyTorch's own kernels (pytorch/torchtitan #15). FSDP's copies
-        # are in hooks, and the rows that go to experts are chosen, outside of graphs.
+        # PyTorch's own kernels compute with complex numbers (pytorch/torchtitan #15). FSDP's copies
+        # are in hooks, and rows are gathered for experts outside of graphs. (The bias of gpt-oss'
+        # experts is gathered inside one, and is priced too high.)
         and not work.dtype.startswith("complex")
         and not work.name.startswith("fsdp.")
         and not work.name.endswith(_ROWS)

@@ -1,4 +1,4 @@
-"""A sweep: all ranks time the same work at the same time, among it the collectives between them."""
+"""Times functions on all ranks together, and the collectives between them."""
 
 import math
 import os

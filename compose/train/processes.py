@@ -254,13 +254,15 @@ def _rendezvous(config: Config) -> tuple[dist.Store, int, int]:
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=limit)))
     except dist.DistError as error:
-        count, host = os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
-        first = str(error).splitlines()[0].rstrip(".")
-        print(
-            f"the {count} ranks did not meet at {host} within comm.start_timeout ="
-            f" {limit.total_seconds():.0f} s ({first}): start all of them together",
-            file=sys.stderr,
-        )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            why = str(error).splitlines()[0].rstrip(".")
+            print(
+                f"rank {os.environ['RANK']} did not meet the others at {where} ({why}); all"
+                f" {os.environ['WORLD_SIZE']} ranks must start within {limit.total_seconds():.0f} s"
+                " (comm.start_timeout)",
+                file=sys.stderr,
+            )
         sys.exit(1)
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # Torchrun's default rendezvous keeps one store. After a restart the addresses of the dead

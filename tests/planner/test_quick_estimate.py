@@ -89,8 +89,14 @@ def test_the_hooks_of_fsdp_keep_the_host() -> None:
     config = load(TRAIN, [("train.global_batch", "16"), ("train.micro_batch", "2")])
     shape = shape_for(Space(config, cluster, 8))
     whole = {"parallel.dp_shard": 1, "parallel.dp_replicate": 8, "parallel.zero": 0}
+    # FSDP gives whole weights another type before they are summed.
+    cast = whole | {"precision.param": "bfloat16", "precision.master": "bfloat16"}
     units = config.model.config.n_layers + 2  # one micro-batch of them on each rank
-    for keys, seconds in (({"parallel.dp_shard": 8}, 4.0 * units), (whole, 0.0)):
+    for keys, seconds in (
+        ({"parallel.dp_shard": 8}, 4.0 * units),
+        (cast, 4.0 * units),
+        (whole, 0.0),
+    ):
         sharded = with_keys(config, keys)
         before, after = (quick(shape, sharded, one).step for one in (cluster, slow))
         expected = seconds * slowest(cluster, 8)

@@ -136,7 +136,7 @@ def test_only_sums_of_gradients_come_after_a_result() -> None:
 def test_what_no_graph_holds_is_not_fused(name: str) -> None:
     """The three would be one kernel; one of them stays alone, and parts the others.
 
-    It is one of complex numbers, FSDP's, or the choice of an expert's rows.
+    It computes with complex numbers, is a copy of FSDP's, or gathers rows for experts.
     """
     cluster, add = load_cluster("h100_sxm"), replace(elementwise(2**21), segment=0)
     record = Record([Segment((0, "F", 0), "forward", "layers.0")])
