@@ -249,7 +249,8 @@ _SMALL: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 )
 _SMALL_GPUS = 4
 _SMALL_CLUSTERS = ("rtx4090", "l40s")
-# Keys that the search changes only later keep one value; ``candidates`` tries all values of the others.
+# The ZeRO stage, the schedule and what the search changes only later keep one value. ``candidates``
+# tries all values of the other keys.
 _PINNED = {
     "parallel.zero": 3,
     "parallel.pp_schedule": "1F1B",

@@ -260,7 +260,7 @@ def _rendezvous(config: Config) -> tuple[dist.Store, int, int]:
             print(
                 f"rank {os.environ['RANK']} did not meet the others at {where} ({why}); all"
                 f" {os.environ['WORLD_SIZE']} ranks must start within {limit.total_seconds():.0f} s"
-                " (comm.start_timeout)",
+                " (the longer of comm.start_timeout and comm.timeout)",
                 file=sys.stderr,
             )
         sys.exit(1)
