@@ -33,6 +33,8 @@ SCHEDULES = {
 }
 ASYNCHRONOUS = {"PipeDream": 1, "PipeDream2BW": 1}
 """The same of pipelines without a flush (pipedream.py). Their table here is of one step."""
+ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+"""The schedules that split a backward into that of inputs and that of weights."""
 # The schedules that are defined for this number of stages only.
 _FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV", *ASYNCHRONOUS)
 _CELL = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")

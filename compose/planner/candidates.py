@@ -11,7 +11,7 @@ from typing import Any
 
 from compose.config.tables import Config, value_of
 from compose.parallel.mesh import AXES, Parallel
-from compose.pipeline.schedules import stages_per_rank
+from compose.pipeline.schedules import ZERO_BUBBLE, stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.estimate import Estimate, Kinds, lack_of_host
 from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, quick
@@ -234,7 +234,11 @@ def _of_mesh(
         if parallel.parallel.offload == "cpu" and parallel.parallel.zero != 3:
             continue
         sure: set[int] = set()
-        for mode in modes:
+        tried = modes
+        if "parallel.pp_schedule" in free and parallel.parallel.pp_schedule in ZERO_BUBBLE:
+            # Every group of weights would recompute its layer (docs/parallelism.md).
+            tried = tuple(mode for mode in modes if mode == "none")
+        for mode in tried:
             for micro in micros:
                 one = _with(
                     parallel, activation_checkpoint=("mode", mode), train=("micro_batch", micro)

@@ -36,7 +36,7 @@ from compose.planner.memory import (
 from compose.planner.operator_figures import WEIGHTS
 from compose.planner.record import Message, Operator, Record, Wait
 from compose.planner.record_cache import packed_rows
-from compose.planner.step_time import NO_KERNEL, axis_of, joined
+from compose.planner.step_time import NO_KERNEL, axis_of, equal_kernel, joined
 
 _PRIMES = (17, 19, 23, 29, 31)
 _TOKENS = 32768  # of a probe, at least: what does not grow with tokens should be little of all
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     unit: str
     phase: str
-    """F, B, or M for memory."""
+    """F, E for the end of a forward that recomputation leaves out, B, or M for memory."""
     what: str
     """op, attention, memory, fused, message; or the name of an amount of memory."""
     number: int = 0
@@ -171,7 +171,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     record = recorder.record_of
     categorize(record, resolved.output)
     units = units_of(record, few.units)
-    figures = {**_work(record, units, job, few.prime), **_memory(record, units, few.prime)}
+    figures = {**_work(record, units, (job, cluster), few.prime), **_memory(record, units, few.prime)}
     experts = {n for name, _ in resolved.expert for n in weights if n.startswith(f"{name}.")}
     tied = {name for names in tied_names(model) for name in names}
     for name, weight in weights.items():
@@ -185,6 +185,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
         size = local_tensor(weight).numel() * (ranks if weight.ndim else 1)
         for part in (what, f"trained {what}") if weight.requires_grad else (what,):
             _add(figures, Part(unit, "M", part), (size,))
+        _add(figures, Part(unit, "M", "tensors"), (1,))
         if name in tied:
             figures[Part(FIRST, "M", "tied")] = (size,)
     return figures
@@ -212,13 +213,16 @@ def units_of(record: Record, names: Mapping[str, str]) -> list[tuple[str, str]]:
     return result
 
 
-def _work(record: Record, units: list[tuple[str, str]], job: Job, prime: int) -> Figures:
+def _work(record: Record, units: list[tuple[str, str]], of: tuple[Job, Cluster], prime: int) -> Figures:
     figures: Figures = {}
+    job, on_gpu = of[0], of[1].backend == "nccl"
     numbers: Counter[tuple[str, str]] = Counter()
+    ends = _ends(record, units)
     for work in record.work:
         unit, phase = units[work.segment]
         if not phase:
             continue
+        phase = "E" if id(work) in ends else phase
         if isinstance(work, Message):
             whole = work.kind in ("all_gather", "reduce_scatter", "all_reduce")
             if work.received or len(work.ranks) < 2 or (work.stream and whole):
@@ -237,32 +241,75 @@ def _work(record: Record, units: list[tuple[str, str]], job: Job, prime: int) ->
             grows = tuple(n % prime == 0 or at == rows for at, n in enumerate(work.shape))
             part = Part(unit, phase, "op", numbers[unit, phase], form, (True, True, *grows))
             figures[part] = (work.flops, work.bytes, *work.shape)
-    own = replace(record, work=[work for work in record.work if not _of_shards(work, prime)])
-    for what, each in (("memory", own.work), ("fused", joined(own))):
-        for work in each:
+    own = replace(record, work=[w for w in record.work if not _of_shards(record, w, units, prime)])
+    for what, layers in (("memory", False), ("fused", True)):
+        each = joined(own, layers, on_gpu)
+        for place, work in enumerate(each):
             if not isinstance(work, Operator) or work.kind != "memory" or work.name in NO_KERNEL:
                 continue
             unit, phase = units[work.segment]
             # The loss runs in pieces of a fixed size, and there are more of them with more tokens.
             pieces = unit == LAST
-            grows = pieces or _grows(work, prime)
+            fixed = 0 if pieces else _fixed_bytes(record, work, prime)
             if phase and work.bytes:
-                part = Part(unit, phase, what, 0, (), (pieces, True, False))
-                _add(figures, part, (1, work.bytes * grows, work.bytes * (not grows)))
+                phase = "E" if id(own.work[place]) in ends else phase
+                form = (equal_kernel(work.name), _of_samples(own.work, place, job))
+                part = Part(unit, phase, what, 0, form, (pieces, True, False))
+                _add(figures, part, (1, work.bytes - fixed, fixed))
     return figures
 
 
-def _grows(work: Operator, prime: int) -> bool:
-    return any(n % prime == 0 for n in (work.bytes, *work.shape))
+_NEAR = 4  # pieces of work between a message and its copies
 
 
-def _of_shards(work: Operator | Message | Wait, prime: int) -> bool:
+def _of_samples(works: Sequence[Operator | Message | Wait], place: int, job: Job) -> bool:
+    """Tell whether work is a copy for a message of tp: parts of a single sample need none."""
+    one = works[place]
+    if not isinstance(one, Operator) or not one.name.endswith(".cat"):
+        return False
+    near = works[max(0, place - _NEAR) : place + _NEAR]
+    return any(isinstance(w, Message) and axis_of(w, job.degrees) == "tp" for w in near)
+
+
+def _ends(record: Record, units: list[tuple[str, str]]) -> set[int]:
+    """Return the ids of work at the end of units' forwards, after what backward needs last."""
+    result = set[int]()
+    needed: dict[str, bool] = {}
+    output: dict[str, tuple[int, ...]] = {}
+    for work in reversed(record.work):
+        unit, phase = units[work.segment]
+        if phase != "F":
+            continue
+        if isinstance(work, Operator):
+            output.setdefault(unit, work.writes)  # which the next unit needs
+            made = (record.allocations[place] for place in work.writes if place not in output[unit])
+            needed[unit] = needed.get(unit, False) or any(
+                units[-1 if one.freed is None else one.freed][1] != "F" for one in made
+            )
+        if not needed.get(unit):
+            result.add(id(work))
+    return result
+
+
+def _fixed_bytes(record: Record, work: Operator, prime: int) -> int:
+    """Return the bytes that an operator reads and writes whatever the number of tokens is."""
+    sizes = [record.allocations[place].bytes for place in {*work.reads, *work.writes}]
+    if all(n % prime for n in (work.bytes, *work.shape, *sizes)):
+        return work.bytes
+    # Of an embedding's table few rows are read.
+    return min(work.bytes, sum(n for n in sizes if n % prime and n <= work.bytes))
+
+
+def _of_shards(
+    record: Record, work: Operator | Message | Wait, units: list[tuple[str, str]], prime: int
+) -> bool:
     """Tell whether work is data parallel's, on whole weights or gradients."""
     if not isinstance(work, Operator) or work.kind != "memory":
         return False
     space, _, short = work.name.partition(".")
-    copies = short in ("_to_copy", "copy_", "div", "_foreach_copy_")
-    return space == "fsdp" or (copies and not _grows(work, prime))
+    loss = units[work.segment][0] == LAST and not record.segments[work.segment].unit
+    copies = short in ("_to_copy", "copy_", "div", "_foreach_copy_") and not loss
+    return space == "fsdp" or (copies and _fixed_bytes(record, work, prime) == work.bytes)
 
 
 _KEPT_BY = {"product": "matmul", "attention": "attention"}

@@ -14,7 +14,7 @@ from functools import cached_property
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
-from compose.pipeline.schedules import ASYNCHRONOUS, stages_per_rank
+from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.costs import collective_seconds
@@ -30,7 +30,7 @@ from compose.planner.quick_memory import (
     sizes_of,
 )
 from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes, units_of_rank
-from compose.planner.step_time import beside_messages
+from compose.planner.step_time import beside_messages, bytes_seconds, dispatch
 
 MEMORY_ERROR = 4 / 3
 """How often a recorded rank's reserved bytes may stand in the quick estimate, at most; assumed."""
@@ -104,12 +104,16 @@ def _seconds(
     units, data = of_units
     best: dict[str, float] = {}
     slowest = costs.slowest(cluster, _world(parallel))
+    issued = {unit: _issued(one, config, cluster) for unit, one in units.items()}
     for rank in ranks:
         held = rank.held
         sent: dict[str, float] = defaultdict(float)
-        compute = exposed = once = 0.0
+        compute = exposed = once = forward = 0.0
+        issue = [0.0, 0.0]
         for unit, number in held.items():
             one = units[unit]
+            forward += number * one.forward
+            issue = [all + number * took for all, took in zip(issue, issued[unit], strict=True)]
             for axis, took in one.sent.items():
                 sent[axis] += number * took
             compute += number * (one.forward + one.backward - sum(one.sent.values()))
@@ -119,10 +123,15 @@ def _seconds(
         result = {"compute": compute * count * slowest, "dp": exposed * count + once}
         for axis in ("tp", "cp", "ep"):
             result[axis] = sent.get(axis, 0.0) * count
+        # The host is ahead of the device, but for the first forward of a step.
+        behind = max(issue[0] - forward, sum(issue) * count - sum(result.values()))
+        result["compute"] += max(0.0, behind)
         if sum(result.values()) > sum(best.values()):
             best = result
     if parallel.pp > 1:
-        alone = {u: one.forward + one.backward + data[u][0] for u, one in units.items()}
+        alone = {
+            u: max(one.forward + one.backward + data[u][0], sum(issued[u])) for u, one in units.items()
+        }
         layers = [*shape.few.order, FIRST, LAST]
         best["bubble"] = _bubble(config, cluster, sum(map(alone.__getitem__, layers)) / parallel.pp)
     else:
@@ -131,6 +140,30 @@ def _seconds(
     if parallel.offload == "cpu":
         best |= _offload(config, cluster, trained, count)
     return best
+
+
+_PIECES = 5
+"""What the host issues for a gather of FSDP, or for a sum of gradients: copies and a message."""
+
+
+def _issued(unit: Unit, config: Config, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds in which the host issues a unit's forward and backward, with FSDP's work."""
+    parallel, precision = config.parallel, config.precision
+    types = {precision.master_dtype, precision.param_dtype, precision.reduce_dtype}
+    # FSDP has the weights of a unit (parallel/data_parallel.py, _only_sums).
+    mesh_of_experts = bool(unit.number) and parallel.ep * parallel.tp > 1
+    sharded = shards(config)[0] > 1 or len(types) > 1 or parallel.offload != "none" or mesh_of_experts
+    if not sharded:
+        return unit.issue
+    compiled = config.compile.mode != "off"
+    hooks = cluster.device.hooks_compiled if compiled else cluster.device.hooks
+    issue, issue_back = dispatch(cluster, compiled)
+    gathers = _PIECES * (parallel.zero == 3)
+    sums = _PIECES * (parallel.zero > 1)
+    if parallel.zero > 1 or micro_batches(config) > 1:
+        sums += unit.tensors  # each is added to its sum
+    forward, backward = unit.issue
+    return forward + hooks[0] + gathers * issue, backward + hooks[1] + (gathers + sums) * issue_back
 
 
 def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
@@ -178,22 +211,33 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
             replicas += collective_seconds(
                 cluster, "all_reduce", part / ranks, parallel.dp_replicate, inner
             )
-    copies = sums = 0.0
-    if gather or width < precision.master_dtype.itemsize:
-        copies = costs.memory_seconds(cluster, 2 * width * held)
-        sums = costs.memory_seconds(cluster, (width + 2 * wide) * unit.trained * held)
+    copies = sums = added = 0.0
+    master = precision.master_dtype.itemsize
+    if gather or width < master:
+        trained, own = unit.trained * held, unit.trained * size.own
+        copies = bytes_seconds(cluster, "fsdp.split_with_sizes_copy", 2 * width * held)
+        copies += bytes_seconds(cluster, "aten._foreach_copy_", (master + width) * size.own)
+        sums = bytes_seconds(cluster, "fsdp.chunk_cat", (width + wide) * trained)
+        sums += bytes_seconds(cluster, "aten.add_", 3 * wide * own)
+        if micro_batches(config) > 1:
+            added = bytes_seconds(cluster, "aten.add_", (width + 2 * wide) * trained)
 
-    def shown(alone: float, messages: float) -> float:
-        return max(messages, beside_messages(cluster, alone, messages)) - alone
+    def shown(alone: float, more: float, messages: float) -> float:
+        """Return how much longer a unit takes with ``more`` work, both beside messages."""
+        return max(messages, beside_messages(cluster, alone + more, messages)) - alone
 
     forward, backward = unit.forward, unit.backward
-    if parallel.zero == 3:
-        # NCCL sends both by one communicator, one after the other.
-        both = gather + reduce if cluster.backend == "nccl" else max(gather, reduce)
-        each = shown(forward, gather) + shown(backward, both) + 2 * copies + sums
-        return each, max(0.0, max(reduce + replicas, gather) - max(backward, both))
-    once, backwards = shown(forward, gather) + copies, shown(backward, reduce) + sums
-    return (backwards, once) if parallel.zero == 2 else (0.0, once + backwards)
+    if parallel.zero < 3:
+        once, backwards = shown(forward, copies, gather), shown(backward, sums, reduce)
+        return (backwards, once) if parallel.zero == 2 else (added, once + backwards)
+    # NCCL sends both by one communicator, one after the other.
+    both = gather + reduce if cluster.backend == "nccl" else max(gather, reduce)
+    each = shown(forward, copies, gather)
+    if parallel.pp > 1 and parallel.pp_schedule in ZERO_BUBBLE:  # both halves of a backward gather
+        each += shown(backward / 2, copies, gather) + shown(backward / 2, copies + sums, both)
+    else:
+        each += shown(backward, copies + sums, both)
+    return each, max(0.0, max(reduce + replicas, gather) - max(backward, both))
 
 
 def _offload(config: Config, cluster: Cluster, own: float, count: int) -> dict[str, float]:

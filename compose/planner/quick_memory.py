@@ -29,6 +29,8 @@ class Rank(NamedTuple):
     """Its units."""
     waiting: Mapping[str, int]
     """How often each of them waits for its backward, while most micro-batches are in flight."""
+    split: Mapping[str, int]
+    """How often each of them waits for the gradients of its weights alone then."""
     flight: int
     """Micro-batches in flight in one of its stages then."""
     received: int
@@ -40,7 +42,7 @@ def ranks_of(shape: ModelShape, config: Config) -> list[Rank]:
     parallel, count = config.parallel, micro_batches(config)
     if parallel.pp == 1:
         held = {FIRST: 1, **shape.few.counts, LAST: 1}
-        return [Rank(held, held, 1, 0)]
+        return [Rank(held, held, {}, 1, 0)]
     flight = min(count, 2 * parallel.pp)
     name, virtual = parallel.pp_schedule, parallel.pp_virtual_stages
     key = "ranks", name, parallel.pp, virtual, flight, tuple(parallel.pp_layers)
@@ -55,21 +57,23 @@ def _ranks_of(shape: ModelShape, parallel: Parallel, count: int) -> list[Rank]:
     layers = parallel.pp_layers or _cut(shape, len(where))
     flight = _in_flight(shape, schedule, pp, stages_per_rank(schedule, virtual), count)
     last, start = len(where) - 1, 0
-    ranks = [(Counter[str](), Counter[str](), [0, 0]) for _ in range(pp)]
+    ranks = [(Counter[str](), Counter[str](), Counter[str](), [0, 0]) for _ in range(pp)]
     for stage, number in enumerate(layers):
         units = Counter(shape.few.order[start : start + number])
         units.update([FIRST] * (stage == 0) + [LAST] * (stage == last))
-        held, waiting, numbers = ranks[where[stage]]
+        held, waiting, split, numbers = ranks[where[stage]]
         held.update(units)
-        waiting.update({unit: n * flight[stage] for unit, n in units.items()})
-        numbers[0] = max(numbers[0], flight[stage])
+        for counts, most in zip((waiting, split), flight[stage], strict=True):
+            counts.update({unit: n * most for unit, n in units.items()})
+        numbers[0] = max(numbers[0], flight[stage][0])
         numbers[1] += (stage > 0) + (stage < last)
         start += number
     different: dict[Any, Rank] = {}
-    for held, waiting, numbers in ranks:
-        key = tuple(sorted(held.items()))
-        if key not in different or sum(different[key].waiting.values()) < waiting.total():
-            different[key] = Rank(held, waiting, *numbers)
+    fullest: dict[Any, float] = {}
+    for held, waiting, split, numbers in ranks:
+        key, most = tuple(sorted(held.items())), waiting.total() + split.total() / 2
+        if key not in fullest or fullest[key] < most:
+            fullest[key], different[key] = most, Rank(held, waiting, split, *numbers)
     return [*different.values()]
 
 
@@ -79,36 +83,46 @@ def _cut(shape: ModelShape, stages: int) -> tuple[int, ...]:
         flops: dict[str, float] = defaultdict(float)
         probed = next(v for k, v in shape.known.items() if k[0] == "figures")
         for part, values in probed.items():
-            if part.phase == "F" and part.what in ("op", "attention"):
+            if part.phase in "FE" and part.what in ("op", "attention"):
                 flops[part.unit] += values[part.what == "attention"]
         layers = [flops[unit] for unit in shape.few.order]
         shape.known["cut", stages] = fewest_at_most(flops[FIRST], layers, flops[LAST], stages)
     return shape.known["cut", stages]
 
 
-def _in_flight(shape: ModelShape, schedule: str, pp: int, virtual: int, count: int) -> Sequence[int]:
-    """Return for each stage the most micro-batches whose activations wait at a time."""
+def _in_flight(
+    shape: ModelShape, schedule: str, pp: int, virtual: int, count: int
+) -> Sequence[tuple[int, int]]:
+    """Return for each stage the micro-batches that wait when its rank is fullest.
+
+    The first number is of those whose activations wait. The second is of those among them that wait for
+    the gradients of weights alone.
+    """
     if schedule == "PipeDream":  # of several steps
-        return [pp - rank for rank in range(pp)]
+        return [(pp - rank, 0) for rank in range(pp)]
     if schedule == "1F1B":
-        return [min(count, pp - rank) for rank in range(pp)]
+        return [(min(count, pp - rank), 0) for rank in range(pp)]
     # A table of PyTorch's needs its compiler, which takes half a second to import.
     folder, asked = None if schedule.endswith(".csv") else shape.cache, (schedule, pp, virtual, count)
     model = shape.job.config.model.name
     return remembered(folder, "flight", model, repr(asked), lambda: _most_waiting(*asked))
 
 
-def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[int]:
-    most = [0] * len(placement(schedule, pp, virtual))
+def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[tuple[int, int]]:
+    most = [(0, 0)] * len(placement(schedule, pp, virtual))
     for row in build_table(schedule, pp, virtual, count):
         now: Counter[int] = Counter()
-        best = 0
+        split: Counter[int] = Counter()
+        best = 0.0
         for action in row:
             now[action.stage] += (action.kind == "F") - (action.kind in "BW")
-            if now.total() > best:
-                best = now.total()
+            split[action.stage] += (action.kind == "I") - (action.kind == "W")
+            # The gradients that weights wait for take about half of what a layer keeps.
+            size = now.total() + split.total() / 2
+            if size > best:
+                best = size
                 for stage in now:
-                    most[stage] = now[stage]
+                    most[stage] = now[stage], split[stage]
     return most
 
 
@@ -220,6 +234,7 @@ def _moments(
     # A stage has a buffer for what each micro-batch receives, and keeps what it has sent until the end.
     buffers = rank.received * stream_bytes(config) * (count + max(0, count - flight))
     waiting = sum(n * units[u].kept for u, n in rank.waiting.items()) + buffers
+    of_weights = sum(n * units[u].results for u, n in rank.split.items())
     layers = [u for u in shape.few.counts if u in held]
     ends_kept = units[LAST].kept if LAST in held else 0.0
 
@@ -227,7 +242,8 @@ def _moments(
         if LAST in held:
             one = units[LAST]
             whole = gathered + each * size[LAST]
-            yield _Moment(waiting - ends_kept, summed + done, whole, 0, 0, one.working)
+            kept = waiting - ends_kept
+            yield _Moment(kept, summed + done, whole, 0, of_weights, one.working)
             done += sizes[LAST].trained * master * grows
         after = sent.get(LAST, 0.0)
         for unit in reversed(layers):
@@ -237,7 +253,8 @@ def _moments(
                 before = _before(shape, unit)
                 kept -= sum((held[u] - before[u]) * units[u].kept for u in layers)
             message, whole = max(after, sent[unit]), gathered + each * 2 * size[unit]
-            yield _Moment(kept, summed + done + one.own, whole, message, one.working)
+            working = one.working + of_weights
+            yield _Moment(kept, summed + done + one.own, whole, message, working)
             after = 0.0
 
     yield from backward(waiting, sharded * (count > flight), count <= flight)

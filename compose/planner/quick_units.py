@@ -35,7 +35,7 @@ from compose.planner.record_cache import (
     sources,
     tables_of,
 )
-from compose.planner.step_time import dispatch, operator_seconds
+from compose.planner.step_time import bytes_seconds, dispatch, operator_seconds
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,16 @@ class Unit(NamedTuple):
     """Seconds of operators, and of messages that nothing hides."""
     backward: float
     """The same, with what is computed again."""
+    issue: tuple[float, float]
+    """Seconds in which the host issues both, without what data parallel adds."""
     sent: dict[str, float]
     """Seconds of both that are messages, by axis."""
     kept: float
     """Bytes that wait for backward."""
     working: float
     """Bytes that backward adds at most to what earlier units keep."""
+    results: float
+    """Bytes of the results of products, whose gradients those of weights need."""
     own: float
     """Bytes of gradients that backward has beside them."""
     dense: float
@@ -138,6 +142,8 @@ class Unit(NamedTuple):
     experts: float
     number: int
     """Its experts, of all ranks."""
+    tensors: int
+    """Its parameters."""
     trained: float
     """The part of them that is trained."""
 
@@ -284,7 +290,7 @@ class _Priced(NamedTuple):
     sent: Mapping[str, Mapping[str, float]]
     """Seconds of messages that nothing hides, by phase and axis."""
     issued: Mapping[str, float]
-    """Pieces of work that the host issues, by phase."""
+    """Pieces of work that the host issues, by phase, and those of a forward that keeps products."""
     size: Mapping[str, float]
     """Amounts of memory by name."""
 
@@ -294,8 +300,8 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
     fused = "memory" if config.compile.mode == "off" else "fused"
     spent: dict[tuple[str, str], float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
-    sent: dict[str, dict[str, float]] = {"F": defaultdict(float), "B": defaultdict(float)}
-    issued = {"F": 0.0, "B": 0.0}
+    sent: dict[str, dict[str, float]] = {phase: defaultdict(float) for phase in "FEB"}
+    issued = dict.fromkeys(("F", "E", "B", "cheap"), 0.0)
     for part, values in rows.items():
         phase = part.phase
         if phase == "M":
@@ -317,9 +323,12 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
                 issued[phase] += count
         elif part.what == fused:
             kernels, *moved = values
-            share = cluster.efficiencies.kernels
-            spent[phase, "memory"] += costs.memory_seconds(cluster, sum(moved) / share, round(kernels))
-            issued[phase] += kernels
+            name, of_samples = part.form
+            if kernels and not (of_samples and config.train.micro_batch == 1):
+                took = bytes_seconds(cluster, name, sum(moved) / kernels)
+                spent[phase, "memory"] += kernels * took
+                issued[phase] += kernels
+                issued["cheap"] += kernels * (phase == "F")
         elif part.what == "message":
             count, moved = values
             kind, axis, _ = part.form
@@ -337,10 +346,9 @@ def _unit(
     priced: _Priced, config: Config, cluster: Cluster, ways: _Ways, stream: float, last: bool
 ) -> Unit:
     spent, sent, issued, size = priced
-    forward = sum(v for (phase, _), v in spent.items() if phase == "F")
-    backward = sum(v for (phase, _), v in spent.items() if phase == "B")
-    axes = dict.fromkeys((*sent["F"], *sent["B"]))  # sums depend on their order
-    every = defaultdict(float, {axis: sent["F"][axis] + sent["B"][axis] for axis in axes})
+    begin, end, backward = (sum(v for (p, _), v in spent.items() if p == phase) for phase in "FEB")
+    axes = dict.fromkeys(axis for phase in "FEB" for axis in sent[phase])  # sums depend on their order
+    every = defaultdict(float, {axis: sum(sent[phase][axis] for phase in "FEB") for axis in axes})
     kept, working = 0.0, size["backward"]
     again = issued_again = 0.0
     segment = config.activation_checkpoint.segment
@@ -348,12 +356,15 @@ def _unit(
         if groups is None:
             kept += share * size["kept"]
             continue
-        done = sum(spent["F", group] for group in groups)
-        again += share * (forward - done)
-        for axis, took in sent["F"].items():
+        # Recomputation ends with what backward needs last, of a segment's last layer.
+        inner = 1 - 1 / segment
+        again += share * (begin - sum(spent["F", group] for group in groups) + inner * end)
+        for axis in axes:
             # Two messages are around a pair of products, and the one that sums is kept.
-            every[axis] += share * took * (0.5 if "messages" in groups else 1.0)
-        issued_again += share * issued["F"]
+            first, last_ones = sent["F"][axis], sent["E"][axis]
+            took = (first + last_ones) / 2 if "messages" in groups else first + inner * last_ones
+            every[axis] += share * took
+        issued_again += share * (issued["cheap"] if groups else issued["F"] + inner * issued["E"])
         kept += share * (stream / segment + sum(size[f"{group} kept"] for group in groups))
         kept += share * size["rows kept"] * ("messages" in groups)
         alone = sum(size[f"{group} alone"] for group in groups)
@@ -365,26 +376,25 @@ def _unit(
         kept += 4 * size["trained weights"] - logits
         shown = chunk * logits * (1 + 8 / config.precision.param_dtype.itemsize)
         working = kept + shown + stream
-    compiled = config.compile.mode != "off"
-    issue, issue_back = dispatch(cluster, compiled)
-    hooks = cluster.device.hooks_compiled if compiled else cluster.device.hooks
-    if not _is_sharded(config, size["experts"]):
-        hooks = (0.0, 0.0)
-    shown = sum(sent["F"].values())
+    issue, issue_back = dispatch(cluster, config.compile.mode != "off")
+    shown = sum((*sent["F"].values(), *sent["E"].values()))
     numbers = size["weights"] + size["expert weights"]
     here = size["weights"] + size["expert weights"] / config.parallel.ep
     issued_back = issued["B"] * issue_back + issued_again * issue
     return Unit(
-        max(forward + shown, issued["F"] * issue + hooks[0]),
-        max(backward + again + sum(every.values()) - shown, issued_back + hooks[1]),
+        begin + end + shown,
+        backward + again + sum(every.values()) - shown,
+        ((issued["F"] + issued["E"]) * issue, issued_back),
         dict(every),
         kept,
         working,
+        size["matmul kept"],
         min(size["own gradients"], config.precision.param_dtype.itemsize * here),
         # Both ends of a pipeline have a copy of a tied weight.
         size["weights"] + size["tied"] * (config.parallel.pp > 1),
         size["expert weights"] / config.parallel.ep,
         int(size["experts"]),
+        int(size["tensors"]),
         (size["trained weights"] + size["trained expert weights"]) / numbers if numbers else 1.0,
     )
 
@@ -406,14 +416,6 @@ def stream_bytes(config: Config) -> float:
     share = parallel.tp if parallel.sequence else 1
     width = getattr(config.model.config, "dim", 0)
     return tokens / share * width * config.precision.param_dtype.itemsize
-
-
-def _is_sharded(config: Config, experts: float) -> bool:
-    """Return whether FSDP has the weights of a unit (parallel/data_parallel.py, _only_sums)."""
-    parallel, precision = config.parallel, config.precision
-    types = {precision.master_dtype, precision.param_dtype, precision.reduce_dtype}
-    mesh_of_experts = bool(experts) and parallel.ep * parallel.tp > 1
-    return shards(config)[0] > 1 or len(types) > 1 or parallel.offload != "none" or mesh_of_experts
 
 
 def shards(config: Config) -> tuple[int, int]:

@@ -336,6 +336,8 @@ class Recorder(TorchDispatchMode):
         dtype = str((given or made)[0].dtype).removeprefix("torch.")
         dtype = "float8" if dtype.startswith("float8") else dtype
         size = sum(map(tensor_bytes, read)) + sum(map(tensor_bytes, written))
+        if short == "embedding":  # it reads the rows that it returns
+            size = tensor_bytes(given[1]) + 2 * tensor_bytes(first)
         linked = 0
         if self._of_host(given):
             kind = "processor"

@@ -8,7 +8,7 @@ it a time. While the device is busy for longer, that costs nothing.
 
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from compose.ops.kernel_table import kernel_that_runs
@@ -144,7 +144,12 @@ def action_seconds(
                 heapq.heappush(beside, (max(clock[work.stream] + late, clock[0]), took))
             clock[work.stream] += late + took
         seconds["all"] += clock[0] - before
-    return results
+    # A record may have several micro-batches between the first and the last.
+    numbers = Counter(action_key(a, micro_batches) for a in {s.action for s in record.segments})
+    return {
+        key: defaultdict(float, {name: value / numbers[key] for name, value in seconds.items()})
+        for key, seconds in results.items()
+    }
 
 
 def _in_between(beside: list[tuple[float, float]], begin: float, took: float) -> float:
@@ -249,16 +254,29 @@ def operator_seconds(cluster: Cluster, work: Operator) -> float:
         return 0.0
     if work.kind == PROCESSOR:
         return costs.processor_seconds(cluster, work.bytes)
-    name = work.name.rpartition(".")[2].strip("_")
-    share = 1.0
-    if cluster.backend == "nccl" and name in _SLOW:
-        share = _SLOW[name]
-    elif any(word in name for word in _WITH_SUMS) and not name.startswith(_FULL):
+    kernel, share = equal_kernel(work.name), 1.0
+    if cluster.backend == "nccl" and kernel in _SLOW:
+        share = _SLOW[kernel]
+    elif any(word in kernel for word in _WITH_SUMS):
         share = cluster.efficiencies.kernels
     took = costs.memory_seconds(cluster, work.bytes / share)
     if work.linked:
         return max(took, costs.host_seconds(cluster, work.linked))
     return max(0.0, took - cluster.device.launch) if work.kind == PART else took
+
+
+def equal_kernel(name: str) -> str:
+    """Return the name of a kernel that is as fast as an operator's for each byte: one of few."""
+    short = name.rpartition(".")[2].strip("_")
+    if short in _SLOW:
+        return short
+    sums = any(word in short for word in _WITH_SUMS) and not short.startswith(_FULL)
+    return _WITH_SUMS[0] if sums else "copy"
+
+
+def bytes_seconds(cluster: Cluster, name: str, size: float) -> float:
+    """Return the time of an operator that reads and writes ``size`` bytes."""
+    return operator_seconds(cluster, Operator(0, 0, name, "memory", 0.0, round(size), "", ()))
 
 
 def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:

@@ -18,7 +18,6 @@ from compose.pipeline.timeline import simulate
 from compose.planner import quick_estimate
 from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
-from compose.planner.costs import slowest
 from compose.planner.estimate import estimate
 from compose.planner.quick_estimate import QuickEstimate, quick
 from tests.support.helpers import ROOT, tiered
@@ -83,7 +82,7 @@ def test_a_bubble_is_that_of_the_simulator(
 
 
 def test_the_hooks_of_fsdp_keep_the_host() -> None:
-    """They cost each unit of each micro-batch their time, unless FSDP has nothing to do."""
+    """If they take longer than the device, a step takes their time; FSDP may have nothing to do."""
     cluster = load_cluster("h100_sxm")
     slow = replace(cluster, device=replace(cluster.device, hooks=(1.0, 3.0)))
     config = load(TRAIN, [("train.global_batch", "16"), ("train.micro_batch", "2")])
@@ -99,8 +98,7 @@ def test_the_hooks_of_fsdp_keep_the_host() -> None:
     ):
         sharded = with_keys(config, keys)
         before, after = (quick(shape, sharded, one).step for one in (cluster, slow))
-        expected = seconds * slowest(cluster, 8)
-        assert after - before == pytest.approx(expected, abs=0.02)
+        assert 0 <= after - seconds <= before
 
 
 @pytest.mark.slow
@@ -115,3 +113,18 @@ def test_an_8b_has_the_recorded_memory() -> None:
     recorded = estimate(job, cluster)
     assert rough.memory == pytest.approx(recorded.peaks[0].allocated, rel=0.05)
     assert rough.step == pytest.approx(recorded.step_seconds, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble"])
+def test_a_split_backward_has_the_recorded_memory(schedule: str) -> None:
+    """It keeps the gradients that those of weights wait for: a fifth of the fullest rank's bytes."""
+    keys = {"model.preset": "1b", "precision.param": "bfloat16", "parallel.pp": 4}
+    keys |= {"train.seq_len": 8192, "train.global_batch": 32, "train.micro_batch": 1}
+    keys |= {"parallel.dp_shard": 2, "parallel.pp_schedule": schedule}
+    config = load(TRAIN, [(name, str(value)) for name, value in keys.items()])
+    cluster = load_cluster("h100_sxm")
+    job = check(config, 8, cluster.target)
+    rough = quick(shape_for(Space(config, cluster, 8)), job.config, cluster)
+    recorded = max(peak.allocated for peak in estimate(job, cluster).peaks)
+    assert rough.memory == pytest.approx(recorded, rel=0.05)

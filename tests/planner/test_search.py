@@ -139,6 +139,22 @@ def test_two_small_devices_take_offload_and_recomputation() -> None:
     assert best.activation_checkpoint.mode == "full"
 
 
+def test_a_schedule_that_splits_the_backward_recomputes_only_if_it_is_asked_for() -> None:
+    """Each group of weights would recompute its layer."""
+
+    def tried(**keys: object) -> set[tuple[str, str]]:
+        of = space(TRAIN, "h100_sxm", 4, parallel__pp=2, model__n_layers=8, **keys)
+        where = replace(of, objective="memory")  # else nothing recomputes where all fits without
+        configs = [one.config for one in candidates(where, shape_for(where), anyway=True)]
+        return {(one.parallel.pp_schedule, one.activation_checkpoint.mode) for one in configs}
+
+    both, modes = ("1F1B", "Interleaved1F1B"), ("none", "selective", "full")
+    free = {(schedule, mode) for schedule in both for mode in modes} | {("ZBVZeroBubble", "none")}
+    assert tried() == free
+    asked = tried(parallel__pp_schedule="ZBVZeroBubble")
+    assert asked == {("ZBVZeroBubble", mode) for mode in modes}
+
+
 def test_only_what_is_free_changes() -> None:
     where = space(TRAIN, "h100_sxm", 8, parallel__tp=2, parallel__zero=3, train__global_batch=64)
     result = list(candidates(where, shape_for(where)))

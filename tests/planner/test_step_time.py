@@ -79,6 +79,18 @@ def seconds_of(
     return action_seconds(record, cluster, Parallel(dp_shard=8), 1, False)[0, "F", "last"]
 
 
+def test_micro_batches_between_are_one_on_average() -> None:
+    """A pipeline's record may have several, where a table splits the backward of some."""
+    forwards = [Segment((0, "F", number), "forward", "layers.0") for number in range(5)]
+    record = Record([Segment((-1, "setup", 0), "forward", ""), *forwards])
+    record.work = [replace(product(4096), segment=segment) for segment in (1, 2, 2, 3, 4, 5)]
+    seconds = action_seconds(record, cluster_of(), Parallel(dp_shard=8), 5, False)
+    once, between, last = (seconds[0, "F", place] for place in ("first", "middle", "last"))
+    assert once["product"] == last["product"] > 0
+    assert between["product"] == pytest.approx(4 / 3 * once["product"])
+    assert between["all"] == pytest.approx(4 / 3 * once["all"])
+
+
 def product_and_gather(cluster: Cluster, size: int) -> tuple[float, float]:
     """The seconds of a product, and of the all-gather beside it."""
     compute = costs.product_seconds(cluster, size, size, size, 1, "bfloat16")
