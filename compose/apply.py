@@ -105,6 +105,8 @@ def apply(
     compression = next((compress(options, mesh) for _, compress in brought("compress")), None)
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice, compression)
+        if runner:
+            runner.check_ties()
     if over is not None:
         styles = compression.styles(resolved.expert, "ep") if compression else resolved.expert
         _parallelize(model, styles, over["ep"])

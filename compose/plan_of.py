@@ -281,6 +281,8 @@ class _Decoder:
             styles[path] = HeadParallel(kv_heads) if shared else style(**given)
             placed |= dict.fromkeys(names, kind)
         head = self.model.get_output_embeddings()
+        if head is None:
+            raise _NoForm("it has no projection onto the vocabulary")
         layout = Shard(-1) if sharded else Replicate()
         logits = ColwiseParallel(output_layouts=layout, use_local_output=not sharded)
         for name, style in (

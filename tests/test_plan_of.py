@@ -166,6 +166,11 @@ def test_refusals() -> None:
         "parallel.tp: Qwen3MoeForCausalLM cannot be cut so: model.layers.*.mlp.experts.gate_up_proj"
         " asks for packed_colwise, which has no form here; use parallel.tp = 1"
     )
+    assert refusal(plan_of, llama.model, Parallel(tp=2)) == (
+        "parallel.tp: LlamaModel cannot be cut so: it has no projection onto the vocabulary; use"
+        " parallel.tp = 1"
+    )
+    assert not plan_of(llama.model).tensor
     llama.config.num_hidden_layers = 7
     assert refusal(plan_of, llama) == (
         "plan_of: LlamaForCausalLM has no ModuleList of num_hidden_layers = 7; write its Plan"

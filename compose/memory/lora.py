@@ -197,6 +197,8 @@ def _styles(
 def _style_of(name: str, style: ParallelStyle | None, tp: int) -> AdapterParallel:
     if style is None:
         return AdapterParallel("nothing")
+    if tp == 1 and not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return AdapterParallel("nothing")  # it is not used
     if isinstance(style, HeadParallel):
         shared = style.n_heads % tp != 0
         return AdapterParallel("heads", style.n_heads) if shared else AdapterParallel("rows")

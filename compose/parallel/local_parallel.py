@@ -209,6 +209,10 @@ class LocalPositions(_WholeWeights):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Embedding) and (
+            module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq
+        ):
+            raise ConfigError(f"LocalPositions: {module} has options; put it into replicate")
         table = _become(module, (nn.Embedding,), _LocalPositions, self)
         table.ranks, table.rank = device_mesh.size(), device_mesh.get_local_rank()
         return distribute_module(module, device_mesh, self._replicate_module_fn)
@@ -310,8 +314,9 @@ class _LocalWideNorm(RMSNorm):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
         total = send_stream("sum", "sum", self.group, squares) / self.copies
-        scale = torch.rsqrt(total / self.normalized_shape[0] + cast(float, self.eps))
-        return (wide * scale * weight).to(x.dtype)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        scale = torch.rsqrt(total / self.normalized_shape[0] + eps)
+        return (wide * scale * (self.offset + weight)).to(x.dtype)
 
 
 class _LocalLayerNorm(nn.LayerNorm):

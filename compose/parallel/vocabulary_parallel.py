@@ -34,7 +34,7 @@ class LocalEmbedding(SendsActivations, RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Embedding):
             raise ConfigError(f"LocalEmbedding: {module} is no nn.Embedding")
-        if module.max_norm is not None:
+        if module.max_norm is not None or module.scale_grad_by_freq:
             raise ConfigError(f"LocalEmbedding: {module} has options; use RowwiseParallel")
         kind = type(module)
         if kind is not nn.Embedding:  # what a subclass does with rows, it does with their sum

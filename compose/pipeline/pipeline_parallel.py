@@ -92,14 +92,34 @@ class PipelineRunner:
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
         # The runtime for the last batch's shapes; it holds buffers for every micro-batch.
         self.runtime: tuple[Any, Runtime] | None = None
-        # The tensor that goes from stage to stage, by the shapes of a micro-batch.
-        self.streams: dict[Any, Tensor] = {}
+        # The tensor that goes from stage to stage, and the samples of its micro-batch, by shapes.
+        self.streams: dict[Any, tuple[Tensor, int]] = {}
         self.loss: StepLoss | None = None
 
     @property
     def aliases(self) -> dict[str, str]:
         """Return names of the whole model by names in a stage, where they differ."""
         return {name: tied.name for tied in self.ties for _, name in tied.holders if name != tied.name}
+
+    def check_ties(self) -> None:
+        """Raise ConfigError if tensor parallel places a tied parameter otherwise in another stage."""
+        placed: dict[str, list[tuple[str, Any]]] = {tied.name: [] for tied in self.ties}
+        for tied in self.ties:
+            for stage, name in tied.holders:
+                if self.placement[stage] == self.rank:
+                    parameter = self._parameter(stage, name)
+                    placed[tied.name].append((name, getattr(parameter, "placements", "not at all")))
+        everyone: list[Any] = [None] * self.pp
+        if self.ties:
+            dist.all_gather_object(everyone, placed, group=self.group)
+        for tied in self.ties:
+            (first, placements), *others = (one for rank in everyone for one in rank[tied.name])
+            for name, other in others:
+                if other != placements:
+                    raise ConfigError(
+                        f"plan.tensor: {first} and {name} are one tied parameter but are placed"
+                        f" differently: {placements} and {other}"
+                    )
 
     def is_last(self, stage: Stage) -> bool:
         """Tell whether ``stage`` ends the model."""
@@ -245,11 +265,19 @@ class PipelineRunner:
         return self.loss
 
     def stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what one micro-batch sends between stages, on meta; the first stage tries it once."""
-        key = _forms(first, inputs)
-        if key not in self.streams:
-            self.streams[key] = self._try_stream(first, inputs)
-        return self.streams[key]
+        """Return what one micro-batch sends between stages, on meta; the first stage tries it once.
+
+        A trial gathers weights, so the ranks of data parallel must try together. They may have unequal
+        numbers of samples. So another number of them alone is no reason for a trial.
+        """
+        key = tuple((shape[1:], dtype) for shape, dtype in _forms(first, inputs))
+        stream, samples = self.streams.get(key, (None, 0))
+        if stream is None or (samples != len(first) and samples != len(stream)):
+            stream, samples = self._try_stream(first, inputs), len(first)
+            self.streams[key] = stream, samples
+        if samples == len(first):
+            return stream
+        return torch.empty_like(stream[:1].expand(len(first), *stream.shape[1:]), requires_grad=True)
 
     def _try_stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         results: list[Any] = [None]
@@ -257,7 +285,8 @@ class PipelineRunner:
         if source == self.rank:
             try:
                 module = self.stages[0].module
-                output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
+                with torch.no_grad():
+                    output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
                 results = [(output.shape, output.dtype, outputs_of_layers(module))]
             except ConfigError as error:
                 results = [error.problems]

@@ -37,6 +37,7 @@ ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
 """The schedules that split a backward into that of inputs and that of weights."""
 # The schedules that are defined for this number of stages only.
 _FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV", *ASYNCHRONOUS)
+_MOST_STAGES = 1000  # on a rank: more than models have layers, and few enough to list
 _CELL = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
 
 
@@ -70,7 +71,7 @@ Table = list[list[Action]]
 def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
     """Return how many stages each rank holds."""
     if schedule.endswith(".csv"):
-        if virtual_stages:
+        if 0 < virtual_stages <= _MOST_STAGES:
             return virtual_stages
         table = read_table(schedule)
         return max(1, len({action.stage for row in table for action in row}) // len(table))
@@ -87,6 +88,10 @@ def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
         raise ConfigError(
             f"parallel.pp_virtual_stages: {schedule} has {usual} on each rank, not {virtual_stages};"
             f" use {usual}, or another parallel.pp_schedule"
+        )
+    if virtual_stages > _MOST_STAGES:
+        raise ConfigError(
+            f"parallel.pp_virtual_stages: {virtual_stages} on each rank; use at most {_MOST_STAGES}"
         )
     return virtual_stages or usual
 

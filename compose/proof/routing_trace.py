@@ -127,7 +127,12 @@ def watch(model: nn.Module) -> Iterator[RoutingRecorder]:
         recorder.count += 1
         # A router of the user's own may return no ``kept``.
         kept = getattr(routing, "kept", None)
-        seen = (name, recorder.count, _Call(routing.experts, routing.margin, kept))
+        call = _Call(routing.experts, routing.margin, kept)
+        if not routing.weights.requires_grad:  # no adapter is before it, and no backward will come
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                recorder.calls.setdefault(name, []).append((recorder.count, call))
+            return routing
+        seen = (name, recorder.count, call)
         # Recomputation runs this hook again, but backward goes through the first call only.
         return routing._replace(weights=_Seen.apply(routing.weights, recorder, seen))
 
@@ -285,7 +290,10 @@ def compare_choices(
     router: str, step: int, expected: Choices, composed: Sequence[Choices]
 ) -> list[Difference]:
     """Compare what ranks decided with what one process would have decided."""
-    joined, of = _joined(composed), len(expected.ids)
+    of = len(expected.ids)
+    if not composed:
+        return [Difference(router, step, of, of, torch.inf)]
+    joined = _joined(composed)
     lost = len(set(expected.ids.tolist()) - set(joined.ids.tolist()))
     at = expected.places(joined.ids)
     differs = (expected.experts[at].sort(1).values != joined.experts.sort(1).values).any(1)

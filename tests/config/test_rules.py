@@ -14,7 +14,16 @@ from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.compilation import Compile
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model, plan
-from tests.support.helpers import ROOT, agreed, overrides, prove_step, refusal
+from tests.support.helpers import (
+    ROOT,
+    agreed,
+    make_job,
+    overrides,
+    parallel,
+    prove_step,
+    refusal,
+    refused,
+)
 from tests.support.pool import Pool, make_mesh
 
 RANKS = 8
@@ -67,6 +76,12 @@ def test_whole_product_is_legal_or_refused() -> None:
     assert len(result) == 35
     problem = "parallel.pp: 8 ranks of 1 stage need 6 layers between the ends; the model has 5;"
     assert refused == [(8, [f"{problem} use at most 7"])]
+
+
+def test_stages_far_too_many_to_list_are_refused() -> None:
+    keys = parallel(pp=2, dp_shard=1, pp_schedule="Interleaved1F1B", pp_virtual_stages=10**13)
+    (line,) = set(refused(make_job, 2, **keys))
+    assert line == "parallel.pp_virtual_stages: 10000000000000 on each rank; use at most 1000"
 
 
 def test_a_segment_longer_than_every_stage_is_refused_in_the_survey() -> None:

@@ -21,6 +21,7 @@ from tests.support.helpers import (
     Keys,
     agreed,
     built,
+    keys_in,
     make_job,
     parallel,
     prove_case,
@@ -182,6 +183,18 @@ def test_first_adapters_do_not_depend_on_the_mesh_or_the_base(pool: Pool) -> Non
             bound = job.model.get_parameter(name).shape[1] ** -0.5
             assert 0.9 * bound < float(value.abs().max()) <= bound
     assert len({float(v.flatten()[0]) for n, v in alone.items() if n.endswith("A")}) == len(alone) / 2
+
+
+def test_diffusion_models_take_adapters_without_tensor_parallel(pool: Pool) -> None:
+    """Their plan has styles that no cut of an adapter follows from, which tp alone uses."""
+    keys = keys_in("model.name=dit model.n_layers=2 model.dim=32 model.image_size=8 train.seq_len=16")
+    prove_adapters(pool, keys | lora(targets="all-linear"), "ds 2")
+
+
+def test_a_router_before_all_adapters_is_compared(pool: Pool) -> None:
+    """No backward passes it."""
+    late = lora(targets="['layers.1.attention.wq']")
+    prove_adapters(pool, MIXTRAL | {"model__n_layers": 2} | late, "ds 2 ep 2")
 
 
 def _adapters(keys: Keys) -> dict[str, Tensor]:

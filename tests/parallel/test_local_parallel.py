@@ -1,5 +1,6 @@
 """Styles with plain activations: outputs and every gradient equal to the whole module's."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from compose import Parallel, Plan
+from compose.ops.layers import RMSNorm
 from compose.parallel.local_parallel import (
     LocalColwise,
     LocalHeads,
@@ -18,6 +20,7 @@ from compose.parallel.local_parallel import (
     LocalNorm,
     LocalPositions,
     LocalRowwise,
+    LocalWideNorm,
 )
 from compose.parallel.tensor_parallel import Replicated
 from compose.plan import resolve
@@ -122,6 +125,7 @@ def _refusals() -> list[str]:
         (nn.Embedding(4, 4), LocalColwise()),
         (nn.GroupNorm(2, 4), LocalNorm()),
         (nn.Linear(4, 4), LocalPositions()),
+        (nn.Embedding(4, 4, padding_idx=0), LocalPositions()),
         (nn.Linear(4, 12), LocalHeads(3)),
     ]
     return [line for pair in pairs for line in refused(parallelize_module, pair[0], mesh, pair[1])]
@@ -133,9 +137,24 @@ def test_what_does_not_fit_is_refused(pool: Pool) -> None:
         "LocalColwise: Embedding(4, 4) is no nn.Linear",
         f"LocalNorm: {nn.GroupNorm(2, 4)} is no nn.RMSNorm or nn.LayerNorm",
         f"LocalPositions: {nn.Linear(4, 4)} is no nn.Embedding",
+        "LocalPositions: Embedding(4, 4, padding_idx=0) has options; put it into replicate",
         "LocalHeads: 3 heads cannot be split over 2 ranks",
     ]
     assert pool.run(_refusals, 2) == [expected] * 2
+
+
+def _wide_norm_differs() -> float:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, x = RMSNorm(8, offset=1.0), torch.randn(2, 3, 8)
+    nn.init.normal_(whole.weight)
+    part = parallelize_module(copy.deepcopy(whole), mesh, LocalWideNorm(4))
+    columns = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    return float((part(x[..., columns]) - whole(x)[..., columns]).abs().max())
+
+
+def test_a_wide_norm_keeps_its_offset_and_its_usual_epsilon(pool: Pool) -> None:
+    assert max(pool.run(_wide_norm_differs, 2)) < 1e-6
 
 
 def test_a_gradient_that_nobody_sums_is_refused() -> None:

@@ -171,6 +171,7 @@ def _refusals() -> list[str]:
     pairs = [
         (nn.Linear(4, 4), LocalEmbedding(Replicate())),
         (nn.Embedding(4, 4, max_norm=1.0), LocalEmbedding(Replicate())),
+        (nn.Embedding(4, 4, scale_grad_by_freq=True), LocalEmbedding(Replicate())),
         (nn.Linear(4, 4), LocalOutput(Replicate())),
     ]
     said = [line for pair in pairs for line in refused(parallelize_module, pair[0], mesh, pair[1])]
@@ -183,6 +184,7 @@ def test_refusals(pool: Pool) -> None:
     assert pool.run(_refusals, 2)[0] == [
         "LocalEmbedding: Linear(in_features=4, out_features=4, bias=True) is no nn.Embedding",
         "LocalEmbedding: Embedding(4, 4, max_norm=1.0) has options; use RowwiseParallel",
+        "LocalEmbedding: Embedding(4, 4, scale_grad_by_freq=True) has options; use RowwiseParallel",
         "LocalOutput: Linear(in_features=4, out_features=4, bias=True) is no nn.Linear without bias",
         "logits are sharded otherwise than over the vocabulary: S(0)",
     ]

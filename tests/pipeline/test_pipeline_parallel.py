@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
 from compose.data.samples import random_batch
 from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import cross_entropy
+from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, build_table
 from compose.pipeline.split import balanced, check_layers
 from compose.plan import resolve
@@ -315,6 +318,55 @@ def test_refusals(pool: Pool) -> None:
         "this rank holds some stages of the model: run it by compose.forward_backward",
         "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
     ]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.out.weight = self.into.weight
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def _tied_and_placed_otherwise() -> list[str]:
+    """The refusal of a table and an output that tensor parallel cuts along other dims, on 2 stages."""
+    degrees = Parallel(pp=2, tp=2)
+    cut = {"into": ColwiseParallel(), "out": ColwiseParallel(output_layouts=Replicate())}
+    pipeline = Pipeline(first=["into"], layers="layers", last=["out"])
+    plan = Plan(tensor=cut, replicate=["layers.*"], pipeline=pipeline)
+    return refused(apply, Tied(), plan, make_mesh(degrees), Options(degrees))
+
+
+def test_a_tied_weight_that_two_stages_place_otherwise_is_refused(pool: Pool) -> None:
+    lines = pool.run(_tied_and_placed_otherwise, 4)
+    start = "plan.tensor: into.weight and out.weight are one tied parameter but are placed differently:"
+    assert all(line.startswith(start) for (line,) in lines), lines
+
+
+def test_another_number_of_samples_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial gathers weights over ranks of which some may have other numbers of samples."""
+    runner, tried = object.__new__(PipelineRunner), list[int]()
+    runner.streams = {}
+
+    def trial(first: Tensor, inputs: object) -> Tensor:
+        tried.append(len(first))
+        return torch.empty(len(first), 5, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    monkeypatch.setattr(runner, "_try_stream", trial)
+    for samples in (2, 1, 3, 2):
+        stream = runner.stream(torch.zeros(samples, 5), {"positions": torch.zeros(samples, 5)})
+        assert (stream.shape, stream.dtype) == ((samples, 5, 8), torch.bfloat16)
+        assert stream.requires_grad
+        assert stream.is_leaf
+    assert tried == [2]
+    runner.stream(torch.zeros(2, 6), {"positions": torch.zeros(2, 6)})
+    assert tried == [2, 2]
 
 
 def test_cut_by_flops() -> None:
