@@ -101,7 +101,7 @@ def _recompute_split(setup: Setup) -> Iterator[str]:
         yield (
             f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
             f" {degrees.pp_schedule} runs backward in two parts; use"
-            ' activation_checkpoint.mode = "full" or "every_k"'
+            ' activation_checkpoint.mode = "none", or another parallel.pp_schedule, as "1F1B"'
         )
 
 

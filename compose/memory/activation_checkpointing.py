@@ -72,7 +72,8 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "every_k", "selective", "budget"] = "none"
     """Recomputed in backward: full: each unit, from its input; every_k: every k-th unit; selective:
-    all but the operators that keep names; budget: as much as budget leaves no memory for."""
+    all but the operators that keep names; budget: as little as possible, so that what is kept stays
+    within budget."""
     every: Annotated[Positive, ReadWith(_MODE, mode=("every_k",))] = 2
     """With every_k: every k-th unit is recomputed, and the others keep everything."""
     keep: Annotated[tuple[str, ...], ReadWith(_MODE, mode=("selective",))] = (

@@ -34,8 +34,8 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 3
     """dp_shard shards: 0 nothing (DDP), 1 optimizer state, 2 and gradients, 3 and parameters."""
     zero3_reshard: NonNegative = 0
-    """With zero 3: neighbours between which the later gathers of a step stay, after a layer's first one
-    (hpZ); 0: each gather is over all ranks that share the layer."""
+    """With zero 3 (hpZ): the size of a group of neighbouring ranks. The first gather of a layer in a
+    step uses all ranks that share it. Later gathers use only this group. 0: off."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: with zero 3, parameters, gradients and optimizer are in host memory between their uses."""
     cp: int = 1

@@ -65,9 +65,10 @@ class FromComposition:
 class OneProcess:
     """Optimizer steps of the whole model on the global batch, without any of compose's techniques.
 
-    It is plain PyTorch, with three exceptions. ``compose.apply_float8`` makes the float8 layers
-    (torchao's, in the reduced run alone). Routers are told what
-    compose/parallel/expert_parallel.py tells them. Where a routing is a tie, the composition's counts.
+    It is plain PyTorch, with four exceptions. ``compose.memory.float8.apply_float8`` makes the float8
+    layers (torchao's, in the reduced run alone). ``compose.ops.dropout`` makes the masks of dropout.
+    Routers are told what compose/parallel/expert_parallel.py tells them. Where a routing is a tie, the
+    composition's counts.
 
     ``micro_batch`` is the number of samples of one forward; None is all. ``max_norm`` of 0 clips
     nothing. ``tie`` is the margin of a routing up to which its choice is as good as random. ``widens``:

@@ -376,7 +376,8 @@ REFUSED: list[tuple[Keys, str]] = [
     (
         chosen(mode="selective") | parallel(pp=2, pp_schedule="ZBVZeroBubble"),
         'activation_checkpoint.mode: "selective" gives what it kept out once, and ZBVZeroBubble runs'
-        ' backward in two parts; use activation_checkpoint.mode = "full" or "every_k"',
+        ' backward in two parts; use activation_checkpoint.mode = "none", or another'
+        ' parallel.pp_schedule, as "1F1B"',
     ),
 ]
 test_refused = refusals(REFUSED)
