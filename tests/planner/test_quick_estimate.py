@@ -53,7 +53,8 @@ def test_a_family_has_the_recorded_memory(family: str) -> None:
 def test_all_families_together() -> None:
     pairs = [pair for family in FAMILIES for pair in beside(family)]
     assert mean(error(*pair) for pair in pairs) <= 0.05
-    assert spearman([rough.step for rough, _ in pairs], [row["step"] for _, row in pairs]) >= 0.95
+    assert mean(abs(rough.step / row["step"] - 1) for rough, row in pairs) <= 0.05
+    assert spearman([rough.step for rough, _ in pairs], [row["step"] for _, row in pairs]) >= 0.99
 
 
 def spearman(one: list[float], other: list[float]) -> float:
