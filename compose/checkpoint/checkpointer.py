@@ -228,7 +228,8 @@ class Checkpointer:
         """Return this rank's parts of all that is saved after a step."""
         for other in self.beside:
             other.before_save(step)
-        state = parts(named_tensors(self.composition, self.optimizer))
+        adapters = self.config.model.lora.rank > 0
+        state = parts(named_tensors(self.composition, self.optimizer, adapters))
         return state | {name: p for other in self.beside for name, p in other.tensors().items()}
 
     def copy(self, progress: Progress, last: int) -> None:

@@ -156,9 +156,13 @@ def load(
         optimizer = None
     if optimizer:
         make_state(optimizer)
-    tensors = named_tensors(composition, optimizer)
+    tensors = named_tensors(composition, optimizer, adapters=config.model.lora.rank > 0)
     state = parts(tensors)
     problems = mismatches(state, stored)
+    for name, parameter in composition.named_parameters():
+        if not parameter.requires_grad and (lacks := f"has no model.{name}") in problems:
+            why = ", a frozen weight, which older versions did not save; begin anew in another run.dir"
+            problems[problems.index(lacks)] += why
     missing = [problem for problem in problems if problem.startswith("has no optimizer.")]
     if missing and missing == problems:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -137,7 +137,8 @@ def _held(keys: Keys) -> tuple[int, int, dict[str, int]]:
     optimizer = build_optimizer(composition, job)
     make_state(optimizer)
     states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    saved = {name: copies[0].numel() for name, copies in named_tensors(composition, optimizer).items()}
+    tensors = named_tensors(composition, optimizer, adapters=True)
+    saved = {name: copies[0].numel() for name, copies in tensors.items()}
     return _bytes([p for _, p in composition.named_parameters()]), _bytes(states), saved
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import os
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import compose.checkpoint.checkpointer as checkpointer_module
 from compose.build import _scratch, build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer
@@ -26,6 +28,7 @@ from compose.checkpoint.loading import changes
 from compose.checkpoint.local_shards import LocalShard, named_tensors, staged
 from compose.checkpoint.store import Progress
 from compose.cli.command_line import _run_dir
+from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import dump
@@ -34,6 +37,7 @@ from compose.object_storage import Remote
 from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
+from tests.support.checkpoints import parallelize_without_weights
 from tests.support.helpers import ROOT, keys_in, make_job, refusal
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import lines
@@ -424,6 +428,33 @@ def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pyte
     assert checkpointer.resume() == Progress(2, 4, 64)
     for name, copies in named_tensors(composition, None).items():
         assert torch.equal(copies[0], before[name]), name
+
+
+def test_a_frozen_weight_is_kept(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of a model of one's own that is not trained comes back; one that is not there is
+    named."""
+    job, name = _job(tmp_path), "layers.0.attention.wq.weight"
+    job.model.get_parameter(name).requires_grad_(False)
+
+    def checkpointer(composition: Composition) -> Checkpointer:
+        return Checkpointer(job.config, composition, build_optimizer(composition, job), tmp_path)
+
+    mesh = make_mesh(job.degrees)
+    composition = build(job, mesh, CPU)
+    checkpointer(composition).save(Progress(2, 4, 64), wait=True)
+    again = parallelize_without_weights(job, mesh, CPU)
+    checkpointer(again).resume()
+    before = dict(composition.named_parameters())
+    assert not before[name].requires_grad
+    for which, parameter in again.named_parameters():
+        assert torch.equal(parameter, before[which]), which
+    without = functools.partial(named_tensors, adapters=True)
+    monkeypatch.setattr(checkpointer_module, "named_tensors", lambda *args: without(*args[:2]))
+    checkpointer(composition).save(Progress(4, 8, 128), wait=True)
+    assert refusal(checkpointer(again).resume) == (
+        f"{tmp_path / 'checkpoints/step-00000004'}: has no model.{name}, a frozen weight, which older"
+        " versions did not save; begin anew in another run.dir"
+    )
 
 
 def test_a_warning_in_the_last_save(
