@@ -457,6 +457,28 @@ def test_a_frozen_weight_is_kept(alone: None, tmp_path: Path, monkeypatch: pytes
     )
 
 
+def _stepped(folder: Path, without: str = "", **keys: object) -> Checkpointer:
+    """The checkpointer of a model after one step, in which a parameter had no gradient."""
+    job = _job(folder, **keys)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    optimizer = build_optimizer(composition, job)
+    for name, parameter in composition.named_parameters():
+        parameter.grad = None if name == without else torch.ones_like(parameter)
+    optimizer.step()
+    return Checkpointer(job.config, composition, optimizer, folder)
+
+
+def test_only_state_in_files_is_not_staged(alone: None, tmp_path: Path) -> None:
+    """On a GPU the counts of steps are on the device, and are written from their copies too."""
+    checkpointer = _stepped(tmp_path, optimizer__offload="nvme")
+    checkpointer.save(Progress(1, 2, 32), wait=True)
+    assert checkpointer.report
+    assert checkpointer.report.problem == ""
+    assert checkpointer.stage
+    kept = [name for name in checkpointer.stage if name.startswith("optimizer.")]
+    assert kept == [f"optimizer.{n}.step" for n, _ in checkpointer.composition.named_parameters()]
+
+
 def test_a_warning_in_the_last_save(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
