@@ -152,10 +152,12 @@ def load(
         raise ConfigError(*problems)
     reader = reader or PartsReader(folder)
     stored = reader.read_metadata()
-    if not any(name.startswith("optimizer.") for name in stored.state_dict_metadata):
+    kept = {n.rpartition(".")[0] for n in stored.state_dict_metadata if n.startswith("optimizer.")}
+    if not kept:
         optimizer = None
-    if optimizer:
-        make_state(optimizer)
+    if optimizer:  # a parameter that had no gradient before the save has no state
+        named = composition.named_parameters()
+        make_state(optimizer, {p for name, p in named if f"optimizer.{name}" in kept})
     tensors = named_tensors(composition, optimizer, adapters=config.model.lora.rank > 0)
     state = parts(tensors)
     problems = mismatches(state, stored)

@@ -479,6 +479,28 @@ def test_only_state_in_files_is_not_staged(alone: None, tmp_path: Path) -> None:
     assert kept == [f"optimizer.{n}.step" for n, _ in checkpointer.composition.named_parameters()]
 
 
+def test_a_parameter_without_a_gradient_so_far(alone: None, tmp_path: Path) -> None:
+    """Has no state, also after a restart; that of another optimizer is refused all the same."""
+    name = "layers.0.attention.wq.weight"
+    before = _stepped(tmp_path, without=name)
+    before.save(Progress(1, 2, 32), wait=True)
+    job = _job(tmp_path)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    optimizer = build_optimizer(composition, job)
+    assert Checkpointer(job.config, composition, optimizer, tmp_path).resume() == Progress(1, 2, 32)
+    expected = named_tensors(before.composition, before.optimizer)
+    found = named_tensors(composition, optimizer)
+    assert found.keys() == expected.keys()
+    assert f"optimizer.{name}.step" not in found
+    for key, copies in expected.items():
+        assert torch.equal(found[key][0], copies[0]), key
+    other = _job(tmp_path, optimizer__name="muon")
+    muon = build_optimizer(composition, other)
+    assert "go on with the optimizer.name that it was made with" in refusal(
+        Checkpointer(other.config, composition, muon, tmp_path).resume
+    )
+
+
 def test_a_warning_in_the_last_save(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
