@@ -162,6 +162,22 @@ def test_a_run_that_never_saved_is_not_written_over(alone: None, tmp_path: Path)
     assert _run_dir(_config(tmp_path)) == []  # failed before its first step
 
 
+def test_a_persons_own_files_are_not_written_over(tmp_path: Path) -> None:
+    """Only both files of a run that died before its first checkpoint let it begin again."""
+    config, own, log = _config(tmp_path), tmp_path / "config.toml", tmp_path / "metrics.jsonl"
+    refused = "run.dir: {} already holds {} of a run, and no checkpoint; choose another folder"
+    own.write_text("[checkpoint]\ninterval = 100\n")
+    assert _run_dir(config) == [refused.format(tmp_path, "config.toml")]
+    log.write_text('{"loss": 1.0}\n')
+    for text in ("[train]\nsteps = 5\n", "my notes", "checkpoint = 5"):
+        own.write_text(text)
+        assert _run_dir(config) == [refused.format(tmp_path, "config.toml")]
+    own.unlink()
+    assert _run_dir(config) == [refused.format(tmp_path, "metrics.jsonl")]
+    own.write_text(dump(config))
+    assert _run_dir(config) == []
+
+
 def test_a_folder_here_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "run"
