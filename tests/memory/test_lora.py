@@ -190,6 +190,7 @@ def _adapters(keys: Keys) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
+NOTHING_ADAPTED = "model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]"
 REFUSED: list[tuple[Keys, str]] = [
     (
         lora(targets="['layers.*.atention.wq']"),
@@ -224,7 +225,11 @@ REFUSED: list[tuple[Keys, str]] = [
         "model.lora.targets: output is the projection onto the vocabulary, which the loss may"
         " compute itself; name layers before it",
     ),
-    (lora(0), "model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]"),
+    (lora(0), NOTHING_ADAPTED),
+    *(
+        ({f"model__lora__{key}": value}, NOTHING_ADAPTED)
+        for key, value in {"alpha": 4.0, "rslora": True, "dora": True, "dropout": 0.1}.items()
+    ),
     (
         lora(17),
         "model.lora.rank: 17 is more than layers.0.attention.wk has, which is 16 x 64; nearest: 16",
