@@ -282,15 +282,19 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     from compose.checkpoint.store import newest_first
     from compose.train.trackers import missing_libraries
 
-    keep = config.checkpoint
-    # A run of whole weights goes on without the folder that it began with.
-    gone = keep.resume == "auto" and not as_path(keep.load_hf).is_dir() and not config.model.lora.rank
-    begun = bool(gone and config.run.dir and newest_first(as_path(config.run.dir) / "checkpoints"))
-    if keep.load_hf and job and not begun:
+    keep, lora = config.checkpoint, config.model.lora
+
+    def begun(folder: str) -> bool:
+        """Return whether a run goes on, and the folder that it began with is gone."""
+        gone = keep.resume == "auto" and not as_path(folder).is_dir()
+        return bool(gone and config.run.dir and newest_first(as_path(config.run.dir) / "checkpoints"))
+
+    # A checkpoint has whole weights, or the adapters alone, of which dpo.beta needs the first ones too.
+    if keep.load_hf and job and (lora.rank or not begun(keep.load_hf)):
         from compose.checkpoint.hf_folder import source_problems
 
         problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
-    if config.model.lora.load and job:
+    if lora.load and job and (config.dpo.beta or not begun(lora.load)):
         from compose.checkpoint.peft import adapter_problems
 
         problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
