@@ -57,14 +57,34 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
     return composition
 
 
-def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
+def fill_weights(
+    whole: nn.Module | Composition,
+    job: Job,
+    device: torch.device,
+    base: bool = True,
+    adapters: bool = True,
+) -> None:
     """Give a model its first weights, from ``checkpoint.load_hf`` or drawn by ``train.seed``.
 
     Adapters come from ``model.lora.load``, or are drawn. ``whole`` is the job's model, on meta or on
     ``device``, or the composition of it. Raises ConfigError if published weights do not fit.
+
+    ``adapters`` of False leaves out those of ``model.lora.load``, which a checkpoint may hold, and
+    ``base`` of False all else.
     """
+    if base:
+        _fill_base(whole, job, device)
+    chosen, lora = job.config.model, job.config.model.lora
+    if lora.load and adapters:
+        from compose.checkpoint.hf_folder import name_of
+        from compose.checkpoint.peft import load_adapters
+
+        name = name_of(chosen.name, chosen.config)
+        load_adapters(whole, as_path(lora.load), lora, name, job.model)
+
+
+def _fill_base(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     config, chosen = job.config, job.config.model
-    lora = chosen.lora
     if config.checkpoint.load_hf:
         from compose.checkpoint.hf_folder import load_hf, name_of
 
@@ -83,12 +103,6 @@ def fill_weights(whole: nn.Module | Composition, job: Job, device: torch.device)
         quantized = quantized_layers(job.model)
         init_weights(whole, fill, config.train.seed, device, only=lambda name: name not in quantized)
     _fill_from_rows(whole, job, device)
-    if lora.load:
-        from compose.checkpoint.hf_folder import name_of
-        from compose.checkpoint.peft import load_adapters
-
-        name = name_of(chosen.name, chosen.config)
-        load_adapters(whole, as_path(lora.load), lora, name, job.model)
 
 
 @torch.no_grad()

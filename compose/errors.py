@@ -142,6 +142,7 @@ def _shown(value: Any) -> str:
 
 
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_NAME = 255  # bytes of a file's name, on Linux and macOS
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 
@@ -157,6 +158,11 @@ def local_path(text: str) -> str:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(f"names no known home folder; a folder of that name is ./{text}")
+    longest = max(len(os.fsencode(part)) for part in path.split(os.sep))
+    if longest > _NAME:
+        raise ValueError(
+            f"cannot be a path: a name in it has {longest} bytes, and at most {_NAME} may be"
+        )
     return path
 
 

@@ -208,9 +208,8 @@ class Checkpointer:
         self.unreported, self.only_in_memory = self.finished(), False
         state = self._state(progress.step)
         # State in files would not fit into memory. It changes only in the optimizer's step.
-        in_files = any(part.local.untyped_storage().filename for part in state.values())
-        files = {n: p for n, p in state.items() if in_files and n.startswith("optimizer.")}
-        if in_files and not self.reads_files:
+        files = {n: p for n, p in state.items() if p.local.untyped_storage().filename}
+        if files and not self.reads_files:
             self.reads_files = True
             self.optimizer.register_step_pre_hook(lambda *_: self._let_go())
         self.stage = staged({n: p for n, p in state.items() if n not in files}, self.stage)
@@ -228,7 +227,8 @@ class Checkpointer:
         """Return this rank's parts of all that is saved after a step."""
         for other in self.beside:
             other.before_save(step)
-        state = parts(named_tensors(self.composition, self.optimizer))
+        adapters = self.config.model.lora.rank > 0
+        state = parts(named_tensors(self.composition, self.optimizer, adapters))
         return state | {name: p for other in self.beside for name, p in other.tensors().items()}
 
     def copy(self, progress: Progress, last: int) -> None:

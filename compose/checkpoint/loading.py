@@ -152,13 +152,19 @@ def load(
         raise ConfigError(*problems)
     reader = reader or PartsReader(folder)
     stored = reader.read_metadata()
-    if not any(name.startswith("optimizer.") for name in stored.state_dict_metadata):
+    kept = {n.rpartition(".")[0] for n in stored.state_dict_metadata if n.startswith("optimizer.")}
+    if not kept:
         optimizer = None
-    if optimizer:
-        make_state(optimizer)
-    tensors = named_tensors(composition, optimizer)
+    if optimizer:  # a parameter that had no gradient before the save has no state
+        named = composition.named_parameters()
+        make_state(optimizer, {p for name, p in named if f"optimizer.{name}" in kept})
+    tensors = named_tensors(composition, optimizer, adapters=config.model.lora.rank > 0)
     state = parts(tensors)
     problems = mismatches(state, stored)
+    for name, parameter in composition.named_parameters():
+        if not parameter.requires_grad and (lacks := f"has no model.{name}") in problems:
+            why = ", a frozen weight, which older versions did not save; begin anew in another run.dir"
+            problems[problems.index(lacks)] += why
     missing = [problem for problem in problems if problem.startswith("has no optimizer.")]
     if missing and missing == problems:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -58,18 +58,19 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
 
 
 def named_tensors(
-    whole: nn.Module | Composition, optimizer: torch.optim.Optimizer | None
+    whole: nn.Module | Composition, optimizer: torch.optim.Optimizer | None, adapters: bool = False
 ) -> dict[str, list[Tensor]]:
-    """Return every tensor that training changes, with all copies that stages share on this rank.
+    """Return every tensor of a checkpoint, with all copies that stages share on this rank.
 
-    ``model.<name>`` are parameters that are not frozen, and persistent buffers.
+    ``model.<name>`` are parameters and persistent buffers. With ``adapters`` frozen parameters are left
+    out: these are the weights below the adapters, and come from elsewhere.
     ``optimizer.<name>.<key>`` is the optimizer's state of a parameter.
     """
     model = module_of(whole)
     results: dict[str, list[Tensor]] = {}
     buffers = persistent_buffers(model)  # first: state_dict makes FSDP put its shards back
     for name, parameter in whole.named_parameters():
-        if not parameter.requires_grad:
+        if adapters and not parameter.requires_grad:
             continue
         results.setdefault(f"model.{name}", []).append(parameter)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():

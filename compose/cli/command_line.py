@@ -282,15 +282,19 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     from compose.checkpoint.store import newest_first
     from compose.train.trackers import missing_libraries
 
-    keep = config.checkpoint
-    # A run of whole weights goes on without the folder that it began with.
-    gone = keep.resume == "auto" and not as_path(keep.load_hf).is_dir() and not config.model.lora.rank
-    begun = bool(gone and config.run.dir and newest_first(as_path(config.run.dir) / "checkpoints"))
-    if keep.load_hf and job and not begun:
+    keep, lora = config.checkpoint, config.model.lora
+
+    def begun(folder: str) -> bool:
+        """Return whether a run goes on, and the folder that it began with is gone."""
+        gone = keep.resume == "auto" and not as_path(folder).is_dir()
+        return bool(gone and config.run.dir and newest_first(as_path(config.run.dir) / "checkpoints"))
+
+    # A checkpoint has whole weights, or the adapters alone, of which dpo.beta needs the first ones too.
+    if keep.load_hf and job and (lora.rank or not begun(keep.load_hf)):
         from compose.checkpoint.hf_folder import source_problems
 
         problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
-    if config.model.lora.load and job:
+    if lora.load and job and (config.dpo.beta or not begun(lora.load)):
         from compose.checkpoint.peft import adapter_problems
 
         problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]
@@ -309,16 +313,16 @@ def _run_dir(config: Config) -> list[str]:
     auto, cure = keep.resume == "auto", "choose another folder"
     if kept and not auto:
         cure = 'set checkpoint.resume = "auto" to go on, or choose another folder'
+    if config.run.dir and (problems := strangers(folder)):
+        return problems
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
-    resumes = auto and (kept or ((keep.interval or keep.memory) and not _never_saves(folder)))
+    resumes = auto and (kept or ((keep.interval or keep.memory) and _may_begin_again(folder)))
     for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
         if (folder / name).exists():
             why = ", and no checkpoint" if auto else ""
             return [f"run.dir: {folder} already holds {name} of a run{why}; {cure}"]
     if kept and not auto:
         return [f"run.dir: {folder} already holds checkpoints of a run; {cure}"]
-    if config.run.dir and (problems := strangers(folder)):
-        return problems
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(folder, Remote):
         (folder / ".written").write_bytes(b"by a run, to see whether it can\n")
@@ -328,14 +332,16 @@ def _run_dir(config: Config) -> list[str]:
     return []
 
 
-def _never_saves(folder: Path) -> bool:
-    """Whether the run of a folder has trained, and keeps no checkpoints or copies to go on from."""
+def _may_begin_again(folder: Path) -> bool:
+    """Whether both files in a folder are of a run that has not trained, or keeps what to go on from.
+
+    Anything else is a person's own file, or what a run has left for good.
+    """
     try:
-        if not (folder / "metrics.jsonl").stat().st_size:
-            return False
+        trained = (folder / "metrics.jsonl").stat().st_size > 0
         kept = tomllib.loads(read_own(folder / "config.toml").decode())["checkpoint"]
-        return not (kept["interval"] or kept["memory"])
-    except (OSError, ValueError, LookupError, TypeError):  # of another version, or of no run
+        return bool(kept["interval"] or kept["memory"] or not trained)
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 

@@ -247,7 +247,7 @@ def open_model(
     """
     composition = parallelize(job, mesh, device)
     if not folders or job.config.model.lora.rank:  # a checkpoint of adapters has no other weights
-        fill_weights(composition, job, device)
+        fill_weights(composition, job, device, adapters=not folders)
     if not folders:
         return composition
     group = dist.new_group(backend="gloo")

@@ -37,6 +37,7 @@ _KINDS: dict[str, Any] = {
     "ratio": Fraction,
 }
 _SIZES = ("model.dim", "model.n_layers", "model.n_heads", "model.hidden_dim")
+_SIZES += ("parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.pp")
 _TEXTS = ("run.dir", "data.path", "data.validation", "checkpoint.load_hf", "optimizer.offload_dir")
 _LISTS = {"unused": "unused", "changed": "note"}
 """Sections of lists of keys by what is said of them, and what that is in a case."""

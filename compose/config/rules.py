@@ -247,6 +247,21 @@ RUN.add("train.min_delta goes with train.patience", "without it nothing counts i
 
 
 @RUN.add(
+    "optimizer.warmup_from is below optimizer.warmup",
+    "else the learning rate is 0 in all of warmup; without warmup nothing reads it",
+)
+def _warmup(job: Job) -> Iterator[str]:
+    start, warmup = job.config.optimizer.warmup_from, job.config.optimizer.warmup
+    if start < warmup:
+        return
+    why = "which leaves a learning rate of 0 in all of warmup" if warmup else "where nothing reads it"
+    yield (
+        f"optimizer.warmup_from: {start} is not below optimizer.warmup = {warmup}, {why}; nearest:"
+        f" {warmup - 1}"
+    )
+
+
+@RUN.add(
     "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
     " layers hold matrices",
     "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",

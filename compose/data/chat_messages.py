@@ -164,6 +164,8 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     else:
         fields = ("messages", "conversations") if prompt is None else ()
         asked = next((given.messages(f) for f in fields if given.get(f) is not None), [])
+        if prompt is not None and not isinstance(prompt, list):
+            prompt = given.needed("prompt")
         before = asked if prompt is None else _turns(prompt, "user")
     before = _messages(before, names)
     sides = [_messages(_turns(value, _ROLE), names) for value in values]

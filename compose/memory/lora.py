@@ -82,7 +82,7 @@ def adapt(model: nn.Module, plan: "Plan", lora: Lora, tp: int = 1) -> "Plan":
     A model that has its adapters already gets no others.
     """
     if not lora.rank:
-        if lora.targets or lora.load or lora.base != "full":
+        if lora != Lora():
             raise ConfigError("model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]")
         return plan
     names = [name for name, _ in model.named_modules() if name]

@@ -3,7 +3,7 @@
 To add one, write its class in a file of its own, and give it an entry in ``OPTIMIZERS``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -207,15 +207,16 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def make_state(optimizer: torch.optim.Optimizer, only: Container[nn.Parameter] | None = None) -> None:
     """Give every parameter that is trained the state of no steps, so that a checkpoint can fill it.
 
+    ``only``: the parameters that get one; None is all. One without a gradient so far has no state.
     A step with gradients of zero would do the same, but costs a step and the gradients.
     """
     for part in getattr(optimizer, "parts", [optimizer]):
         for group in part.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad:
+                if not parameter.requires_grad or (only is not None and parameter not in only):
                     continue
                 if make := getattr(part, "state_of", None):
                     make(parameter)

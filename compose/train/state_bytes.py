@@ -98,7 +98,8 @@ def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
 def copied_bytes(placed: Sequence[Placed], job: Job) -> int:
     """Return the bytes of what a checkpoint has of the rank with these parameters."""
     optimizer = state_bytes(placed, job)[f"optimizer ({job.config.optimizer.name})"]
-    return sum(p.local_bytes for p in placed if p.trained) + optimizer
+    adapters = job.config.model.lora.rank > 0
+    return sum(p.local_bytes for p in placed if p.trained or not adapters) + optimizer
 
 
 def _gathered(stage: Sequence[Placed], config: Config) -> int:

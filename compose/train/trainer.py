@@ -80,11 +80,11 @@ class Trainer:
             self.held.copies(job, self.composition),
         )
         frozen = bool(config.model.lora.rank)
-        if frozen:  # a checkpoint holds the adapters alone
-            fill_weights(self.composition, job, device)
+        if frozen:  # a checkpoint holds the adapters alone, and these whole
+            fill_weights(self.composition, job, device, adapters=False)
         result = self.checkpointer.resume() if config.checkpoint.resume == "auto" else None
-        if result is None and not frozen:
-            fill_weights(self.composition, job, device)
+        if result is None:
+            fill_weights(self.composition, job, device, base=not frozen)
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
         self.readings = Readings(self.composition)
         self.read: Reading | None = None

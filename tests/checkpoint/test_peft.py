@@ -15,7 +15,7 @@ from torch import Tensor
 from compose.__main__ import main
 from compose.build import fill_weights
 from compose.checkpoint.dcp_storage import PartsReader
-from compose.checkpoint.hf_folder import name_of
+from compose.checkpoint.hf_folder import checkpoints, name_of
 from compose.checkpoint.hf_stored import stored
 from compose.checkpoint.peft import (
     CONFIG,
@@ -25,16 +25,19 @@ from compose.checkpoint.peft import (
     target_modules,
     write_adapters,
 )
+from compose.cli.command_line import _of_first_rank
 from compose.cli.commands import convert
+from compose.cli.generate import job_of, open_model
+from compose.memory.lora import is_adapter
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.proof.one_process import Widened
-from tests.support.checkpoints import refusal
+from tests.support.checkpoints import assert_bitwise, refusal
 from tests.support.command_lines import execute
 from tests.support.helpers import Keys, make_job, refused, tiered
 from tests.support.hugging_face import save_model
-from tests.support.pool import Pool
+from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import ALL, ATTENTION, lora
-from tests.support.training import keys_for, train
+from tests.support.training import keys_for, lines, train
 
 MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 SHAPE: Keys = {"model__dim": 48, "model__n_heads": 6, "model__n_kv_heads": 2, "model__hidden_dim": 90}
@@ -282,6 +285,37 @@ def test_generate_with_adapters(pool: Pool, base: Path, tmp_path: Path, kept: st
         texts.append(made.stdout)
     assert texts[0] == texts[1]
     assert len(texts[0]) > len("def ")
+
+
+def _opened(run: Path) -> dict[str, Tensor]:
+    """On a rank of a pool: the adapters with which generate continues a text."""
+    folders = checkpoints(run)
+    job = job_of(run, folders, ())
+    composition = open_model(job, folders, make_mesh(job.degrees), torch.device("cpu"))
+    return {n: p.detach() for n, p in composition.named_parameters() if is_adapter(n)}
+
+
+def test_a_run_goes_on_without_the_folder_of_its_first_adapters(pool: Pool, tmp_path: Path) -> None:
+    """Its checkpoints hold the adapters. With dpo.beta the first ones are the reference's too."""
+    more: Keys = {"checkpoint__interval": 1, "train__seq_len": 16, "model__n_layers": 1}
+    given, adapters, run = SHAPE | lora() | more, tmp_path / "adapters", tmp_path / "second"
+    pool.run(train, 1, keys_for(tmp_path / "first", **given, train__stop_after=1))
+    assert main(["convert", str(tmp_path / "first"), str(adapters)]) == 0
+    keys = keys_for(run, **given, model__lora__load=adapters, train__stop_after=1)
+    pool.run(train, 1, keys)
+    (before,) = pool.run(_opened, 1, run)
+    shutil.rmtree(adapters)
+    (after,) = pool.run(_opened, 1, run)
+    assert_bitwise(after, before)
+    job = make_job(1, **keys)
+    assert _of_first_rank(job.config, job) == []
+    pool.run(train, 1, keys | {"train__stop_after": 2})
+    assert [line["step"] for line in lines(run)] == [1, 2]
+    gone = [f"model.lora.load: {adapters}: no such folder"]
+    compared = dataclasses.replace(job.config, dpo=dataclasses.replace(job.config.dpo, beta=0.1))
+    assert _of_first_rank(compared, job) == gone
+    new = make_job(1, **keys | {"run__dir": tmp_path / "new"})
+    assert _of_first_rank(new.config, new) == gone
 
 
 @pytest.mark.parametrize(

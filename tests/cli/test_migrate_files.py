@@ -66,6 +66,8 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", f"{MEGATRON}{SHAPE.replace('64', '4,096', 1)}", '--hidden-size: expected a whole number, got "4,096"'),
     ("a.json", DEEPSPEED % '"stage": 3, "mics_shard_size": "many"', 'zero_optimization.mics_shard_size: expected a whole number, got "many"'),
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-size 3", "--world-size: 8 is not a multiple of tp 3 x cp 1 x pp 1 = 3; nearest: 9"),
+    ("a.sh", f"{MEGATRON} --tensor-model-parallel-size 0", "--tensor-model-parallel-size: 0 should be greater than or equal to 1"),
+    ("a.toml", TITAN + "[parallelism]\ncontext_parallel_degree = 0\n", "parallelism.context_parallel_degree: 0 should be greater than or equal to 1"),
 ]  # fmt: skip
 
 
@@ -237,6 +239,7 @@ SET = [
     ("a.yaml", FSDP % "SHARD_GRAD_OP", ["zero = 2"]),
     ("a.json", HPZ % 4, ["zero = 3", "zero3_reshard = 4"]),
     ("a.json", HPZ % 1, ["zero = 3"]),
+    ("a.json", DEEPSPEED % '"stage": 3}, "tensor_parallel": {"autotp_size": 0', ["zero = 3"]),
     (
         "a.json",
         HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % '"4"',

@@ -19,6 +19,7 @@ from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, refusal
 
 REMOTE = "is in a remote store, which cannot be used; give a folder of this machine"
+LONG = "cannot be a path: a name in it has 300 bytes, and at most 255 may be"
 HOME = "has $HOME, and variables are not expanded here; write its value, or ~"
 KEYS = ["checkpoint.load_hf", "data.path", "data.validation", "model.lora.load", "run.dir"]
 STORES = set(KEYS)  # they also take what is in object storage
@@ -66,6 +67,7 @@ def test_what_a_path_becomes(home: Path) -> None:
         ("$HOME/run", HOME),
         ("runs/${HOME}", HOME.replace("$HOME", "${HOME}")),
         ("runs/job-$HOME", HOME),
+        ("runs/" + "½" * 150, LONG),
         (
             "~nobody-of-that-name/x",
             "names no known home folder; a folder of that name is ./~nobody-of-that-name/x",
@@ -88,6 +90,9 @@ def test_a_key_that_names_a_path(home: Path, key: str) -> None:
     for part in key.split("."):
         result = getattr(result, part)
     assert result == f"{home}/x"
+    (line,) = problems([(key, "a b" * 100)])
+    assert line.startswith(f"command line: {key}: ")
+    assert line.endswith(LONG)
     for text, why in (("gs://b/x", DRIVER if key in STORES else REMOTE), ("$HOME/x", HOME)):
         assert problems([(key, text)]) == [f'command line: {key}: "{text}" {why}']
         Path("odd.toml").write_text(f'[{table}]\n{name} = "{text}"')

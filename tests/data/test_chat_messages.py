@@ -209,6 +209,7 @@ REFUSED_SHAPES = {
         "chosen",
         {"chosen": "a", "rejected": "b"},
     ),
+    "has neither a text nor messages in 'prompt'": ("chosen", PAIRS["texts"] | {"prompt": 5}),
 }
 
 

@@ -138,7 +138,8 @@ def _held(keys: Keys) -> tuple[int, int, dict[str, int]]:
     optimizer = build_optimizer(composition, job)
     make_state(optimizer)
     states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    saved = {name: copies[0].numel() for name, copies in named_tensors(composition, optimizer).items()}
+    tensors = named_tensors(composition, optimizer, adapters=True)
+    saved = {name: copies[0].numel() for name, copies in tensors.items()}
     return _bytes([p for _, p in composition.named_parameters()]), _bytes(states), saved
 
 
@@ -202,6 +203,7 @@ def _adapters(keys: Keys) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
+NOTHING_ADAPTED = "model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]"
 REFUSED: list[tuple[Keys, str]] = [
     (
         lora(targets="['layers.*.atention.wq']"),
@@ -236,7 +238,11 @@ REFUSED: list[tuple[Keys, str]] = [
         "model.lora.targets: output is the projection onto the vocabulary, which the loss may"
         " compute itself; name layers before it",
     ),
-    (lora(0), "model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]"),
+    (lora(0), NOTHING_ADAPTED),
+    *(
+        ({f"model__lora__{key}": value}, NOTHING_ADAPTED)
+        for key, value in {"alpha": 4.0, "rslora": True, "dora": True, "dropout": 0.1}.items()
+    ),
     (
         lora(17),
         "model.lora.rank: 17 is more than layers.0.attention.wk has, which is 16 x 64; nearest: 16",

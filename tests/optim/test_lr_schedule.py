@@ -8,6 +8,7 @@ import torch
 from compose.optim.lr_schedule import SCHEDULES, learning_rate, set_learning_rate, short_of_warmup
 from compose.optim.optimizers import Optimizer
 from compose.proof.optimizers import stated_rate
+from tests.support.helpers import Keys, make_job, refusals
 
 
 def rates(steps: int, **keys: object) -> list[float]:
@@ -79,3 +80,23 @@ def test_a_schedule_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(SCHEDULES, "halves", halves)
     assert rates(20, schedule="halves")[4:] == [2.0] * 6 + [0.5] * 11
+
+
+def from_step(start: int, warmup: int) -> Keys:
+    return {"optimizer__warmup_from": start, "optimizer__warmup": warmup}
+
+
+NOT_BELOW = "optimizer.warmup_from: {} is not below optimizer.warmup = {}, "
+ALL_ZERO = "which leaves a learning rate of 0 in all of warmup; nearest: {}"
+test_a_warmup_that_never_rises = refusals(
+    [
+        (from_step(4, 4), NOT_BELOW.format(4, 4) + ALL_ZERO.format(3)),
+        (from_step(9, 4), NOT_BELOW.format(9, 4) + ALL_ZERO.format(3)),
+        (from_step(0, 0), NOT_BELOW.format(0, 0) + "where nothing reads it; nearest: -1"),
+    ]
+)
+
+
+@pytest.mark.parametrize(("start", "warmup"), [(-1, 0), (-1, 20), (0, 1), (19, 20)])
+def test_a_warmup_that_rises(start: int, warmup: int) -> None:
+    make_job(1, **from_step(start, warmup))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import os
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import compose.checkpoint.checkpointer as checkpointer_module
 from compose.build import _scratch, build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer
@@ -26,6 +28,7 @@ from compose.checkpoint.loading import changes
 from compose.checkpoint.local_shards import LocalShard, named_tensors, staged
 from compose.checkpoint.store import Progress
 from compose.cli.command_line import _run_dir
+from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import dump
@@ -34,6 +37,7 @@ from compose.object_storage import Remote
 from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
+from tests.support.checkpoints import parallelize_without_weights
 from tests.support.helpers import ROOT, keys_in, make_job, refusal
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import lines
@@ -156,6 +160,22 @@ def test_a_run_that_never_saved_is_not_written_over(alone: None, tmp_path: Path)
     (tmp_path / "config.toml").write_text(text)
     (tmp_path / "metrics.jsonl").write_text("")
     assert _run_dir(_config(tmp_path)) == []  # failed before its first step
+
+
+def test_a_persons_own_files_are_not_written_over(tmp_path: Path) -> None:
+    """Only both files of a run that died before its first checkpoint let it begin again."""
+    config, own, log = _config(tmp_path), tmp_path / "config.toml", tmp_path / "metrics.jsonl"
+    refused = "run.dir: {} already holds {} of a run, and no checkpoint; choose another folder"
+    own.write_text("[checkpoint]\ninterval = 100\n")
+    assert _run_dir(config) == [refused.format(tmp_path, "config.toml")]
+    log.write_text('{"loss": 1.0}\n')
+    for text in ("[train]\nsteps = 5\n", "my notes", "checkpoint = 5"):
+        own.write_text(text)
+        assert _run_dir(config) == [refused.format(tmp_path, "config.toml")]
+    own.unlink()
+    assert _run_dir(config) == [refused.format(tmp_path, "metrics.jsonl")]
+    own.write_text(dump(config))
+    assert _run_dir(config) == []
 
 
 def test_a_folder_here_that_cannot_be_made(tmp_path: Path) -> None:
@@ -424,6 +444,77 @@ def test_what_is_staged_is_a_copy(alone: None, tmp_path: Path, monkeypatch: pyte
     assert checkpointer.resume() == Progress(2, 4, 64)
     for name, copies in named_tensors(composition, None).items():
         assert torch.equal(copies[0], before[name]), name
+
+
+def test_a_frozen_weight_is_kept(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of a model of one's own that is not trained comes back; one that is not there is
+    named."""
+    job, name = _job(tmp_path), "layers.0.attention.wq.weight"
+    job.model.get_parameter(name).requires_grad_(False)
+
+    def checkpointer(composition: Composition) -> Checkpointer:
+        return Checkpointer(job.config, composition, build_optimizer(composition, job), tmp_path)
+
+    mesh = make_mesh(job.degrees)
+    composition = build(job, mesh, CPU)
+    checkpointer(composition).save(Progress(2, 4, 64), wait=True)
+    again = parallelize_without_weights(job, mesh, CPU)
+    checkpointer(again).resume()
+    before = dict(composition.named_parameters())
+    assert not before[name].requires_grad
+    for which, parameter in again.named_parameters():
+        assert torch.equal(parameter, before[which]), which
+    without = functools.partial(named_tensors, adapters=True)
+    monkeypatch.setattr(checkpointer_module, "named_tensors", lambda *args: without(*args[:2]))
+    checkpointer(composition).save(Progress(4, 8, 128), wait=True)
+    assert refusal(checkpointer(again).resume) == (
+        f"{tmp_path / 'checkpoints/step-00000004'}: has no model.{name}, a frozen weight, which older"
+        " versions did not save; begin anew in another run.dir"
+    )
+
+
+def _stepped(folder: Path, without: str = "", **keys: object) -> Checkpointer:
+    """The checkpointer of a model after one step, in which a parameter had no gradient."""
+    job = _job(folder, **keys)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    optimizer = build_optimizer(composition, job)
+    for name, parameter in composition.named_parameters():
+        parameter.grad = None if name == without else torch.ones_like(parameter)
+    optimizer.step()
+    return Checkpointer(job.config, composition, optimizer, folder)
+
+
+def test_only_state_in_files_is_not_staged(alone: None, tmp_path: Path) -> None:
+    """On a GPU the counts of steps are on the device, and are written from their copies too."""
+    checkpointer = _stepped(tmp_path, optimizer__offload="nvme")
+    checkpointer.save(Progress(1, 2, 32), wait=True)
+    assert checkpointer.report
+    assert checkpointer.report.problem == ""
+    assert checkpointer.stage
+    kept = [name for name in checkpointer.stage if name.startswith("optimizer.")]
+    assert kept == [f"optimizer.{n}.step" for n, _ in checkpointer.composition.named_parameters()]
+
+
+def test_a_parameter_without_a_gradient_so_far(alone: None, tmp_path: Path) -> None:
+    """Has no state, also after a restart; that of another optimizer is refused all the same."""
+    name = "layers.0.attention.wq.weight"
+    before = _stepped(tmp_path, without=name)
+    before.save(Progress(1, 2, 32), wait=True)
+    job = _job(tmp_path)
+    composition = build(job, make_mesh(job.degrees), CPU)
+    optimizer = build_optimizer(composition, job)
+    assert Checkpointer(job.config, composition, optimizer, tmp_path).resume() == Progress(1, 2, 32)
+    expected = named_tensors(before.composition, before.optimizer)
+    found = named_tensors(composition, optimizer)
+    assert found.keys() == expected.keys()
+    assert f"optimizer.{name}.step" not in found
+    for key, copies in expected.items():
+        assert torch.equal(found[key][0], copies[0]), key
+    other = _job(tmp_path, optimizer__name="muon")
+    muon = build_optimizer(composition, other)
+    assert "go on with the optimizer.name that it was made with" in refusal(
+        Checkpointer(other.config, composition, muon, tmp_path).resume
+    )
 
 
 def test_a_warning_in_the_last_save(
