@@ -301,7 +301,7 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
     spent: dict[tuple[str, str], float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
     sent: dict[str, dict[str, float]] = {phase: defaultdict(float) for phase in "FEB"}
-    issued = dict.fromkeys(("F", "E", "B", "cheap"), 0.0)
+    issued: dict[str, float] = dict.fromkeys(("F", "E", "B", "cheap"), 0.0)
     for part, values in rows.items():
         phase = part.phase
         if phase == "M":
