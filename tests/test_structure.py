@@ -345,6 +345,7 @@ OTHER_INPUT = {
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
         " parallel.tensor_parallel._check parallel.local_parallel._apply"
+        " pipeline.pipeline_parallel.check_ties"
         " parallel.local_parallel._become parallel.local_parallel.sent"
         " parallel.output_projection.step_loss parallel.vocabulary_parallel._apply"
     ),

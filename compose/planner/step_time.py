@@ -16,7 +16,7 @@ from compose.parallel.mesh import AXES, Parallel
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.few_layers import linear
-from compose.planner.memory import Key, action_key, stand_ins
+from compose.planner.memory import STEP, Key, action_key, stand_ins
 from compose.planner.operator_figures import WEIGHTS
 from compose.planner.record import BACKWARD, Message, Operator, Record, Wait
 
@@ -144,8 +144,10 @@ def action_seconds(
                 heapq.heappush(beside, (max(clock[work.stream] + late, clock[0]), took))
             clock[work.stream] += late + took
         seconds["all"] += clock[0] - before
-    # A record may have several micro-batches between the first and the last.
-    numbers = Counter(action_key(a, micro_batches) for a in {s.action for s in record.segments})
+    # A record may have several micro-batches between the first and the last. A step is in two parts.
+    actions = {segment.action for segment in record.segments}
+    numbers = Counter(action_key(action, micro_batches) for action in actions)
+    numbers[STEP] = 1
     return {
         key: defaultdict(float, {name: value / numbers[key] for name, value in seconds.items()})
         for key, seconds in results.items()
