@@ -113,12 +113,13 @@ class PipelineRunner:
         if self.ties:
             dist.all_gather_object(everyone, placed, group=self.group)
         for tied in self.ties:
-            (first, placements), *others = (one for rank in everyone for one in rank[tied.name])
-            for name, other in others:
-                if other != placements:
+            held = [one for rank in everyone for one in rank[tied.name]]
+            for name, placements in held[1:]:
+                first, other = held[0]
+                if placements != other:
                     raise ConfigError(
                         f"plan.tensor: {first} and {name} are one tied parameter but are placed"
-                        f" differently: {placements} and {other}"
+                        f" differently: {other} and {placements}"
                     )
 
     def is_last(self, stage: Stage) -> bool:

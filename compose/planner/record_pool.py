@@ -128,6 +128,7 @@ class RecordPool:
 def _run(writer: Any, function: Callable[..., Any], args: Any) -> None:
     """Run a function in a process of its own, and send what it returns, or its error."""
     gc.disable()  # as in a training run; the process ends with its record
+    torch.set_num_threads(1)  # a forked process would wait for OpenMP's threads, which it has not
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the search, which ends the pool
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
+import torch
 
 from compose.errors import ConfigError
 from compose.planner.record_pool import RecordPool
+from tests.support.helpers import ROOT
 
 
 def _twice(number: int) -> int:
@@ -63,3 +67,27 @@ def test_a_process_that_is_killed_does_not_hang_the_planner() -> None:
         pool.submit("", _killed)
         with pytest.raises(RuntimeError, match=r"has ended \(-9\): the host's memory"):
             next(pool.results())
+
+
+def _long() -> int:
+    return int((torch.rand(1_000_000) < 2).sum())
+
+
+_WITH_THREADS = """
+import torch
+from compose.planner.record_pool import RecordPool
+from tests.support.helpers import ROOT
+from tests.planner.test_record_pool import _long
+
+torch.set_num_threads(2)
+_long()
+with RecordPool(1) as pool:
+    pool.submit("a", _long)
+    print(*pool.results())
+"""
+
+
+def test_a_process_does_not_wait_for_the_threads_of_the_one_that_started_it() -> None:
+    words = [sys.executable, "-c", _WITH_THREADS]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.stdout == "('a', 1000000)\n", done.stderr
