@@ -296,7 +296,7 @@ def _fixed_bytes(record: Record, work: Operator, prime: int) -> int:
     sizes = [record.allocations[place].bytes for place in {*work.reads, *work.writes}]
     if all(n % prime for n in (work.bytes, *work.shape, *sizes)):
         return work.bytes
-    # Of an embedding's table few rows are read.
+    # An embedding reads few rows of its table.
     return min(work.bytes, sum(n for n in sizes if n % prime and n <= work.bytes))
 
 

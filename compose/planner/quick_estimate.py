@@ -143,7 +143,7 @@ def _seconds(
 
 
 _PIECES = 5
-"""What the host issues for a gather of FSDP, or for a sum of gradients: copies and a message."""
+"""The host issues so many copies and messages for a gather of FSDP, and for a sum of gradients."""
 
 
 def _issued(unit: Unit, config: Config, cluster: Cluster) -> tuple[float, float]:
