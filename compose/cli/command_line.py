@@ -333,12 +333,16 @@ def _run_dir(config: Config) -> list[str]:
 
 
 def _may_begin_again(folder: Path) -> bool:
-    """Whether both files in a folder are of a run that has not trained, or keeps what to go on from.
+    """Whether the files in a folder are of a run that has not trained, or keeps what to go on from.
 
-    Anything else is a person's own file, or what a run has left for good.
+    Anything else is a person's own file, or what a run has left for good. A run that was killed as it
+    began has its lock and no metrics.
     """
     try:
-        trained = (folder / "metrics.jsonl").stat().st_size > 0
+        metrics, lock = folder / "metrics.jsonl", folder / ".lock"
+        if not metrics.exists() and not lock.exists():
+            return False
+        trained = metrics.exists() and metrics.stat().st_size > 0
         kept = tomllib.loads(read_own(folder / "config.toml").decode())["checkpoint"]
         return bool(kept["interval"] or kept["memory"] or not trained)
     except (OSError, ValueError, LookupError, TypeError):

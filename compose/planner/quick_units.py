@@ -21,11 +21,11 @@ from compose.planner.layer_probe import (
     Part,
     Small,
     batch_of,
-    combined,
     config_of_probe,
     probe,
     small,
 )
+from compose.planner.probe_scaling import combined
 from compose.planner.record import Operator
 from compose.planner.record_cache import (
     BROKEN,

@@ -160,6 +160,10 @@ def test_a_run_that_never_saved_is_not_written_over(alone: None, tmp_path: Path)
     (tmp_path / "config.toml").write_text(text)
     (tmp_path / "metrics.jsonl").write_text("")
     assert _run_dir(_config(tmp_path)) == []  # failed before its first step
+    (tmp_path / "metrics.jsonl").unlink()
+    assert _run_dir(_config(tmp_path)) == []  # killed before it opened its metrics
+    (tmp_path / ".lock").unlink()
+    assert _run_dir(_config(tmp_path)) == [f"{problem}; choose another folder"]
 
 
 def test_a_persons_own_files_are_not_written_over(tmp_path: Path) -> None:
