@@ -36,9 +36,6 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
             result[key] = COMMAND_LINE
         elif origin and key not in DEGREES and values[key] != defaults[key]:
             result[key] = origin
-    # A key for the amount of recomputation means nothing in another mode.
-    if "activation_checkpoint.mode" in result:
-        result.setdefault("activation_checkpoint.budget", result["activation_checkpoint.mode"])
     return {key: by for key, by in result.items() if key not in free}
 
 

@@ -142,7 +142,13 @@ def _check_flags(given: Words) -> None:
         for word in (*given.plain, *flags):
             if word not in ("--against", "--cluster", "--write"):
                 raise flag_error("--against", f"goes with --cluster and --write; remove {word}")
+        for key, _ in given.overrides:
+            if key != "model.path":
+                raise flag_error("--against", f"takes the keys of the run; remove --{key}")
         return
+    for flag in ("--candidates", "--seconds", "--free", "--tokens") if "--as-is" in flags else ():
+        if flag in flags:
+            raise flag_error("--as-is", f"searches nothing; remove {flag}")
     if "--days" in flags and not devices:
         raise flag_error("--days", "goes with --objective devices")
     if "," in flags.get("--batch", "") and ("--as-is" in flags or devices):
@@ -155,6 +161,10 @@ def _check_flags(given: Words) -> None:
         return
     by_name = "--model" in flags or flags.get("--objective") == "params"
     names = [*([] if by_name else files_of(given.file)), flags.get("--cluster", "")]
+    places = [text.partition("x")[2] for text in flags.get("--gpus", "").split("+")]
+    if model := flags.get("--model"):
+        places += [model, os.path.join(model, "config.json")]
+    names += filter(os.path.isfile, places)
     used = {os.path.realpath(name): f"{name} is read for this plan" for name in names if name}
     for flag in files:
         place = os.path.realpath(flags[flag])

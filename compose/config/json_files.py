@@ -88,7 +88,7 @@ def _whole(digits: str) -> int:
 def _line(error: ValidationError) -> str:
     """Return the first error in words."""
     first = error.errors(include_url=False, include_context=False)[0]
-    place, value, words = _field(first["loc"]), _value(first["input"]), first["msg"]
+    place, value, words = field_name(first["loc"]), _value(first["input"]), first["msg"]
     if first["type"] == "json_invalid":
         if "recursion limit" in words:
             return "is nested too deeply"
@@ -105,7 +105,7 @@ def _line(error: ValidationError) -> str:
     return f"{start}{value}{should}{reason}" if should else f"{start}{value}: {words}"
 
 
-def _field(place: Sequence[int | str]) -> str:
+def field_name(place: Sequence[int | str]) -> str:
     """Return the path of a field, such as ``shards[3].tokens``."""
     parts = [
         # The text of a key must not move a terminal's cursor.

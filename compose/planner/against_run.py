@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -95,11 +96,16 @@ def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     tokens = config.train.global_batch * config.train.seq_len
     traces = folder / "traces"
     refuse_link_out(traces, folder)
-    summaries = sorted(traces.glob("*_summary.json"))
+    summaries = sorted(traces.glob("*_summary.json"), key=lambda path: _numbers(path.name))
     profile = read_json(summaries[-1], _Summary, own=True) if summaries else None
     predicted = estimate(job, cluster)
     rows = [MeasuredFigure("step", predicted.step_seconds, tokens / rate, "s")]
     return rows + (_profiled(predicted, profile.ranks) if profile else [])
+
+
+def _numbers(name: str) -> list[int]:
+    """Return the numbers in a name, by which step 100 comes after step 5."""
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def _rate(folder: Path) -> float:

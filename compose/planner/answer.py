@@ -1,5 +1,6 @@
 """The answer in sentences: what to run, why not what a reader would expect, and what it costs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,6 +9,7 @@ from compose.config.tables import Config, value_of
 from compose.errors import ConfigError
 from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.planner.candidates import (
+    DEGREES,
     PLAIN,
     TEXTBOOK,
     TIGHT,
@@ -129,15 +131,23 @@ def _recorded_with(
     is one that was recorded and does not fit.
     """
     for key, value in keys.items():
-        pinned = getattr(space.config.parallel, key.partition(".")[2])
+        pinned, axis = value_of(space.config, key), key.partition(".")[2]
         if key in space.fixed and pinned not in (value, -1):
             return Compared(name, note=f"{key} is pinned to {pinned}")
+        if axis == "tp" and value > 1 and axis not in shape_for(space).axes:
+            return Compared(name, note=f"the plan of {space.config.model.name} cannot cut tp")
+    pins = {key: value_of(space.config, key) for key in DEGREES if key in space.fixed}
+    degrees = {key: degree for key, degree in {**pins, **keys}.items() if key in DEGREES[:-1]}
+    product = abs(math.prod(degrees.values()))
+    if space.world_size % product:
+        needs = " x ".join(f"{key.partition('.')[2]} {n}" for key, n in degrees.items() if n > 1)
+        return Compared(name, note=f"{needs} does not divide {space.world_size:,} devices")
     data = keys.get("parallel.dp_shard", 1)
     if space.config.train.global_batch % data:
         batch = f"{space.config.train.global_batch:,} samples a step"
         return Compared(name, note=f"{batch} cannot be dealt to {data:,} devices")
     here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
-    left = list(candidates(here, shape_for(space), anyway=True))
+    left, why = list(candidates(here, shape_for(space), anyway=True)), "the model cannot be cut so"
     for _ in range(_TRIES):
         if not left:
             break
@@ -145,11 +155,12 @@ def _recorded_with(
         number = min(range(len(left)), key=lambda i: order(here, left[i], factor))
         [made] = record_all(here, [left.pop(number).config])
         if isinstance(made, ConfigError):
+            why = made.problems[0]
             continue
         if fits(space, made):
             return Compared(name, made)
         short = made if short is None or made.reserved < short.reserved else short
-    return Compared(name, short, "" if short else "the model cannot be cut so")
+    return Compared(name, short, "" if short else why)
 
 
 def _twice_as_fast(row: Collective) -> Collective:
@@ -208,7 +219,7 @@ def further_in_words(best: Candidate, other: Compared) -> str:
     """Return one of those steps, with its tokens a second beside the best candidate's."""
     one, now = other.candidate and other.candidate.estimate, best.estimate
     if one is None or now is None:
-        return f"with {other.name}: this composition and its neighbours do not fit"
+        return f"with {other.name}: {other.note or 'this composition and its neighbours do not fit'}"
     rate = one.tokens_per_second_per_device / now.tokens_per_second_per_device
     return f"with {other.name}: {seconds(one.step_seconds)} a step, {rate:.2f} times the tokens/s"
 
@@ -227,6 +238,9 @@ def _variant(name: str, space: Space, best: Candidate, configs: Sequence[Config]
     """Record the best of some compositions in another space, by quick estimates."""
     shape = shape_for(space)
     legal = [config for config in configs if micro_batches(config)]
+    if not legal:
+        batch = space.config.train.global_batch
+        return Compared(name, note=f"{batch:,} samples cannot be dealt to these devices")
     for config in sorted(legal, key=lambda one: promise(space, shape, best, one))[:2]:
         [made] = record_all(space, [config])
         if not isinstance(made, ConfigError) and fits(space, made):
@@ -319,18 +333,12 @@ def span(seconds: float) -> str:
     days = seconds / _DAY
     if days < 2:
         return f"{seconds / 3600:.3g} hours"
-    return f"{days:,.3g} days" if days < 1000 else f"{days / 365.25:,.3g} years"
+    return f"{days:,.3g} days" if days < 999.5 else f"{days / 365.25:,.3g} years"
 
 
 def example_tokens(space: Space) -> float:
     """Return 20 tokens for each parameter that computes on a token (Hoffmann et al. 2022, table 3)."""
-    shape = shape_for(space)
-    active = float(shape.ends)
-    for kind in shape.layers:
-        experts = max((n for n, _, _ in kind.experts), default=1)
-        routed = sum(e * n * k for e, n, k in kind.experts) * min(1.0, shape.top_k / experts)
-        active += kind.count * (sum(n * k for n, k in kind.products) + routed)
-    return _PER_PARAMETER * active
+    return _PER_PARAMETER * shape_for(space).active
 
 
 def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from compose.config.tables import Config, value_of
 from compose.parallel.mesh import AXES, Parallel
-from compose.pipeline.schedules import ZERO_BUBBLE, stages_per_rank
+from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.estimate import Estimate, Kinds, lack_of_host
 from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, quick
@@ -246,8 +246,10 @@ def _of_mesh(
                 if micro in sure or not _divides(one, shape):
                     continue
                 rough = quick(shape, one, space.cluster, most)
-                if rough.memory > most or math.isinf(rough.memory):
-                    break  # a larger micro-batch takes more; infinite: the model cannot be cut so
+                if math.isinf(rough.memory):  # it is not possible so, but may be with others
+                    continue
+                if rough.memory > most:
+                    break  # a larger micro-batch takes more
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
                 named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
@@ -284,7 +286,8 @@ def _divides(config: Config, shape: ModelShape) -> bool:
     if not count or parallel.pp == 1:
         return bool(count)
     stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
-    return stages - 2 <= shape.count and count >= parallel.pp
+    fewest = 1 if parallel.pp_schedule in ASYNCHRONOUS else parallel.pp
+    return stages - 2 <= shape.count and count >= fewest
 
 
 def candidate_of(space: Space, shape: ModelShape, config: Config) -> Candidate:
@@ -328,7 +331,6 @@ def with_keys(config: Config, keys: dict[str, Any]) -> Config:
 def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
     """Yield the degrees that may be legal: cheap rules first, since there are many meshes."""
     config, cluster, fixed = space.config, space.cluster, set(space.fixed)
-    routed = [experts for kind in shape.layers for experts, _, _ in kind.experts]
     most = {
         "tp": _MOST_TP * cluster.node,
         "cp": max(1, config.train.seq_len // _LEAST_TOKENS),
@@ -357,12 +359,11 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
         if "parallel.dp_replicate" not in fixed and dp_replicate > 1 and few:
             continue
         inner = dp_replicate * dp_shard * cp * tp
-        eps = [1]
-        if routed and "parallel.ep" in fixed:
-            eps = [config.parallel.ep]
-        elif routed:
-            eps = [d for d in range(1, min(routed) + 1) if inner % d == 0 and min(routed) % d == 0]
-            eps = [d for d in eps if d & (d - 1) == 0]
+        eps = [config.parallel.ep if "parallel.ep" in fixed else 1]
+        if shape.experts and "parallel.ep" not in fixed:
+            fewest = min(shape.experts)
+            powers = (1 << n for n in range(fewest.bit_length()))
+            eps = [d for d in powers if inner % d == 0 and fewest % d == 0]
         for ep in eps:
             yield {
                 "parallel.pp": pp,

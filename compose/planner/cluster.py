@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from compose.config.json_files import field_name
 from compose.config.models import shipped
 from compose.config.setup import Target
 from compose.config.toml import tomllib
@@ -308,6 +309,8 @@ def read_cluster(content: Mapping[str, Any], name: str, shown: str) -> Cluster:
         cluster = None
         missing_last = sorted(error.errors(), key=lambda each: each["type"] == "missing")
         problems += [_problem(each["loc"], each) for each in missing_last]
+    except ValueError as error:  # a whole number of thousands of digits
+        raise ConfigError(f"{shown}: cannot read it: {error}") from None
     if problems or cluster is None:
         raise ConfigError(*(f"{shown}: {problem}" for problem in problems))
     return cluster
@@ -334,6 +337,9 @@ def _contradictions(cluster: Cluster) -> list[str]:
         sizes = row.bytes
         if len(sizes) != len(row.seconds) or not sizes or list(sizes) != sorted({*sizes}):
             problems.append(f"measured.collectives[{number}]: needs ascending bytes, a time for each")
+    sizes = [row.bytes for row in cluster.measured.copies]
+    if sizes != sorted({*sizes}):
+        problems.append("measured.copies: needs rows with ascending bytes")
     return problems
 
 
@@ -355,7 +361,7 @@ _WANTED = {
 
 def _problem(place: tuple[int | str, ...], error: Any) -> str:
     """Return one of pydantic's errors as a line with the key's whole name."""
-    name = _name(place)
+    name = field_name(place)
     kind, value = error["type"], toml_value(error["input"])
     got = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
     if kind == "unexpected_keyword_argument":
@@ -367,7 +373,7 @@ def _problem(place: tuple[int | str, ...], error: Any) -> str:
         return "is nested too deeply"
     if place[-1] == "[key]":
         near = did_you_mean(str(place[-2]), DTYPES)
-        return f"{_name(place[:-1])}: unknown type{near} (known: {', '.join(DTYPES)})"
+        return f"{field_name(place[:-1])}: unknown type{near} (known: {', '.join(DTYPES)})"
     if kind == "literal_error":
         choices = re.findall("'(.*?)'", error["ctx"]["expected"])
         return f"{name}: expected {' | '.join(map(toml_value, choices))}, got {got}"
@@ -377,12 +383,6 @@ def _problem(place: tuple[int | str, ...], error: Any) -> str:
         )
         return f"{name}: expected {_WANTED[kind]}{tables}, got {got}"
     return f"{name}: {got} {error['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
-
-
-def _name(place: Sequence[int | str]) -> str:
-    """Return the name of a key, as ``measured.copies[0].bytes``."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return "".join(parts).removeprefix(".")
 
 
 def _types(place: Sequence[int | str]) -> dict[str, Any]:
@@ -398,7 +398,9 @@ def _nearest(place: tuple[int | str, ...]) -> str:
     for table, kind in tables.items():
         if place[-1] in {each.name for each in dataclasses.fields(kind)}:
             return f"; did you mean {table}{place[-1]}?"
-    return did_you_mean(_name(place), [_name((*place[:-1], key)) for key in _types(place[:-1])])
+    return did_you_mean(
+        field_name(place), [field_name((*place[:-1], key)) for key in _types(place[:-1])]
+    )
 
 
 def as_toml(cluster: Cluster, notes: Sequence[str] = ()) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from compose.config.job import Job
 from compose.errors import ConfigError
@@ -239,16 +238,20 @@ def _estimate(
     exchange = other.exchange if other and job.degrees.pp > 1 else 0.0
 
     @cache
-    def known(stage: int, kind: str, place: str) -> _Timed:
-        parts = seconds_of(of_stage[stage].seconds, (stage, kind, place))
-        return _Timed(parts, parts["all"] + exchange, after_result(parts, kind))
+    def known(stage: int, kind: str, place: str) -> Seconds:
+        return seconds_of(of_stage[stage].seconds, (stage, kind, place))
 
-    def timed(action: Action) -> _Timed:
+    def parts(action: Action) -> Seconds:
         return known(action.stage, action.kind, place_of(action.micro_batch, count))
 
+    def took(action: Action) -> float:
+        return parts(action)["all"] + exchange
+
+    def after(action: Action) -> float:
+        return after_result(parts(action), action.kind)
+
     def simulated(message: float) -> list[Slot]:
-        sharing = cluster.device.sharing
-        return simulate(rows, lambda a: timed(a).seconds, message, lambda a: timed(a).after, sharing)
+        return simulate(rows, took, message, after, cluster.device.sharing)
 
     message = _message(job, cluster)
     slots = simulated(message)
@@ -256,18 +259,9 @@ def _estimate(
     shortest = max(slot.end for slot in (simulated(0.0) if message else slots))
     length = max(slot.end for slot in slots)
     if not waits:  # the step before fills the gaps of the table, and messages travel meanwhile
-        length = shortest = max(sum(timed(action).seconds for action in row) for row in rows)
-    of_rows = [[timed(action).parts for action in row] for row in rows]
+        length = shortest = max(sum(map(took, row)) for row in rows)
+    of_rows = [[parts(action) for action in row] for row in rows]
     return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, (length, shortest))
-
-
-class _Timed(NamedTuple):
-    """The time of an action."""
-
-    parts: Seconds
-    seconds: float
-    after: float
-    """The part of it that comes after its result."""
 
 
 def _message(job: Job, cluster: Cluster) -> float:

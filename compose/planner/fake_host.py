@@ -14,17 +14,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from compose.memory import activation_offload
 from compose.memory.activation_offload import ActivationOffload
-from compose.ops.tensors import local_tensor
 from compose.optim import offload
 from compose.optim.offload import MEANS, SLOTS, OffloadedAdamW
 from compose.optim.offload_files import UNIT
 from compose.planner.memory import ACTIVATIONS, GRADIENTS
-from compose.planner.recorder import Recorder
+from compose.planner.recorder import Recorder, local_of
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -89,7 +87,7 @@ def host_memory(recorder: Recorder, kernels: str) -> Iterator[None]:
             (FSDPParamGroup, "_validate_cpu_offload_params", nothing),
             (FSDPParamGroup, "post_backward", reduced),
             (OffloadedAdamW, "state_of", state_on_meta),
-            (activation_offload, "_address", _address),
+            (activation_offload, "_address", lambda x: local_of(x).untyped_storage()._cdata),
             (ActivationOffload, "out_of", out_of),
             (ActivationOffload, "back", back),
             (ActivationOffload, "_wait", wait),
@@ -111,8 +109,3 @@ def slots(optimizer: torch.optim.Optimizer, kernels: str, nvme: bool) -> list[Te
             return []
         size += UNIT  # to begin at the start of a page
     return [torch.empty(size, device="meta") for _ in range(SLOTS * len(MEANS))]
-
-
-def _address(tensor: Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local_tensor(local).untyped_storage()._cdata

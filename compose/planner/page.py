@@ -285,7 +285,8 @@ def headline(result: Mapping[str, Any]) -> str:
     title, note = f"Best: {mesh_of(best['keys'])}", ""
     if not best["fits"]:
         title = f"Nothing fits. The least short: {mesh_of(best['keys'])}"
-        note = f'<p class="over">It lacks {memory(used - capacity)}.</p>'
+        lacks = best["lacks"] or f"lacks {memory(used - capacity)}"
+        note = f'<p class="over">It {escape(lacks)}.</p>'
     figures = [
         ("Step time", seconds(best["step_seconds"]), f"bubble {best['bubble']:.1%}"),
         ("Tokens per second and device", f"{rate:,.0f}", f"{rate * ranks:,.0f} in all"),

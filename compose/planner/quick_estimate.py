@@ -65,9 +65,9 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     """
     try:
         units = units_of_rank(shape, config, cluster)
-    except ConfigError:  # the model cannot be cut so
+        ranks, sizes = ranks_of(shape, config), sizes_of(units, config)
+    except ConfigError:  # the model cannot be cut so, or the schedule takes other micro-batches
         return QuickEstimate({"compute": math.inf}, {"weights": math.inf})
-    ranks, sizes = ranks_of(shape, config), sizes_of(units, config)
     kept = [
         (
             sum(n * sizes[u].own for u, n in rank.held.items()),

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from compose.config.tables import Config
+from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
@@ -43,7 +44,8 @@ def ranks_of(shape: ModelShape, config: Config) -> list[Rank]:
     if parallel.pp == 1:
         held = {FIRST: 1, **shape.few.counts, LAST: 1}
         return [Rank(held, held, {}, 1, 0)]
-    flight = min(count, 2 * parallel.pp)
+    # A file's table holds for one number of micro-batches.
+    flight = count if parallel.pp_schedule.endswith(".csv") else min(count, 2 * parallel.pp)
     name, virtual = parallel.pp_schedule, parallel.pp_virtual_stages
     key = "ranks", name, parallel.pp, virtual, flight, tuple(parallel.pp_layers)
     if key not in shape.known:
@@ -78,7 +80,12 @@ def _ranks_of(shape: ModelShape, parallel: Parallel, count: int) -> list[Rank]:
 
 
 def _cut(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, balanced by FLOPs."""
+    """Return the layers of each stage, balanced by FLOPs.
+
+    Raises ConfigError if there are fewer layers than stages between the ends.
+    """
+    if stages - 2 > shape.count:
+        raise ConfigError(f"parallel.pp: {stages} stages have {shape.count} layers")
     if ("cut", stages) not in shape.known:
         flops: dict[str, float] = defaultdict(float)
         probed = next(v for k, v in shape.known.items() if k[0] == "figures")

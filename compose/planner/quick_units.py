@@ -39,24 +39,13 @@ from compose.planner.step_time import bytes_seconds, dispatch, operator_seconds
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Equal layers of a model."""
-
-    count: int
-    products: tuple[tuple[int, int], ...]
-    """(outputs, inputs) of each weight that every token meets."""
-    experts: tuple[tuple[int, int, int], ...]
-    """(experts, outputs, inputs) of each stack of experts."""
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """A model, as far as quick estimates know it; its probes are made when they are needed first."""
 
-    layers: tuple[Layers, ...]
-    ends: int
-    """Parameters before and after the layers."""
-    top_k: int
+    experts: frozenset[int]
+    """The numbers of experts that layers have."""
+    active: float
+    """The parameters that compute on a token."""
     axes: frozenset[str]
     """The axes of tp, cp, pp and ep that the model's plan can cut."""
     job: Job
@@ -93,29 +82,17 @@ def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
     routed = {
         id(p) for name, _ in job.resolved.expert for p in job.model.get_submodule(name).parameters()
     }
-    kinds = []
-    for name, unit in few.units.items():
-        if unit in few.counts:
-            weights = list(job.model.get_submodule(name).parameters())
-            products = tuple(tuple(p.shape) for p in weights if p.ndim == 2 and id(p) not in routed)
-            experts = tuple(tuple(p.shape) for p in weights if p.ndim == 3 and id(p) in routed)
-            kinds.append(Layers(few.counts[unit], products, experts))  # type: ignore[arg-type]
     cuts = {
         "tp": job.resolved.tensor,
         "cp": job.resolved.context,
         "pp": job.resolved.pipeline,
         "ep": job.resolved.expert,
     }
-    whole = sum(p.numel() for p in job.model.parameters())
-    layers = sum(
-        few.counts[unit] * p.numel()
-        for name, unit in few.units.items()
-        if unit in few.counts
-        for p in job.model.get_submodule(name).parameters()
-    )
-    top_k = getattr(job.config.model.config, "top_k", 1)
+    top_k, weights = getattr(job.config.model.config, "top_k", 1), list(job.model.parameters())
+    experts = frozenset(len(p) for p in weights if p.ndim == 3 and id(p) in routed)
+    active = sum(p.numel() * (min(1, top_k / len(p)) if id(p) in routed else 1) for p in weights)
     axes = frozenset(axis for axis, cut in cuts.items() if cut)
-    return ModelShape(tuple(kinds), whole - layers, top_k, axes, job, few, cache)
+    return ModelShape(experts, active, axes, job, few, cache)
 
 
 class Unit(NamedTuple):

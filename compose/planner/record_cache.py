@@ -15,6 +15,8 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,7 @@ def _remove_oldest(folder: Path) -> None:
 
 @functools.cache
 def sources(name: str, planner: bool = False) -> str:
-    """Return a hash of PyTorch's version and of the sources that make records of a model.
+    """Return a hash of the versions of PyTorch and torchao, and of the sources of a model's records.
 
     With ``planner`` those that read records are among them.
     """
@@ -126,7 +128,8 @@ def sources(name: str, planner: bool = False) -> str:
     files = [path for path in files if path.parent.name != "cli"]
     if not planner:
         files = [p for p in files if p.parent.name != "planner" or p.stem in _OF_RECORDS]
-    return _digest(torch.__version__ + "".join(_digest(path.read_bytes()) for path in files))
+    versions = torch.__version__ + (version("torchao") if find_spec("torchao") else "")
+    return _digest(versions + "".join(_digest(path.read_bytes()) for path in files))
 
 
 def _digest(content: bytes | str) -> str:
@@ -257,7 +260,7 @@ def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
     return {
         "segments": [(s.action, s.phase, unit(s.unit)) for s in record.segments],
         "work": rows,
-        "groups": [_packed(ranks) for ranks in groups],
+        "groups": list(groups),
         "events": list(record.events.items()),
         "event_streams": list(record.event_streams.items()),
         "allocations": [_row(one) for one in record.allocations],
@@ -288,32 +291,13 @@ _KINDS: tuple[Callable[..., Operator | Message | Wait], ...] = (Operator, Messag
 _RANKS = list(Message.__slots__).index("ranks")
 
 
-def _packed(ranks: Sequence[int]) -> list[int]:
-    """Return ranks as runs of (first, step, number)."""
-    result: list[int] = []
-    place = 0
-    while place < len(ranks):
-        step = ranks[place + 1] - ranks[place] if place + 1 < len(ranks) else 1
-        end = place + 1
-        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
-            end += 1
-        result += [ranks[place], step, end - place]
-        place = end
-    return result
-
-
-def _unpacked(runs: Sequence[int]) -> tuple[int, ...]:
-    triples = zip(runs[::3], runs[1::3], runs[2::3], strict=True)
-    return tuple(first + step * i for first, step, count in triples for i in range(count))
-
-
 def _traced(data: Any, names: Sequence[str]) -> Traced:
     """Return the record that :func:`_data` made; the errors of a foreign file are Python's own."""
 
     def unit(name: str) -> str:
         return names[int(name[1:])] if name.startswith("#") else name
 
-    groups = [_unpacked(runs) for runs in data["groups"]]
+    groups = [tuple(ranks) for ranks in data["groups"]]
 
     def work(kind: int, *row: Any) -> Operator | Message | Wait:
         values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]

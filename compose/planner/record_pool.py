@@ -48,6 +48,7 @@ from compose.planner.record_cache import (
     sources,
 )
 from compose.planner.step_time import action_seconds, in_pieces
+from compose.planner.sweep import cores
 
 if TYPE_CHECKING:
     from compose.planner.trace import RankStep
@@ -64,7 +65,7 @@ class RecordPool:
 
     def __init__(self, workers: int = 0) -> None:
         """``workers``: processes at a time; 0: as many as this process has cores."""
-        self._workers = workers or len(os.sched_getaffinity(0))
+        self._workers = workers or cores()
         self._ended: deque[tuple[Any, Any]] = deque()
         self._left: deque[tuple[Any, Callable[..., Any], Any]] = deque()
         self._running: dict[Any, tuple[Any, BaseProcess]] = {}

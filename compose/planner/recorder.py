@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
     def note(self, tensors: Iterable[Tensor], category: str) -> None:
         """Give the storages of tensors a category, and count those that were not seen yet."""
         for tensor in tensors:
-            place = self.hold(_local(tensor).untyped_storage())
+            place = self.hold(local_of(tensor).untyped_storage())
             if place is not None:
                 self.record_of.allocations[place].category = category
 
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         """
         record = self.record_of
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
+            storage = local_of(tensor).untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             self._free(key)
             if key in self._host:
@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):
 
     def on_host(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is in host memory."""
-        return bool(self._host) and _local(tensor).untyped_storage()._cdata in self._host
+        return bool(self._host) and local_of(tensor).untyped_storage()._cdata in self._host
 
     def hold(self, storage: torch.UntypedStorage) -> int | None:
         """Count a storage that was not seen yet, and return the place of its allocation."""
@@ -382,5 +382,6 @@ class Recorder(TorchDispatchMode):
         return Message(self._segment(), self.stream, kind, group.group_name, ranks, size, received)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that a rank holds."""
     return local_tensor(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)

@@ -12,6 +12,8 @@ from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planner.candidates import (
     DEGREES,
+    FREED,
+    REFINED,
     TRIED,
     Candidate,
     Space,
@@ -50,7 +52,7 @@ PHRASES = {
     "activation_checkpoint.mode": "recomputation: {}",
 }
 """Settings that have words of their own; others are shown as they are written."""
-_KINDS = {"F": "forward", "B": "backward", "I": "inputs' gradients", "W": "weights' gradients"}
+_KINDS = {"F": "forward", "B": "backward", "I": "input-gradients", "W": "weight-gradients"}
 
 
 def as_data(space: Space, recorded: Sequence[Candidate]) -> dict[str, Any]:
@@ -68,8 +70,9 @@ def as_data(space: Space, recorded: Sequence[Candidate]) -> dict[str, Any]:
 
 
 def _keys(candidate: Candidate) -> dict[str, Any]:
-    """Return all keys that the search looks at, also those that are fixed."""
+    """Return all keys that the search looks at, also those that are fixed, and what it has refined."""
     keys = [*DEGREES, *TRIED, "parallel.offload"]
+    keys += [key for key in (*REFINED, *FREED) if key in candidate.keys]
     if candidate.config.parallel.pp == 1:
         keys.remove("parallel.pp_schedule")
     return {key: value_of(candidate.config, key) for key in keys}
@@ -81,6 +84,7 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
     data: dict[str, Any] = {
         "keys": _keys(candidate),
         "fits": fits(space, candidate),
+        "lacks": lack_of_node(space, candidate),
         "step_seconds": estimate.step_seconds,
         "tokens_per_second_per_device": estimate.tokens_per_second_per_device,
         "mfu": estimate.mfu,
@@ -221,7 +225,8 @@ def write_toml(
 def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
     """Return the command that runs the best candidate on all nodes; ``file``: a TOML file, or ""."""
     ranks, node = space.world_size * space.islands, space.cluster.node
-    several = f" --nnodes {-(-ranks // node)} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    nodes = next(n for n in range(-(-ranks // node), ranks + 1) if ranks % n == 0)
+    several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     there = {f"{t}.{key}": value for t, key, value in values_of(space.config)}
     changed = {key: value for key, value in best.keys.items() if there[key] != value}
     islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
@@ -230,7 +235,7 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
         for key, value in {**overrides, **changed, **islands}.items()
     ]
     program = "train.py" if Path("train.py").exists() else "-m compose train"
-    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {min(ranks, node)} {program}"
+    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {ranks // nodes} {program}"
     return " ".join([start, *([shlex.quote(file)] if file else []), *words])
 
 

@@ -34,7 +34,7 @@ from compose.planner.candidates import (
 from compose.planner.estimate import estimate, estimate_of_kinds, estimates, speeds_of
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_memory import micro_batches
-from compose.planner.quick_units import ModelShape
+from compose.planner.quick_units import ModelShape, units_of_rank
 
 MOST = 6
 """Candidates that are recorded."""
@@ -248,6 +248,11 @@ def search(
     does not depend on the machine. ``seconds`` caps the search once a candidate was recorded.
     """
     began, shape = time.monotonic(), shape_for(space)
+    for axis in ("tp", "cp", "pp", "ep"):
+        degree = getattr(space.config.parallel, axis)
+        if axis not in shape.axes and f"parallel.{axis}" in space.fixed and degree > 1:
+            name = space.config.model.name
+            raise ConfigError(f"parallel.{axis}: {degree}: the plan of {name} cannot cut {axis}; use 1")
     every = sorted(candidates(space, shape), key=lambda c: order(space, c))
     if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
         every = sorted([*candidates(space, shape, offload=True), *every], key=lambda c: order(space, c))
@@ -256,6 +261,9 @@ def search(
     if not every:  # the least short ones tell by how much
         every = sorted(candidates(space, shape, anyway=True), key=lambda c: c.rough.memory)
         most = min(most, _SHORT)
+    if not every:  # a reason that has nothing to do with meshes is raised here
+        one = {f"parallel.{axis}": 1 for axis in ("tp", "cp", "ep")}
+        units_of_rank(shape, with_keys(space.config, one), space.cluster)
     for axis in ("tp", "cp", "pp"):
         if axis not in shape.axes:
             progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
@@ -294,8 +302,10 @@ def search(
                     break
             results += [made[place] for place in sorted(made)]
     except KeyboardInterrupt:
-        capped = True
         results += [one for _, one in sorted(made.items()) if one not in results]
+        if not results:
+            raise
+        capped = True
         progress("interrupted: these are the best so far")
     if every and not results:
         raise ConfigError(*dict.fromkeys(refused))

@@ -43,10 +43,6 @@ def test_another_value_the_command_line_and_keep_pin(tmp_path: Path) -> None:
     assert set(pinned(given, question)) == set(pins) - {"parallel.zero", "parallel.pp"}
 
 
-def test_a_way_to_recompute_pins_its_budget() -> None:
-    assert "activation_checkpoint.budget" in pinned(*asked("--activation_checkpoint.mode=full"))
-
-
 def test_what_changes_learning_is_freed_alone() -> None:
     assert freed(asked()[0]) == frozenset()
     given, question = asked("--free=train.global_batch,parallel.offload,comm.gradients")

@@ -50,7 +50,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Search:
     [
         (["--against=run", "--json=x"], "--against: goes with --cluster and --write; remove --json"),
         (["a.toml", "--against=run"], "--against: goes with --cluster and --write; remove a.toml"),
+        (
+            ["--against=run", "--parallel.tp=2"],
+            "--against: takes the keys of the run; remove --parallel.tp",
+        ),
         (["--as-is", "--batch=64,128"], "--batch: --as-is takes one number"),
+        (["--as-is", "--tokens=1T"], "--as-is: searches nothing; remove --tokens"),
+        (["--as-is", "--free=train.micro_batch"], "--as-is: searches nothing; remove --free"),
         (["--objective=devices", "--batch=1,2"], "--batch: --objective devices takes one number"),
         ([*QUESTION, "--days=3"], "--days: goes with --objective devices"),
         ([*QUESTION, "--tokens=1TT"], "--tokens: 1TT is not a number above 0, as 15e12 or 1T"),
@@ -76,6 +82,12 @@ def test_no_file_that_is_read_is_written(made: Search, tmp_path: Path, flag: str
     problem = f"command line: {flag}: {shown} is read for this plan; give another name"
     assert refusal(command.plan, words) == problem
     assert base.read_text() == "[train]\nsteps = 3\n"
+    cluster.touch()
+    model = tmp_path / "config.json"
+    model.touch()
+    for words, place in (([f"--gpus=8x{cluster}"], cluster), ([f"--model={tmp_path}"], model)):
+        problem = f"command line: --json: {place} is read for this plan; give another name"
+        assert refusal(command.plan, [*words, f"--json={place}"]) == problem
     twice = refusal(command.plan, [*QUESTION, "--json=a", "--write=a"])
     assert twice == "command line: --write: a is the file of --json; give another name"
     assert made.spaces == []
