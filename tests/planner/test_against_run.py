@@ -61,6 +61,12 @@ def made(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_newest_profile_is_that_of_the_last_step(made: Path) -> None:
+    for steps, content in (("100-101", "[]"), ("5-6", "{}")):
+        (made / f"traces/step{steps}_summary.json").write_text(content)
+    assert _refusal(made).startswith(f"{made}/traces/step100-101_summary.json: ")
+
+
 def _refusal(folder: Path) -> str:
     (problem,) = refusal(against, folder, load_cluster("cpu")).splitlines()
     return problem
@@ -100,7 +106,7 @@ def test_a_run_is_not_read_through_links_and_pipes(made: Path, tmp_path: Path) -
 
 RATIOS = [(1e24, 1e-18), (1.0, 1e24), (1e-18, 1e24), (5e-324, 1e24), (0.0, 1.0), (1.0, 0.0)]
 PRODUCTS = tuple(Product("float32", 64, 64, 64, 1, seconds) for seconds in (1e10, 1e-10))
-COPIES = (Copy(1e6, 1e10), Copy(1e6, 1e-10))
+COPIES = (Copy(1e6, 1e10), Copy(2e6, 1e-10))
 
 
 @pytest.mark.parametrize("measured", [Measured(), Measured(products=PRODUCTS, copies=COPIES)])

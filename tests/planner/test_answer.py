@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from compose.errors import ConfigError
 from compose.planner import answer
 from compose.planner.answer import (
     Compared,
@@ -19,7 +20,7 @@ from compose.planner.answer import (
     sentences,
     span,
 )
-from compose.planner.candidates import Candidate, Space, capacity
+from compose.planner.candidates import Candidate, Space, capacity, shape_for
 from compose.planner.cluster import Collective, Measured, load_cluster
 from compose.planner.costs import collective_seconds
 from tests.support.planned import GIB, Records, recorded, space_of
@@ -181,6 +182,30 @@ def test_what_is_expected_may_not_be_possible(
     result = expected(where, [])
     assert [one.note for one in result] == notes
     assert [one.step is None for one in result] == [bool(note) for note in notes]
+
+
+def test_why_what_is_expected_is_not_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(space: Space, configs: Sequence[object]) -> list[ConfigError]:
+        return [ConfigError("model.n_heads: 6 is not what tp 8 divides") for _ in configs]
+
+    monkeypatch.setattr(answer, "record_all", refused)
+    assert expected(SPACE, [])[1].note == "model.n_heads: 6 is not what tp 8 divides"
+    twelve = space_of(12)
+    assert expected(twelve, [])[1].note == "tp 8 does not divide 12 devices"
+    pinned = space_of(pinned=["parallel.pp"])
+    pinned = replace(pinned, config=answer.with_keys(pinned.config, {"parallel.pp": 4}))
+    assert expected(pinned, [])[1].note == "pp 4 x tp 8 does not divide 16 devices"
+    uncut = replace(shape_for(SPACE), axes=frozenset({"pp"}))
+    monkeypatch.setattr(answer, "shape_for", lambda space: uncut)
+    assert expected(SPACE, [])[1].note == "the plan of llama cannot cut tp"
+
+
+def test_half_a_batch_may_not_be_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "record_all", Records())
+    best = recorded(SPACE, 2.0, 20.0, train__global_batch=16, train__micro_batch=1)
+    half, *_ = answer.further(SPACE, best)
+    problem = "8 samples cannot be dealt to these devices"
+    assert answer.further_in_words(best, half) == f"with half the batch: {problem}"
 
 
 @pytest.mark.parametrize("pinned", [[], ["train.micro_batch", "activation_checkpoint.mode"]])

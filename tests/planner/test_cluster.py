@@ -185,6 +185,9 @@ def test_all_problems_at_once_and_syntax(tmp_path: Path) -> None:
     file.write_text("node = \n")
     with pytest.raises(ConfigError, match=r"mine\.toml: TOML syntax: Invalid value \(at line 1, col"):
         load_cluster(str(file))
+    file.write_text(H100.replace("node = 8", f"node = 0x{'f' * 4000}"))
+    with pytest.raises(ConfigError, match=r"mine\.toml: cannot read it: Exceeds the limit"):
+        load_cluster(str(file))
     file.write_bytes(b"node = '\xff'")
     with pytest.raises(ConfigError, match=r"mine\.toml: cannot read it: 'utf-8' codec"):
         load_cluster(str(file))
@@ -481,6 +484,11 @@ def test_measured_collectives_are_checked(tmp_path: Path) -> None:
         file.write_text(f"measured = {{collectives = [{{{row}, {rest}}}]}}\n{H100}")
         needs = "measured.collectives[0]: needs ascending bytes, a time for each"
         assert refusal(load_cluster, str(file)) == f"{file}: {needs}"
+    copies = ", ".join(f"{{bytes = {size}, seconds = 1.0}}" for size in (2.0, 1.0))
+    file.write_text(f"measured = {{copies = [{copies}]}}\n{H100}")
+    assert (
+        refusal(load_cluster, str(file)) == f"{file}: measured.copies: needs rows with ascending bytes"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

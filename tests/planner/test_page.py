@@ -77,6 +77,7 @@ def result_of(count: int, stages: int = 4, seed: int = 0) -> dict[str, Any]:
                 "tokens_per_second_per_device": 512 * 8192 / seconds / 512,
                 "mfu": 4.6 / seconds,
                 "bubble": draw.uniform(0.02, 0.2),
+                "lacks": "",
                 "exposed": {"tp": draw.uniform(0, 1.2), "dp": draw.uniform(0, 0.4), "pp": 0.0},
                 "memory": {**fullest, "by_stage": by_stage},
                 "timeline": [],
@@ -192,6 +193,8 @@ def test_nothing_fits() -> None:
     assert any(words.startswith("Nothing fits. The least short: ") for words in text)
     assert "It lacks 3.50 GiB." in text
     assert "over by 3.50 GiB" in text
+    result["candidates"][0]["lacks"] = "needs 900 GiB of host memory, a node has 500"
+    assert "It needs 900 GiB of host memory, a node has 500." in Reader(page_of(result)).text
 
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x & <b>"
@@ -221,6 +224,8 @@ def test_strings_are_escaped() -> None:
     result = result_of(3, stages=2)
     result["candidates"][0]["timeline"] = timeline_of(1, 1)
     result["candidates"][0]["keys"]["model.note"] = "x"
+    for candidate in result["candidates"]:
+        del candidate["lacks"]  # is shown where nothing fits
     _, total = changed(result, -1)
     plain = sorted({tag for tag, _ in Reader(page_of(result)).tags})
     for at in range(total):

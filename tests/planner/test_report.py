@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from compose.planner.report import command_line, memory, seconds, table
+from compose.planner.report import as_data, command_line, memory, seconds, table
 from tests.support.planned import recorded, space_of
 
 SPACE = space_of()
@@ -41,7 +41,12 @@ def test_recomputation_has_its_amount(keys: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "start"), [(4, "--nproc-per-node 4"), (16, "--nnodes 2 --rdzv-backend")]
+    ("ranks", "start"),
+    [
+        (4, "--nproc-per-node 4"),
+        (16, "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8"),
+        (12, "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 6"),
+    ],
 )
 def test_the_command_names_what_differs(ranks: int, start: str) -> None:
     where = space_of(ranks)
@@ -56,6 +61,14 @@ def test_the_command_names_what_differs(ranks: int, start: str) -> None:
         f"--parallel.dp_shard={ranks // 2}",
         "--train.micro_batch=4",
     ]
+
+
+def test_data_have_the_keys_that_were_refined() -> None:
+    keys = {"activation_checkpoint__mode": "budget", "activation_checkpoint__budget": 0.3}
+    one = recorded(SPACE, 1.0, 1.0, **keys)
+    [data] = as_data(SPACE, [one])["candidates"]
+    assert data["keys"]["activation_checkpoint.budget"] == 0.3
+    assert "train.loss_chunk" not in data["keys"]
 
 
 def test_amounts() -> None:

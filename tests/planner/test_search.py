@@ -18,6 +18,7 @@ from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel, crosses_nodes
+from compose.planner import search as search_module
 from compose.planner.against_run import against
 from compose.planner.candidates import (
     DEGREES,
@@ -32,9 +33,10 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, estimate, weakest
 from compose.planner.quick_estimate import QuickEstimate, quick
+from compose.planner.quick_memory import micro_batches
 from compose.planner.search import RecordQueue, Searched, fewest, search
 from tests.support.command_lines import execute
-from tests.support.helpers import ROOT, keys_in
+from tests.support.helpers import ROOT, keys_in, refusal
 
 TRAIN = str(ROOT / "train.toml")
 SMALL = ["--model.n_layers=2", "--model.dim=64", "--train.seq_len=64", "--train.global_batch=8"]
@@ -155,6 +157,50 @@ def test_a_schedule_that_splits_the_backward_recomputes_only_if_it_is_asked_for(
     assert asked == {("ZBVZeroBubble", mode) for mode in modes}
 
 
+def test_a_schedule_decides_which_micro_batches_are_tried(tmp_path: Path) -> None:
+    """DualPipeV takes 2 pp of them at least, a table exactly its own number, PipeDream one."""
+    table = tmp_path / "table.csv"
+    table.write_text("0F0,0F1,0F2,0F3,,0B0,0B1,0B2,0B3\n,1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
+    shape = {"parallel__pp": 2, "model__n_layers": 8, "train__global_batch": 32}
+
+    def tried(schedule: str) -> set[int]:
+        where = space(TRAIN, "h100_sxm", 4, **shape, parallel__pp_schedule=schedule)
+        every = list(candidates(where, shape_for(where), anyway=True))
+        assert all(math.isfinite(one.rough.step) for one in every)
+        return {micro_batches(one.config) for one in every}
+
+    assert min(tried("DualPipeV")) == 4
+    assert tried(str(table)) == {4}
+    assert min(tried("PipeDream")) == 1
+
+
+def test_a_pipeline_with_more_stages_than_layers_is_not_estimated() -> None:
+    where = space(TRAIN, "h100_sxm", 8, model__n_layers=4)
+    config = with_keys(where.config, {"parallel.pp": 8, "train.micro_batch": 1})
+    assert math.isinf(quick(shape_for(where), config, where.cluster).memory)
+
+
+def test_a_degree_that_the_plan_cannot_cut_is_refused() -> None:
+    problem = "parallel.ep: 2: the plan of llama cannot cut ep; use 1"
+    assert refusal(search, space(TRAIN, "h100_sxm", 8, parallel__ep=2)) == problem
+
+
+def test_a_reason_that_is_not_the_mesh_is_told() -> None:
+    where = space(TRAIN, "cpu", 2, precision__param="float16")
+    assert "float16" in refusal(search, where)
+
+
+def test_ctrl_c_before_the_first_record_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*unused: object) -> Iterator[Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_module, "_recorded", stopped)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        search(space(TRAIN, "h100_sxm", 2), progress=said.append)
+    assert not any("best so far" in line for line in said)
+
+
 def test_only_what_is_free_changes() -> None:
     where = space(TRAIN, "h100_sxm", 8, parallel__tp=2, parallel__zero=3, train__global_batch=64)
     result = list(candidates(where, shape_for(where)))
@@ -187,7 +233,7 @@ def test_memory_ranks_candidates_when_asked() -> None:
 
 CANDIDATE = {
     *("keys", "fits", "step_seconds", "tokens_per_second_per_device", "mfu", "bubble", "exposed"),
-    *("memory", "why", "host_bytes", "kwh"),
+    *("memory", "why", "host_bytes", "kwh", "lacks"),
 }
 
 
