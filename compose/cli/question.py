@@ -156,7 +156,7 @@ def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:
 
 def _check_kinds(kinds: tuple[tuple[Cluster, int], ...]) -> None:
     """Raise ConfigError unless nodes of several kinds of device can be one cluster."""
-    first = kinds[0][0]
+    first, common = kinds[0][0], {*kinds[0][0].device.peak}
     for cluster, ranks in kinds:
         if (cluster.node, cluster.backend) != (first.node, first.backend):
             raise flag_error(
@@ -170,7 +170,8 @@ def _check_kinds(kinds: tuple[tuple[Cluster, int], ...]) -> None:
                 f"{ranks}x{cluster.name} is no whole number of nodes of {cluster.node}, as kinds of"
                 " devices side by side need",
             )
-        if not cluster.device.peak.keys() & first.device.peak.keys():
+        common &= cluster.device.peak.keys()
+        if not common:
             raise flag_error("--gpus", f"{cluster.name} and {first.name} have no type in common")
 
 

@@ -85,7 +85,8 @@ def slowest(cluster: Cluster, ranks: int) -> float:
     return 1.0 + cluster.device.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def _peak(cluster: Cluster, dtype: str) -> float:
+def peak_rate(cluster: Cluster, dtype: str) -> float:
+    """Return the FLOP/s of a type. Raises ConfigError if the cluster has none."""
     rates = cluster.device.peak
     if dtype not in rates:
         raise ConfigError(
@@ -119,7 +120,7 @@ def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype:
 @functools.lru_cache(maxsize=65536)
 def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -> float:
     device = cluster.device
-    sustained = _peak(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
+    sustained = peak_rate(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
     rate = sustained / device.units
     fill, best, largest = cluster.efficiencies.fill, math.inf, math.prod(device.tile)
     deep = max(k, min(_DEPTH, *device.tile))
@@ -160,7 +161,7 @@ def grouped_seconds(
     if rows_of == "m":
         pairs, deep = max(1.0, m / (2 * rows) + 0.5), k
     waves = math.ceil(2 * pairs * -(-n // columns) * experts / device.units)
-    rate = _peak(cluster, dtype) * known.products[dtype] * power_factor(cluster) / device.units
+    rate = peak_rate(cluster, dtype) * known.products[dtype] * power_factor(cluster) / device.units
     computed = waves * (2.0 * rows * columns * deep / rate + known.fill)
     moved = experts * (m * k + k * n + m * n) * BYTES[dtype]
     return device.launch + max(computed, moved / (device.bandwidth * known.memory))
@@ -224,7 +225,7 @@ def _attention(
 ) -> float:
     device, known = cluster.device, cluster.efficiencies
     share = known.attention_backward if backward else known.attention_forward
-    of_flop = 1 / (_peak(cluster, dtype) * share)  # of heads of 128, the exponentials included
+    of_flop = 1 / (peak_rate(cluster, dtype) * share)  # of heads of 128, the exponentials included
     if device.exponentials:
         of_exponential = 1 / (device.exponentials * (10 if backward else 4))
         # More than half of the time the exponentials cannot take, or the file contradicts itself.

@@ -135,7 +135,7 @@ def _of_parts(parallel: Parallel, kinds: Kinds, dtype: str) -> tuple[list[Cluste
 
     The speed is the rate of large products.
     """
-    rates = {c: c.device.peak[dtype] * c.efficiencies.products[dtype] for c, _ in kinds}
+    rates = {c: costs.peak_rate(c, dtype) * c.efficiencies.products[dtype] for c, _ in kinds}
     of_ranks = [cluster for cluster, ranks in kinds for _ in range(ranks)]
     size, least = parallel.cp * parallel.tp, min(rates.values())
     parts = [of_ranks[i : i + size] for i in range(0, len(of_ranks), size)]

@@ -1,7 +1,7 @@
 """A question in one line: its devices, its model, its tokens and its batch."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from compose.cli import COMMANDS
 from compose.cli.command_line import read_words
 from compose.cli.question import (
     STANDARD,
+    _check_kinds,
     amount,
     amount_in_words,
     default_batch,
@@ -21,7 +22,7 @@ from compose.cli.question import (
 )
 from compose.config.models import find_model, model_names
 from compose.config.toml import without_file
-from compose.planner.cluster import cluster_names
+from compose.planner.cluster import Cluster, cluster_names, load_cluster
 from models.llama import PRESETS
 from models.llama.hf import hf_config
 from tests.support.helpers import ROOT, refusal
@@ -72,6 +73,19 @@ def test_two_kinds_of_device() -> None:
 )
 def test_kinds_that_are_no_cluster(text: str, line: str) -> None:
     assert refusal(ask, f"--model 1b --gpus {text}") == f"command line: --gpus: {line}"
+
+
+def test_three_kinds_share_one_type() -> None:
+    """Those that share types in pairs alone are refused."""
+
+    def kind(name: str, *types: str) -> tuple[Cluster, int]:
+        cluster = load_cluster("h100_sxm")
+        peaks = {one: cluster.device.peak[one] for one in types}
+        return replace(cluster, name=name, device=replace(cluster.device, peak=peaks)), 8
+
+    pairs = (kind("a", "bfloat16", "float32"), kind("b", "bfloat16"), kind("c", "float32"))
+    problem = "command line: --gpus: c and a have no type in common"
+    assert refusal(_check_kinds, pairs) == problem
 
 
 # The number of parameters of each, in billions, as published.

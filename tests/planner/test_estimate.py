@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compose.config.rules import check
+from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.planner.candidates import TRIED, capacity
 from compose.planner.cluster import load_cluster
@@ -24,7 +25,7 @@ from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import _shape_of, shape_of
 from compose.planner.rank_costs import RankCosts
 from compose.planner.record_pool import Asked, RecordPool, _recorded
-from tests.support.helpers import make_job, parallel
+from tests.support.helpers import make_job, parallel, refusal
 
 SLOW = pytest.mark.slow
 
@@ -163,6 +164,13 @@ def test_the_parts_of_a_step_are_the_whole(dispatch: float) -> None:
     parts = sum(result.work[kind] for kind in kinds) + sum(result.exposed.values())
     assert parts == pytest.approx(result.step_seconds, rel=1e-3)
     assert (result.exposed.get("issue", 0.0) > 0.9 * result.step_seconds) == (dispatch > 0)
+
+
+def test_kinds_of_device_have_the_type_that_computes() -> None:
+    kinds = [(load_cluster(name), 8) for name in ("h100_sxm", "a100_80gb")]
+    assert "a100_80gb: device.peak: has no rate for float8" in refusal(
+        speeds_of, Parallel(), kinds, "float8"
+    )
 
 
 WIDE = {"dim": 4096, "hidden_dim": 14_336, "n_layers": 8, "n_heads": 32, "vocab_size": 1024}
