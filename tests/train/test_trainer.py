@@ -271,8 +271,9 @@ def test_garbage_collector_rests_during_steps(pool: Pool, tmp_path: Path) -> Non
     assert pool.run(_gc_during_steps, 1, keys) == [([False, False], True)]
 
 
-def test_torchrun_trains(tmp_path: Path) -> None:
-    done = launch("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
+def test_two_ranks_train(tmp_path: Path) -> None:
+    """With torchrun's variables. A real torchrun trains in tests/whole/test_nodes.py."""
+    done = execute("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3") == 1
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
