@@ -241,7 +241,13 @@ REFUSED: list[tuple[Keys, str]] = [
     (lora(0), NOTHING_ADAPTED),
     *(
         ({f"model__lora__{key}": value}, NOTHING_ADAPTED)
-        for key, value in {"alpha": 4.0, "rslora": True, "dora": True, "dropout": 0.1}.items()
+        for key, value in {
+            "alpha": 4.0,
+            "rslora": True,
+            "dora": True,
+            "dropout": 0.1,
+            "base": "int8",
+        }.items()
     ),
     (
         lora(17),
