@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from compose.build import build
 from compose.data.samples import random_batch
-from compose.parallel.mesh import batch_share
 from compose.train.step import forward_backward
-from tests.support.helpers import make_job
+from tests.support.helpers import make_job, share_of
 from tests.support.pool import Pool, make_mesh
 
 
@@ -19,10 +18,8 @@ def _is_let_go(keys: dict[str, object]) -> bool:
     job = make_job(dist.get_world_size(), train__global_batch=4, **keys)
     config, mesh = job.config, make_mesh(job.degrees)
     composition = build(job, mesh, torch.device("cpu"))
-    index, count = batch_share(mesh)
     batch = random_batch(4, config.train.seq_len, config.model.config.vocab_size, seed=0)
-    share = {name: value.chunk(count)[index] for name, value in batch.items()}
-    forward_backward(composition, share, micro_batch=2)
+    forward_backward(composition, share_of(batch, mesh), micro_batch=2)
     held = weakref.ref(composition.model)
     del composition
     gc.collect()

@@ -40,7 +40,8 @@ PLACEMENTS = [mesh for mesh in MESHES if mesh.get("zero", 3) in (0, 3) and mesh.
 PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
 
 
-# Each mesh comes once below the full tier, in turn with tied embeddings and without.
+# Each mesh comes once below the full tier, in turn with tied embeddings and without. Those of two ranks
+# are left to proof/test_verify.py, which compares the same weights bitwise on each rank.
 @pytest.mark.parametrize(
     ("mesh", "tied"),
     [
@@ -51,6 +52,7 @@ PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
             id=f"{name_of(mesh)}-{'tied' if tied else 'untied'}",
         )
         for i, mesh in enumerate(PLACEMENTS)
+        if ranks_of(mesh) > 2
         for tied in (True, False)
     ],
 )

@@ -24,13 +24,13 @@ from tests.support.checkpoints import (
     MESHES,
     SAVING,
     goes_on_bitwise,
-    refusal,
     resume,
     tensor_at,
     train_on,
     trained_state,
+    why_not_resumed,
 )
-from tests.support.helpers import ROOT, Keys, refused, tier, tiered
+from tests.support.helpers import ROOT, Keys, printed, refused, tier, tiered
 from tests.support.pool import Pool
 from tests.support.small_models import DEEPSEEK, QWEN
 from tests.support.training import keys_for, lines
@@ -202,20 +202,20 @@ def test_another_models_checkpoint_is_refused(pool: Pool, tmp_path: Path) -> Non
     train_on(pool, tmp_path, {"model__n_layers": 2}, MESHES["one"], 2)
     keys = keys_for(tmp_path, **SAVING, model__n_layers=3, model__tie_embeddings=True)
     folder = tmp_path / "checkpoints/step-00000002"
-    assert pool.run(refusal, 1, keys)[0] == [
+    assert pool.run(why_not_resumed, 1, keys)[0] == [
         f"{folder}: was made with model.n_layers = 2, not 3",
         f"{folder}: was made with model.tie_embeddings = False, not True",
     ]
 
 
 def _train_saying(keys: Keys) -> list[str]:
-    with mock.patch("builtins.print") as said:
+    with printed() as said:
         try:
             trained_state(keys)
             ended = []
         except Exception as error:
             ended = [str(error)]
-    return [str(call.args[0]) for call in said.call_args_list] + ended
+    return said + ended
 
 
 def _with_full_disk(keys: Keys, warned: int = 0) -> list[str]:

@@ -35,14 +35,15 @@ from tests.support.helpers import (
     Keys,
     make_job,
     parallel,
+    printed,
     ranks_in,
     refusal,
     refusals,
     tiered,
 )
-from tests.support.pool import Pool, make_mesh
+from tests.support.pool import Pool
 from tests.support.small_models import lora
-from tests.support.training import keys_for, lines, train
+from tests.support.training import keys_for, lines, train, trainer_of
 
 COPIES: Keys = (
     SAVING
@@ -79,14 +80,12 @@ class Machines:
             patch.__exit__(None, None, None)
 
 
-def of_interest(printed: mock.Mock) -> list[str]:
-    said = [str(call.args[0]) for call in printed.call_args_list if call.args]
+def of_interest(said: list[str]) -> list[str]:
     return [line for line in said if "resumed" in line or "cop" in line or "passed" in line]
 
 
 def until_killed(keys: Keys, machines: Machines, steps: int) -> list[str]:
     """On every rank: train so many steps, whose copies are whole, and leave all as a kill does."""
-    job = make_job(dist.get_world_size(), **keys)
     real = Trainer.step
 
     def step(self: Trainer) -> Any:
@@ -98,9 +97,8 @@ def until_killed(keys: Keys, machines: Machines, steps: int) -> list[str]:
             copies.thread.join()  # or the next copy may be left out
         return real(self)
 
-    said = mock.patch("builtins.print")
-    with machines, mock.patch.object(Trainer, "step", step), said as printed:
-        trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    with machines, mock.patch.object(Trainer, "step", step), printed() as said:
+        trainer = trainer_of(keys)
         with pytest.raises(Killed):
             trainer.run()
         copies = trainer.checkpointer.copies
@@ -108,14 +106,14 @@ def until_killed(keys: Keys, machines: Machines, steps: int) -> list[str]:
         assert copies.thread
         copies.thread.join()
         os.close(copies.lock)  # as the end of a process does
-    return of_interest(printed)
+    return of_interest(said)
 
 
 def going_on(keys: Keys, machines: Machines) -> tuple[dict[str, Tensor], list[str]]:
     """On every rank: the state at the run's end, and what the start has printed."""
-    with machines, mock.patch("builtins.print") as printed:
+    with machines, printed() as said:
         state = trained_state(keys)
-    return state, of_interest(printed)
+    return state, of_interest(said)
 
 
 @dataclass
@@ -164,8 +162,7 @@ def ends_unsaved(keys: Keys, machines: Machines) -> None:
         mock.patch.object(Checkpointer, "save"),
         mock.patch.object(Checkpointer, "end") as end,
     ):
-        job = make_job(dist.get_world_size(), **keys)
-        trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+        trainer = trainer_of(keys)
         copies = trainer.checkpointer.copies
         assert copies
 
@@ -537,9 +534,9 @@ def without_room(keys: Keys, root: Path) -> tuple[str, list[str]]:
         def full(*_: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        with mock.patch.object(os, "posix_fallocate", full), mock.patch("builtins.print") as printed:
+        with mock.patch.object(os, "posix_fallocate", full), printed() as said:
             train(keys)
-    return refused, of_interest(printed)
+    return refused, of_interest(said)
 
 
 def test_too_little_memory_is_refused(pool: Pool, tmp_path: Path) -> None:

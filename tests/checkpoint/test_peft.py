@@ -31,13 +31,13 @@ from compose.cli.generate import job_of, open_model
 from compose.memory.lora import is_adapter
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.proof.one_process import Widened
-from tests.support.checkpoints import assert_bitwise, refusal
+from tests.support.checkpoints import assert_bitwise, why_not_resumed
 from tests.support.command_lines import execute
 from tests.support.helpers import Keys, make_job, refused, tiered
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import ALL, ATTENTION, lora
-from tests.support.training import keys_for, lines, train
+from tests.support.training import keys_for, logged_steps, train
 
 MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 SHAPE: Keys = {"model__dim": 48, "model__n_heads": 6, "model__n_kv_heads": 2, "model__hidden_dim": 90}
@@ -310,7 +310,7 @@ def test_a_run_goes_on_without_the_folder_of_its_first_adapters(pool: Pool, tmp_
     job = make_job(1, **keys)
     assert _of_first_rank(job.config, job) == []
     pool.run(train, 1, keys | {"train__stop_after": 2})
-    assert [line["step"] for line in lines(run)] == [1, 2]
+    assert logged_steps(run) == [1, 2]
     gone = [f"model.lora.load: {adapters}: no such folder"]
     compared = dataclasses.replace(job.config, dpo=dataclasses.replace(job.config.dpo, beta=0.1))
     assert _of_first_rank(compared, job) == gone
@@ -413,7 +413,7 @@ def test_weights_of_another_base_are_refused(pool: Pool, base: Path, tmp_path: P
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, path, {"format": "pt"})
     saved = tmp_path / "run/checkpoints/step-00000003"
-    assert pool.run(refusal, 1, run_of(there, tmp_path / "run"))[0] == [
+    assert pool.run(why_not_resumed, 1, run_of(there, tmp_path / "run"))[0] == [
         f"{saved}: holds adapters of other weights than {there.resolve()} now has"
     ]
     assert refused(convert, [str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]) == [

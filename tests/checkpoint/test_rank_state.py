@@ -13,11 +13,10 @@ from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.rank_state import HasState
 from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError
-from compose.train.trainer import Trainer
 from tests.diloco.cases import outer
-from tests.support.helpers import Keys, make_job, tier
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for
+from tests.support.helpers import Keys, tier
+from tests.support.pool import Pool
+from tests.support.training import keys_for, trainer_of
 
 State = dict[str, Tensor]
 SMALL: Keys = {"model__hidden_dim": 192, "train__seq_len": 16, "train__global_batch": 8}
@@ -60,10 +59,9 @@ def _load(checkpointer: Checkpointer, folder: Path) -> str:
     return rank_state.load(folder, checkpointer.label, beside, group, filled, STEPS)
 
 
-def _differences(keys: Keys, folder: Path, islands: int = 1) -> list[tuple[str, str]]:
+def _differences(keys: Keys, folder: Path) -> list[tuple[str, str]]:
     """Give back what was kept, each time with a fault: the lines that are not the expected ones."""
-    job = make_job(dist.get_world_size() * islands, **(SMALL | keys))
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(SMALL | keys)
     for _ in range(STEPS):
         trainer.step()
     checkpointer = trainer.checkpointer
@@ -102,7 +100,7 @@ def test_what_codes_keep(pool: Pool, tmp_path: Path, name: str) -> None:
 
 def test_what_islands_keep(pool: Pool, tmp_path: Path) -> None:
     keys = outer(every=4, fragments=1, dtype="top_k", delay=1) | {"parallel__dp_replicate": 2}
-    result = pool.run(_differences, 2, keys_for(tmp_path / "run", **keys), tmp_path, 2, islands=2)
+    result = pool.run(_differences, 2, keys_for(tmp_path / "run", **keys), tmp_path, islands=2)
     assert result == [[], []]
 
 
@@ -114,16 +112,12 @@ class _Keeps(HasState):
         state.pop("kept", None)
 
 
-def test_a_metric_that_is_switched_on_or_off(tmp_path: Path) -> None:
+def test_a_metric_that_is_switched_on_or_off(alone: None, tmp_path: Path) -> None:
     """State of metrics.noise_scale is dropped without a word; a first state is not missed."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert isinstance(group, dist.ProcessGroup)
-        assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
-        rank_state.write(tmp_path, 0, "", _Keeps().state() | {"noise_scale": torch.ones(3)})
-        assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
-        line = rank_state.load(tmp_path, "another", [_Keeps()], group, [], STEPS)
-        assert line == f"{tmp_path}: {DROPPED}"
-    finally:
-        dist.destroy_process_group()
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
+    rank_state.write(tmp_path, 0, "", _Keeps().state() | {"noise_scale": torch.ones(3)})
+    assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
+    line = rank_state.load(tmp_path, "another", [_Keeps()], group, [], STEPS)
+    assert line == f"{tmp_path}: {DROPPED}"

@@ -10,8 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from compose import object_storage
 from compose.checkpoint import store
@@ -23,29 +21,11 @@ from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import MESHES, assert_bitwise, shards, train_on
 from tests.support.command_lines import TIMEOUT, begin, command, free_port, kill_sessions, of_rank
-from tests.support.helpers import Keys, make_job, refusal
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines, train
+from tests.support.helpers import TINY, Keys, refusal
+from tests.support.pool import Pool
+from tests.support.training import keys_for, lines, logged_steps, train, trainer_of
 
-SMALL: Keys = {
-    "model__n_layers": 1,
-    "model__dim": 16,
-    "model__hidden_dim": 16,
-    "model__n_heads": 2,
-    "model__n_kv_heads": 1,
-    "train__seq_len": 16,
-    "train__global_batch": 2,
-    "train__micro_batch": 1,
-    "checkpoint__interval": 2,
-}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """This process as the one rank of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+SMALL: Keys = TINY | {"train__micro_batch": 1, "checkpoint__interval": 2}
 
 
 @pytest.fixture
@@ -57,8 +37,7 @@ def run(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(run: Path, steps: int, **keys: object) -> Trainer:
-    job = make_job(1, **keys_for(run, **(SMALL | {"train__stop_after": steps} | keys)))
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(keys_for(run, **(SMALL | {"train__stop_after": steps} | keys)))
     trainer.run()
     return trainer
 
@@ -81,7 +60,7 @@ def test_a_run_in_a_store(run: Path, tmp_path: Path) -> None:
         assert shards(run / name) == shards(here / name)
     assert there == staging_of(run, "")
     assert list((there / "checkpoints").iterdir()) == []
-    assert [line["step"] for line in lines(run)] == list(range(1, 8))
+    assert logged_steps(run) == list(range(1, 8))
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(here)]
     names = {path.name for path in run.glob("*")}
     assert {"config.toml", "metrics.jsonl", "checkpoints", store.MARK} <= names

@@ -25,7 +25,7 @@ from compose.train.sampling import Sampling, next_logits, sample, sample_token
 from compose.weights import materialize
 from models import llama
 from tests.support.command_lines import execute
-from tests.support.helpers import Keys, keys_in, make_config, make_job, refusal
+from tests.support.helpers import Keys, keys_in, make_config, make_job, printed, refusal
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import QWEN
@@ -165,12 +165,12 @@ def test_hugging_faces_folder(pool: Pool, tmp_path: Path) -> None:
 def _opened(run: Path, folders: list[Path]) -> tuple[list[str], list[str], float]:
     """Return problems, printed lines and the sum of a weight."""
     job = job_of(run, folders, [])
-    with mock.patch("builtins.print") as said:
+    with printed() as said:
         try:
             composition = open_model(job, folders, make_mesh(job.degrees), CPU)
         except ConfigError as error:
             return error.problems, [], 0.0
-    words = [str(word) for call in said.call_args_list for word in call.args]
+    words = "\n".join(said).splitlines()
     return [], words, next(composition.model.parameters()).sum().item()
 
 

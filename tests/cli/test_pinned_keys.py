@@ -65,7 +65,8 @@ def test_a_gpu_is_planned_in_bfloat16() -> None:
 def test_an_unknown_key_is_named() -> None:
     for word, line in {
         "--keep=train.micro_batches": "train.micro_batches is no key; did you mean train.micro_batch?",
-        "--free=comm.gradient": "comm.gradient is no key that is tried; did you",
+        "--free=comm.gradient": "comm.gradient is no key that is tried; did you mean comm.gradients?",
+        "--free=parallel.zeros": "parallel.zeros is no key that is tried; did you mean parallel.zero?",
     }.items():
         flag = word.partition("=")[0]
         assert refusal(pinned, *asked(word)).startswith(f"command line: {flag}: {line}")

@@ -23,7 +23,7 @@ from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take
 from tests.support.checkpoints import SAVING, goes_on_bitwise, resume, train_on
 from tests.support.helpers import built, make_job, parallel, ranks_in, refusals, share_of, tiered
 from tests.support.pool import Pool
-from tests.support.training import keys_for, lines
+from tests.support.training import keys_for, lines, logged_steps
 
 LARGE: Keys = {
     "train__global_batch": 4,
@@ -297,7 +297,7 @@ def test_another_mesh_drops_it_and_says_so(pool: Pool, tmp_path: Path) -> None:
         " and is dropped"
     )
     train_on(pool, tmp_path, WIDE | INT4, mesh, 4)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert logged_steps(tmp_path) == [1, 2, 3, 4]
 
 
 # On four ranks.

@@ -19,13 +19,12 @@ from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
 from compose.train.processes import TrainingError
 from compose.train.step import forward_backward
-from compose.train.trainer import Trainer
 from compose.train.workers import this_worker
 from tests.diloco.cases import BATCH, INSIDE, STREAMING, loop_of, outer, proof
-from tests.support.helpers import Keys, built, make_job, parallel, ranks_in, tiered
+from tests.support.helpers import Keys, built, parallel, ranks_in, tiered
 from tests.support.mutation import mutated
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for
+from tests.support.pool import Pool
+from tests.support.training import keys_for, trainer_of
 
 SAMPLES, STEPS = 8, 5
 AVERAGE = {"lr": 1.0, "momentum": 0.0}
@@ -126,10 +125,8 @@ OPTIONS: dict[str, tuple[str, Keys]] = {
 
 def a_run(keys: Keys, skipped: bool) -> tuple[dict[str, Tensor], list[dict[str, Any]], int]:
     """Weights, lines of metrics and skipped steps of a run, whose samples depend on the step alone."""
-    ranks, islands = dist.get_world_size(), this_worker()
-    job = make_job(ranks * islands.count, **{"parallel__dp_replicate": islands.count, **keys})
-    mesh = make_mesh(job.degrees)
-    trainer = Trainer(job, mesh, torch.device("cpu"))
+    trainer = trainer_of({"parallel__dp_replicate": this_worker().count, **keys})
+    job, mesh = trainer.job, trainer.mesh
     length, share = job.config.train.seq_len, job.global_batch
     of = job.degrees.dp_shard
 

@@ -354,11 +354,6 @@ def test_whole_units_under_split_backwards(pool: Pool, schedule: str) -> None:
 
 REFUSED: list[tuple[Keys, str]] = [
     (
-        chosen(every=3),
-        "activation_checkpoint.every: 3 is read in another mode; set activation_checkpoint.mode ="
-        ' "every_k"',
-    ),
-    (
         chosen(keep='["mm"]', mode="full"),
         'activation_checkpoint.keep: ["mm"] is read in another mode; set activation_checkpoint.mode ='
         ' "selective"',

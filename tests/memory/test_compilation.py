@@ -163,18 +163,9 @@ def test_parts_leave_out_what_is_opaque() -> None:
 
 REFUSED: list[tuple[Keys, str]] = [
     (
-        parallel(tp=2) | {"compile__async_tp": True, "compile__mode": "block"},
-        "compile.async_tp: true needs CUDA; use compile.async_tp = false",
-    ),
-    (
         parallel(pp=2, pp_schedule="ZBVZeroBubble") | {"compile__mode": "block", "model__n_layers": 4},
         'compile.mode: "block" makes graphs whose backward cannot run in two parts, as ZBVZeroBubble'
         ' does; use parallel.pp_schedule = "Interleaved1F1B", or compile.mode = "off"',
-    ),
-    (
-        parallel(tp=2) | {"compile__mode": "model"},
-        'compile.mode: "model" with parallel.tp = 2: Dynamo cannot trace the hooks by which styles'
-        ' change tensors between modules; use compile.mode = "block"',
     ),
     (
         MOE | {"activation_checkpoint__mode": "budget", "compile__mode": "block"},

@@ -15,7 +15,7 @@ from compose.config.models import find_model
 from compose.config.rules import meshes
 from compose.memory.lora import linear_layers
 from compose.optim.optimizers import make_state
-from tests.support.checkpoints import goes_on_bitwise, refusal, shards, train_on
+from tests.support.checkpoints import goes_on_bitwise, shards, train_on, why_not_resumed
 from tests.support.faults import with_fault
 from tests.support.helpers import (
     Keys,
@@ -241,7 +241,13 @@ REFUSED: list[tuple[Keys, str]] = [
     (lora(0), NOTHING_ADAPTED),
     *(
         ({f"model__lora__{key}": value}, NOTHING_ADAPTED)
-        for key, value in {"alpha": 4.0, "rslora": True, "dora": True, "dropout": 0.1}.items()
+        for key, value in {
+            "alpha": 4.0,
+            "rslora": True,
+            "dora": True,
+            "dropout": 0.1,
+            "base": "int8",
+        }.items()
     ),
     (
         lora(17),
@@ -323,7 +329,7 @@ def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     saved = folder / "checkpoints/step-00000002"
 
     def why(keys: Keys, where: Path = folder) -> list[str]:
-        return pool.run(refusal, 1, keys_for(where, **keys, train__seq_len=16))[0]
+        return pool.run(why_not_resumed, 1, keys_for(where, **keys, train__seq_len=16))[0]
 
     assert why(lora(4, ATTENTION)) == [
         f"{saved}: was made with model.lora.rank = 3, not 4",

@@ -122,10 +122,6 @@ REFUSED: list[tuple[Keys, str]] = [
         ' use model.lora.base = "int8"',
     ),
     (
-        {"model__lora__base": "int8"},
-        "model.lora.rank: 0 adapts nothing; use at least 1, or no [model.lora]",
-    ),
-    (
         {"model__lora__base": "int4"},
         'command line: model.lora.base: expected "full" | "int8" | "nf4", got "int4"',
     ),

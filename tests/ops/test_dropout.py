@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -44,7 +43,7 @@ from compose.train import trainer
 from models import gpt2
 from models.layers.attention import AttentionCore
 from tests.support import training
-from tests.support.helpers import agreed, proved, refused, small_ones_move, tiered
+from tests.support.helpers import agreed, proved, refused, share_of, small_ones_move, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 
@@ -410,7 +409,7 @@ def _evaluated() -> tuple[float, float, bool]:
     mesh, model, batch = make_mesh(Parallel(dp_shard=2)), Model(), _batch()
     plain = F.cross_entropy(copy.deepcopy(model).eval()(batch["tokens"]).mT, batch["targets"]).item()
     composition = apply(model, PLAN, mesh, Options(Parallel(dp_shard=2)))
-    share = {name: value.chunk(2)[dist.get_rank()] for name, value in batch.items()}
+    share = share_of(batch, mesh)
     total, count = evaluate(composition, share)
     dropped = float(forward_backward(composition, share, dropout=DropoutKey(0)))
     return float(total / count), plain, abs(dropped - plain) > 1e-3

@@ -17,11 +17,10 @@ from compose.checkpoint import store
 from compose.optim import offload
 from compose.optim.offload import OffloadedAdamW
 from compose.optim.offload_files import TensorFile
-from compose.train.trainer import Trainer
 from tests.support.checkpoints import SAVING, assert_bitwise, train_on, trained_state
-from tests.support.helpers import Keys, make_job, parallel, prove_case, proved, refusals
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines
+from tests.support.helpers import Keys, parallel, prove_case, proved, refusals
+from tests.support.pool import Pool
+from tests.support.training import keys_for, lines, trainer_of
 
 SHAPES = [(57, 131), (1024,), (3000,), (5, 7, 300), (1,), ()]
 
@@ -94,8 +93,7 @@ def no_more_than(extra: int) -> Iterator[None]:
 
 def _limited(keys: Keys, extra: int | None) -> Any:
     """The weights after a run that may take ``extra`` bytes for all of its steps, or why it failed."""
-    job = make_job(1, **keys)
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(keys)
     with mock.patch.object(offload, "CHUNK", 2**16):
         try:
             if extra is None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +17,10 @@ from compose.optim.offload_files import MARK, Scratch, TensorFile, page_aligned
 from compose.optim.optimizers import make_state
 from compose.train.processes import Signals, TrainingError
 from compose.train.trainer import Trainer
-from tests.support.command_lines import QUICK, command, execute
-from tests.support.helpers import ROOT, Keys, built, make_job, refused
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for
+from tests.support.command_lines import QUICK, begin, command, execute
+from tests.support.helpers import Keys, built, refused
+from tests.support.pool import Pool
+from tests.support.training import keys_for, trainer_of, wait_for_second_step
 
 
 def _offloaded(folder: Path) -> OffloadedAdamW:
@@ -159,9 +158,8 @@ ENDS = {"well": "", "a fault": "TrainingError", "Ctrl-C": "KeyboardInterrupt"}
 
 def _left(keys: Keys, how: str) -> tuple[str, list[str]]:
     """How a run ended, and its files then, when nothing has been let go of yet."""
-    job = make_job(2, **keys)
-    config = job.config
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(keys)
+    config = trainer.config
     real, raised = Trainer.step, ""
 
     def step(self: Trainer) -> Any:
@@ -192,15 +190,11 @@ def test_removed_when_the_run_ends(pool: Pool, tmp_path: Path, how: str) -> None
 
 @pytest.mark.full
 def test_a_killed_run_and_the_next(tmp_path: Path) -> None:
-    """The command runs on 2 ranks and is killed, so Python's own ways out do not run."""
+    """The command is killed, so Python's own ways out do not run; the next one has 2 ranks."""
     given = [*QUICK, "--optimizer.offload=nvme", f"--optimizer.offload_dir={tmp_path}/scratch"]
     given += ["--train.steps=40", "--checkpoint.interval=0", "--metrics.console_every=1"]
-    process = subprocess.Popen(
-        command("train.py", *given, f"--run.dir={tmp_path}/a"), cwd=ROOT, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith(b"step  2"):
-        assert process.poll() is None
+    process = begin(command("train.py", *given, f"--run.dir={tmp_path}/a"))
+    wait_for_second_step(process)
     process.kill()
     process.communicate()
     assert (tmp_path / "scratch" / "rank-0" / "00000.exp_avg").exists()

@@ -23,10 +23,10 @@ from compose.optim.optimizers import (
     grouped,
     make_state,
 )
-from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, refusal, train_on
+from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, train_on, why_not_resumed
 from tests.support.helpers import HALF, Keys, built, make_job
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines
+from tests.support.training import keys_for, lines, logged_steps
 
 MESH: Keys = {"parallel__dp_shard": 2, "parallel__tp": 2, "model__n_layers": 3}
 KINDS: dict[str, Keys] = {
@@ -161,13 +161,13 @@ def test_goes_on_in_fewer_bits(pool: Pool, tmp_path: Path) -> None:
     kinds = {value.dtype for key, value in result.items() if key.endswith("exp_avg")}
     assert kinds == {torch.bfloat16}
     assert {float(value) for key, value in result.items() if key.endswith(".step")} == {4.0}
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert logged_steps(tmp_path) == [1, 2, 3, 4]
 
 
 def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
     train_on(pool, tmp_path, {}, MESHES["one"], 2)
     keys = keys_for(tmp_path, **SAVING, optimizer__name="muon")
-    (refused,) = pool.run(refusal, 1, keys)[0]
+    (refused,) = pool.run(why_not_resumed, 1, keys)[0]
     assert refused == (
         f"{tmp_path}/checkpoints/step-00000002: has no"
         " optimizer.layers.0.attention.wq.weight.momentum_buffer and 13 more; go on with the"

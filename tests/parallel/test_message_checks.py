@@ -15,11 +15,10 @@ from compose.ops.torch_versions import ALL_GATHER, REDUCE_SCATTER
 from compose.parallel import message_checks
 from compose.parallel.message_checks import MessageChecks
 from compose.train.hooks import MessageCheck
-from compose.train.trainer import Trainer
 from tests.support.helpers import Keys, keys_in, make_job, refused, tier
-from tests.support.pool import Pool, make_mesh
+from tests.support.pool import Pool
 from tests.support.small_models import DEEPSEEK
-from tests.support.training import keys_for
+from tests.support.training import keys_for, trainer_of
 
 SIZE = 2000  # elements: a whole block and a part of one
 
@@ -228,8 +227,7 @@ def test_uneven_parts_maxima_and_what_is_not_finite_give_no_alarm(pool: Pool) ->
 
 def _trained(keys: Keys) -> list[tuple[bool, bool]]:
     """Train, and tell for each step whether messages of bytes, and of sums, were compared."""
-    job = make_job(dist.get_world_size(), **keys)
-    trainer, seen = Trainer(job, make_mesh(job.degrees), torch.device("cpu")), []
+    trainer, seen = trainer_of(keys), []
     check = next(hook for hook in trainer.hooks if isinstance(hook, MessageCheck))
     real = check.messages.problems
 

@@ -18,14 +18,22 @@ from compose.build import fill_weights, parallelize
 from compose.config.job import Job
 from compose.data.samples import random_batch
 from compose.ops.cross_entropy import cross_entropy
-from compose.parallel.mesh import batch_share
 from compose.pipeline.pipedream import AsynchronousRunner
 from compose.proof.one_process import EXACT, PlainAttention
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.train.trainer import Trainer
-from tests.support.helpers import ROOT, Keys, make_job, parallel, prove_step, ranks_in, refused
+from tests.support.helpers import (
+    ROOT,
+    Keys,
+    make_job,
+    parallel,
+    prove_step,
+    ranks_in,
+    refused,
+    share_of,
+)
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines, train, train_until_error
+from tests.support.training import keys_for, lines, logged_steps, train, train_until_error
 
 CPU = torch.device("cpu")
 RATES = {"sgd": 0.5, "adamw": 1e-2}
@@ -78,12 +86,11 @@ def _train(keys: Keys, steps: int, name: str) -> Trained:
         return real()
 
     runner._backward = watched
-    index, count = batch_share(mesh)
     batches = _batches(job, steps + job.degrees.pp)
     for step in range(steps):
         loss = torch.zeros(())
         for ahead in composition.needed():
-            batch = {n: v.chunk(count)[index] for n, v in batches[step + ahead].items()}
+            batch = share_of(batches[step + ahead], mesh)
             loss = forward_backward(composition, batch, micro_batch=job.config.train.micro_batch)
         result.norms.append(float(clip_grad_norm_(composition, 0.0)))
         optimizer.step()
@@ -217,7 +224,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_later(pool: Pool, tmp_path: Path
         "step 3: the gradient norm is nan; the weights were changed by it, those of the last checkpoint"
         " were not (a lower optimizer.lr or a longer optimizer.warmup may help)"
     )
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert logged_steps(tmp_path) == [1, 2]
 
 
 def _warned(keys: Keys) -> None:

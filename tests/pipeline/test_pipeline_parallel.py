@@ -1,9 +1,7 @@
 """Every schedule, cut, and composition of a pipeline, proved equal to one process."""
 
 import copy
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -207,22 +205,6 @@ def _accumulated_over_calls() -> float:
 
 def test_gradients_accumulate_over_calls(pool: Pool) -> None:
     assert max(pool.run(_accumulated_over_calls, 2)) < 1e-5
-
-
-def _outlives() -> bool:
-    """Whether a model, and with it its process groups' threads, is kept when nobody has it any more."""
-    config, degrees = _small(), Parallel(pp=2, dp_shard=1)
-    mesh = make_mesh(degrees)
-    composition = apply(Llama(config), llama_plan(config, degrees), mesh)
-    forward_backward(composition, random_batch(2, 8, config.vocab_size, seed=0), micro_batch=1)
-    reference = weakref.ref(composition.model)
-    del composition
-    gc.collect()
-    return reference() is not None
-
-
-def test_model_is_let_go(pool: Pool) -> None:
-    assert pool.run(_outlives, 2) == [False, False]
 
 
 class Block(nn.Module):

@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from compose.errors import ConfigError
 from compose.planner.record_pool import RecordPool
-from tests.support.helpers import ROOT
+from tests.support.command_lines import execute
 
 
 def _twice(number: int) -> int:
@@ -76,18 +75,19 @@ def _long() -> int:
 _WITH_THREADS = """
 import torch
 from compose.planner.record_pool import RecordPool
-from tests.support.helpers import ROOT
 from tests.planner.test_record_pool import _long
 
-torch.set_num_threads(2)
-_long()
-with RecordPool(1) as pool:
-    pool.submit("a", _long)
-    print(*pool.results())
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    _long()
+    with RecordPool(1) as pool:
+        pool.submit("a", _long)
+        print(*pool.results())
 """
 
 
-def test_a_process_does_not_wait_for_the_threads_of_the_one_that_started_it() -> None:
-    words = [sys.executable, "-c", _WITH_THREADS]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+def test_a_process_does_not_wait_for_the_threads_of_the_one_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "with_threads.py"
+    script.write_text(_WITH_THREADS)
+    done = execute(str(script))
     assert done.stdout == "('a', 1000000)\n", done.stderr

@@ -14,7 +14,6 @@ import pytest
 from compose.cli.command_line import read_words
 from compose.cli.plan import _looked_at, _short, _write, _write_file
 from compose.cli.question import Question
-from compose.config.rules import check
 from compose.config.toml import given_keys, load
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel, crosses_nodes
@@ -31,11 +30,11 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.cluster import load_cluster
-from compose.planner.estimate import Estimate, RankPeak, estimate, weakest
+from compose.planner.estimate import Estimate, RankPeak, weakest
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.quick_memory import micro_batches
 from compose.planner.search import RecordQueue, Searched, fewest, search
-from tests.support.command_lines import execute
+from tests.support.command_lines import answered, execute
 from tests.support.helpers import ROOT, keys_in, refusal
 
 TRAIN = str(ROOT / "train.toml")
@@ -211,15 +210,6 @@ def test_only_what_is_free_changes() -> None:
     assert {c.config.model for c in result} == {where.config.model}
 
 
-def test_quick_estimates_are_near_the_recorded_ones() -> None:
-    where = space(TRAIN, "h100_sxm", 8, **LLAMA_8B, model__n_layers=8)
-    candidate = picks(where)[0]
-    result = estimate(check(candidate.config, 8), where.cluster)
-    assert candidate.rough.step == pytest.approx(result.step_seconds, rel=0.35)
-    most = max(peak.allocated for peak in result.peaks)
-    assert candidate.rough.memory == pytest.approx(most, rel=0.35)
-
-
 @pytest.mark.slow
 def test_memory_ranks_candidates_when_asked() -> None:
     shape = "model.n_layers=2 model.dim=64 train.seq_len=64 train.global_batch=8 train.micro_batch=1"
@@ -238,7 +228,7 @@ CANDIDATE = {
 
 
 def run(*arguments: str) -> Any:
-    return execute("-m", "compose", "plan", *arguments)
+    return answered("-m", "compose", "plan", *arguments)
 
 
 @pytest.mark.slow
@@ -309,17 +299,12 @@ def test_as_is_estimates_the_files_own_mesh() -> None:
 
 ON_8 = ["--cluster=h100_sxm", "--world-size=8"]
 BAD = [
-    (["--world-size=8"], "command line: plan: needs --cluster; see --help"),
     (["--cluster=h100_sxm"], "command line: plan: needs --world-size; see --help"),
     (
         [*ON_8, "--objective=tim"],
         "command line: --objective: tim is none of time, memory, devices, params; did you mean time?",
     ),
     ([*ON_8, "--candidates=0"], "command line: --candidates: 0 is not a number of candidates"),
-    (
-        [*ON_8, "--objective=devices", "--tokens=many"],
-        "command line: --tokens: many is not a number above 0, as 15e12 or 1T",
-    ),
     (
         [*ON_8, "--objective=devices", "--tokens=1e9"],
         "command line: --days: --objective devices needs a number above 0, as 30",
@@ -336,14 +321,6 @@ BAD = [
 def test_bad_input_is_one_line(words: list[str], line: str) -> None:
     done = run(TRAIN, *words)
     assert (done.returncode, done.stderr.strip()) == (2, line)
-
-
-def test_an_unknown_free_key_is_named() -> None:
-    done = run(TRAIN, *ON_8, "--free=parallel.zeros")
-    assert done.returncode == 2
-    assert done.stderr.startswith("command line: --free: parallel.zeros is no key that is tried")
-    assert "did you mean parallel.zero?" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.full

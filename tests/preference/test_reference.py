@@ -14,13 +14,13 @@ from compose.build import build, fill_weights
 from compose.cli.dry_run import describe
 from compose.memory.lora import is_adapter
 from compose.ops.tensors import local_tensor
-from compose.parallel.mesh import axis_size, batch_share
+from compose.parallel.mesh import axis_size
 from compose.preference.pairs import Preference
 from compose.preference.reference import KEPT, reference_of
 from compose.train.step import local_batch
 from tests.preference.cases import BASE, LORA, MESHES, keys_of
 from tests.support.data_made import token_set
-from tests.support.helpers import ROOT, Keys, make_job, refusal, tiered
+from tests.support.helpers import ROOT, Keys, make_job, refusal, share_of, tiered
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, train
@@ -50,11 +50,7 @@ def _filled(keys: Keys) -> tuple[Tensor, Tensor] | None:
     ids = whole["targets"][..., 0].nan_to_num().long()
     known = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0].where(learnt, torch.nan)
     right = {**whole, "targets": torch.cat([whole["targets"][..., :2], known[..., None]], -1)}
-    index, count = batch_share(mesh)
-    mine, right = (
-        local_batch(composition, {name: value.chunk(count)[index] for name, value in batch.items()})
-        for batch in (whole, right)
-    )
+    mine, right = (local_batch(composition, share_of(batch, mesh)) for batch in (whole, right))
     reference = reference_of(job, mesh, CPU)
     assert (reference.copy is None) == bool(job.config.model.lora.rank)
     result = reference(composition, mine, job.config.train.micro_batch)

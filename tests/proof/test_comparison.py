@@ -364,20 +364,19 @@ OPTIONS = {
 def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
     """A user's own model is proved. Leaving the option out of ``apply`` shows that it is used."""
     ranks = 4 if option == "parallel.zero3_reshard" else 2
-    proof = partial(_proof, plan=DEEP, options=OPTIONS[option])
-    batch = batch_of((8, 16), 5, (8,))
-    report = pool.run(proof, ranks, Deep, nullcontext, batch)[0]
+    results = pool.run(_proof_with, ranks, option, batch_of((8, 16), 5, (8,)))
+    report = results[0][0]
     assert report.ok, str(report)
-    assert pool.run(_reaches, ranks, option, batch) == [True] * ranks
+    assert [reached for _, reached in results] == [True] * ranks
 
 
-def _reaches(option: str, batch: dict[str, Tensor]) -> bool:
-    """Whether ``apply`` is given what ``verify`` is."""
+def _proof_with(option: str, batch: dict[str, Tensor]) -> tuple[Report, bool]:
+    """The proof, and whether ``apply`` is given what ``verify`` is."""
     module = importlib.import_module("compose.proof.verify")  # the package has a function of this name
     with mock.patch.object(module, "apply", side_effect=module.apply) as spy:
-        _proof(Deep, nullcontext, batch, DEEP, OPTIONS[option])
+        report = _proof(Deep, nullcontext, batch, DEEP, OPTIONS[option])
     given = attrgetter(option)
-    return given(spy.call_args.args[-1]) == given(OPTIONS[option])
+    return report, given(spy.call_args.args[-1]) == given(OPTIONS[option])
 
 
 def test_random_batch_reaches_from_end_to_end() -> None:

@@ -19,10 +19,9 @@ from compose.composition import Composition
 from compose.compression.compressor import CompressionHook
 from compose.errors import ConfigError
 from compose.proof.comparison import whole
-from compose.train.trainer import Trainer
-from tests.support.helpers import Keys, make_job, parallel, ranks_in
+from tests.support.helpers import Keys, make_job, parallel, printed, ranks_in
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for
+from tests.support.training import keys_for, trainer_of
 
 SAVING: Keys = {"train__seq_len": 16, "train__global_batch": 8, "checkpoint__interval": 2}
 MESHES: dict[str, Keys] = {
@@ -56,14 +55,12 @@ def parallelize_without_weights(*args: Any) -> Composition:
 
 def trained_state(keys: Keys) -> dict[str, torch.Tensor]:
     """Train to ``stop_after``; on the first rank, the whole state that is left, by name."""
-    job = make_job(dist.get_world_size(), **keys)
-    mesh = make_mesh(job.degrees)
     with mock.patch("compose.train.trainer.parallelize", parallelize_without_weights):
-        trainer = Trainer(job, mesh, torch.device("cpu"))
+        trainer = trainer_of(keys)
     trainer.run()
     named = named_tensors(trainer.composition, trainer.optimizer)
     mine = {name: whole(copies[0]) for name, copies in named.items()}
-    if mesh["pp"].size() == 1:
+    if trainer.mesh["pp"].size() == 1:
         return mine if dist.get_rank() == 0 else {}
     everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
@@ -107,12 +104,12 @@ def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     beside = [CompressionHook(compression)] if compression else []
     folder = Path(job.config.run.dir)
     checkpointer = Checkpointer(job.config, composition, optimizer, folder, beside=beside)
-    with mock.patch("builtins.print") as said:
+    with printed() as said:
         progress = checkpointer.resume()
-    return progress, [call.args[0] for call in said.call_args_list]
+    return progress, said
 
 
-def refusal(keys: Keys) -> list[str]:
+def why_not_resumed(keys: Keys) -> list[str]:
     """Why there is nothing to resume from."""
     try:
         resume(keys)

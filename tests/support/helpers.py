@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ SMALL = {
     "model.dim": 64,
     "model.hidden_dim": 96,
     "train.seq_len": 32,
+}
+# Keys of the smallest model and batch.
+TINY: Keys = {
+    "model__n_layers": 1,
+    "model__dim": 16,
+    "model__hidden_dim": 16,
+    "model__n_heads": 2,
+    "model__n_kv_heads": 1,
+    "train__seq_len": 16,
+    "train__global_batch": 2,
 }
 # All sides of a tp rank's parts are multiples of 16.
 FLOAT8_SHAPE: Keys = {
@@ -88,6 +99,18 @@ def refusal(action: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+@contextmanager
+def printed() -> Iterator[list[str]]:
+    """The texts that are printed meanwhile, each as one print has it."""
+    texts: list[str] = []
+
+    def note(*words: object, sep: str = " ", **_: object) -> None:
+        texts.append(sep.join(map(str, words)))
+
+    with mock.patch("builtins.print", note):
+        yield texts
 
 
 def tiered(names: Iterable[str], slow: Container[str] = (), full: Container[str] = ()) -> list[Any]:

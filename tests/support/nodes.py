@@ -13,7 +13,7 @@ from compose.checkpoint import store
 from tests.support.command_lines import begin, free_port, kill_sessions
 from tests.support.helpers import ROOT
 from tests.support.ledger import world_at_work
-from tests.support.training import lines
+from tests.support.training import logged_steps
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
@@ -26,9 +26,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def ranks_of(torchrun: int) -> list[int]:
-    """The processes that torchrun started, in order."""
-    path = Path(f"/proc/{torchrun}/task/{torchrun}/children")
+def children_of(process: int) -> list[int]:
+    """The processes that a process started, in order: torchrun's are its ranks."""
+    path = Path(f"/proc/{process}/task/{process}/children")
     return sorted(int(pid) for pid in path.read_text().split())
 
 
@@ -86,8 +86,8 @@ class Nodes:
 
     def kill(self, *nodes: "subprocess.Popen[str]", ranks: bool = True) -> None:
         """Kill agents, all at once, with their ``ranks`` or alone."""
-        agents = [agent for node in nodes for agent in ranks_of(node.pid)]
-        victims = [*agents, *(rank for agent in agents for rank in ranks_of(agent) if ranks)]
+        agents = [agent for node in nodes for agent in children_of(node.pid)]
+        victims = [*agents, *(rank for agent in agents for rank in children_of(agent) if ranks)]
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
@@ -99,4 +99,4 @@ class Nodes:
 
     def steps(self) -> list[int]:
         """The steps that the log of the run has."""
-        return [line["step"] for line in lines(self.run)]
+        return logged_steps(self.run)

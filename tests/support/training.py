@@ -1,6 +1,10 @@
 """Training runs on the ranks of a pool, and what they leave."""
 
 import json
+import re
+import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +19,7 @@ from compose.train.metrics import StepMetrics
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
 from compose.train.workers import this_worker
-from tests.support.helpers import make_job
+from tests.support.helpers import Keys, make_job
 from tests.support.pool import make_mesh
 
 STEP = StepMetrics(
@@ -31,15 +35,41 @@ STEP = StepMetrics(
 )
 
 
-def train(keys: dict[str, object]) -> None:
-    """On every rank of a pool: a run of train.toml with ``keys``."""
+def trainer_of(keys: Keys) -> Trainer:
+    """On every rank, of an island too: the trainer of train.toml with ``keys``, on the CPU."""
     job = make_job(dist.get_world_size() * this_worker().count, **keys)
-    Trainer(job, make_mesh(job.degrees), torch.device("cpu")).run()
+    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+
+
+def train(keys: Keys) -> None:
+    """On every rank: a run of train.toml with ``keys``."""
+    trainer_of(keys).run()
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged_steps(folder: Path) -> list[int]:
+    """The steps that a run's metrics.jsonl has."""
+    return [line["step"] for line in lines(folder)]
+
+
+def wait_for_steps(folder: Path, count: int, processes: Sequence["subprocess.Popen[str]"]) -> None:
+    """Wait until a run of ``processes`` has logged so many steps; nobody reads its output."""
+    end = time.monotonic() + 300
+    while len(lines(folder) if (folder / "metrics.jsonl").exists() else []) < count:
+        assert all(process.poll() is None for process in processes), processes[0].communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def wait_for_second_step(process: "subprocess.Popen[str]") -> None:
+    """Read the output of a run, which prints each step, up to the second."""
+    assert process.stdout is not None
+    while not re.match(r"step +2\b", process.stdout.readline()):
+        assert process.poll() is None, process.communicate()[1]
 
 
 def keys_for(folder: Path, **keys: object) -> dict[str, object]:

@@ -35,9 +35,19 @@ from compose.pipeline.timeline import simulate
 from compose.train.evaluate import Validation, evaluate
 from compose.train.step import clip_grad_norm_, forward_backward
 from tests.support.collectives import counted_collectives
-from tests.support.helpers import ROOT, Keys, keys_in, make_job, refusal, refusals, share_of, tier
+from tests.support.helpers import (
+    ROOT,
+    Keys,
+    keys_in,
+    make_job,
+    printed,
+    refusal,
+    refusals,
+    share_of,
+    tier,
+)
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines, train
+from tests.support.training import keys_for, lines, logged_steps, train
 
 CPU = torch.device("cpu")
 ROWS = 12  # of the batch that is evaluated, the last ones of it filled up
@@ -193,9 +203,9 @@ def _decided(keys: Keys, losses: Mapping[int, float]) -> list[str]:
     def loss(self: Validation, composition: Any, step: int) -> float | None:
         return losses.get(step)
 
-    with mock.patch.object(Validation, "loss", loss), mock.patch("builtins.print") as said:
+    with mock.patch.object(Validation, "loss", loss), printed() as said:
         train(keys)
-    return [str(call.args[0]) for call in said.call_args_list if "stopped" in str(call.args[0])]
+    return [line for line in said if "stopped" in line]
 
 
 @pytest.mark.parametrize("stop", [*(pytest.param(n, marks=tier(slow=True)) for n in (0, 6, 8)), 5])
@@ -218,7 +228,7 @@ def test_decisions_outlive_a_stop(pool: Pool, tmp_path: Path, stop: int) -> None
         assert pool.run(_decided, 1, keys | {"train__stop_after": stop}, losses) == [[]]
     said = "stopped after step 12: 4 validations in a row are no improvement on 2.0000 of step 4"
     assert pool.run(_decided, 1, keys, losses) == [[f"{said} (train.patience)"]]
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))
+    assert logged_steps(tmp_path) == list(range(1, 13))
     folders = store.newest_first(tmp_path / "checkpoints")
     assert [store.step_of(folder) for folder in folders] == [12, 10, 4]
     assert [store.step_of(folder) for folder in checkpoints(tmp_path, best=True)] == [4, 10, 12]

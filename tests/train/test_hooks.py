@@ -25,7 +25,7 @@ from tests.support.checkpoints import shards
 from tests.support.helpers import Keys, keys_in, make_job, share_of
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK
-from tests.support.training import keys_for, lines, train_until_error
+from tests.support.training import keys_for, lines, logged_steps, train_until_error, trainer_of
 
 REPLICAS = keys_in("dp_replicate=4 train.global_batch=8")
 PRODUCT = keys_in("dp_replicate=2 dp_shard=2 tp=2 train.global_batch=8")
@@ -279,8 +279,7 @@ class _Flip(Hook):
 
 def _run_with_flip(keys: Keys, moment: str, rank: int) -> str:
     """Train with one flipped bit; return the error."""
-    job = make_job(dist.get_world_size(), **keys)
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(keys)
     trainer.hooks.insert(0, _Flip(trainer, moment, rank))
     try:
         trainer.run()
@@ -308,7 +307,7 @@ def test_one_bit_without_a_copy_stops_a_run_before_it_spreads(
     said = f"step 3: rank 1: {name} is not what was written: silent corruption; " if moment else ""
     results = pool.run(_run_with_flip, 2, keys, moment, 1)
     assert [result[: len(said)] if said else result for result in results] == [said] * 2
-    assert [line["step"] for line in lines(tmp_path)] == steps
+    assert logged_steps(tmp_path) == steps
     saved = store.newest_first(tmp_path / "checkpoints")
     assert saved[0].name == store.name_of(4 if not moment else 2)
 

@@ -24,7 +24,7 @@ from compose.train.metrics import (
     peak_flops,
     peak_memory,
 )
-from tests.support.training import STEP
+from tests.support.training import STEP, logged_steps
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,6 @@ def test_a_sink_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert _Kept.steps == [7]
 
 
-def _steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def _write(folder: Path, *steps: int, after: int = 0) -> JsonLines:
     writer = JsonLines(Config(), folder, after, print)
     for step in steps:
@@ -185,10 +181,10 @@ def test_a_line_that_was_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
     _write(tmp_path, 3, after=2).close()
-    assert _steps(tmp_path) == [1, 2, 3]
+    assert logged_steps(tmp_path) == [1, 2, 3]
     path.write_bytes(path.read_bytes()[:-9])
     _write(tmp_path, 4, after=3).close()
-    assert _steps(tmp_path) == [1, 2, 4], "what is lost is not made up"
+    assert logged_steps(tmp_path) == [1, 2, 4], "what is lost is not made up"
     assert capsys.readouterr().out == ""
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -205,7 +201,7 @@ def test_a_line_that_no_run_leaves(
     path.write_bytes(strange + path.read_bytes())
     before = path.read_bytes()
     _write(tmp_path, 3, after=2).close()
-    assert _steps(tmp_path) == [1, 2, 3]
+    assert logged_steps(tmp_path) == [1, 2, 3]
     aside = tmp_path / "metrics.jsonl.damaged-1"
     assert aside.read_bytes() == before
     assert capsys.readouterr().out == (f"{path}: 1 of its lines are no steps; it is kept as {aside}\n")
@@ -219,12 +215,12 @@ def test_metrics_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[st
     try:
         writer.write(_step(3))
         writer.write(_step(4))
-        assert _steps(tmp_path) == [1, 2], "nor is half a line there"
+        assert logged_steps(tmp_path) == [1, 2], "nor is half a line there"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().out
     assert said == f"{path} cannot be written: {os.strerror(errno.EFBIG)}; training goes on\n"
     writer.write(_step(5))
     writer.close()
-    assert _steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert logged_steps(tmp_path) == [1, 2, 3, 4, 5]
     assert capsys.readouterr().out == f"{path} is written again, no line of it is lost\n"

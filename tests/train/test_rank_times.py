@@ -3,7 +3,7 @@
 import functools
 import io
 import time
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,33 +20,43 @@ from tests.support import training
 from tests.support.helpers import Keys, keys_in, parallel, refusals
 from tests.support.pool import Pool
 
-FAST = 0.05  # seconds that a fast rank takes for a row, by sleeping
+FAST = 0.05  # seconds that a fast rank takes for a row
 
 
-def _train_slowly(keys: Keys, factors: tuple[float, ...]) -> str:
-    """Train on ranks that sleep for each row of a layer's forward, each by its own factor; return what
-    is said."""
-    seconds = FAST * factors[torch.distributed.get_rank()]
+def _train_slowly(keys: Keys, factors: tuple[float, ...], sleeps: bool) -> str:
+    """Train on ranks that take time for each row of a layer's forward, each by its own factor; return
+    what is said. They sleep, or their clock alone goes on by that time, and by no other."""
+    seconds, passed = FAST * factors[torch.distributed.get_rank()], 0.0
     real = Attention.forward
 
     @functools.wraps(real)
     def slow(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds * len(x))
+        nonlocal passed
+        passed += seconds * len(x)
+        if sleeps:
+            time.sleep(seconds * len(x))
         return real(self, x, *args, **kwargs)
 
-    said = io.StringIO()
-    with mock.patch.object(Attention, "forward", slow), redirect_stdout(said):
+    def now(_: ForwardClock) -> float:
+        return passed
+
+    said, clock = io.StringIO(), mock.patch.object(ForwardClock, "_now", now)
+    with (
+        mock.patch.object(Attention, "forward", slow),
+        nullcontext() if sleeps else clock,
+        redirect_stdout(said),
+    ):
         training.train(keys)
     return said.getvalue()
 
 
 def _run(
-    pool: Pool, folder: Path, factors: tuple[float, ...], **keys: object
+    pool: Pool, folder: Path, factors: tuple[float, ...], sleeps: bool = True, **keys: object
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The steps of a run, and the lines that its first rank says."""
     base = keys_in("train.global_batch=12 train.micro_batch=3 train.stop_after=8 model.n_layers=1")
     given = training.keys_for(folder, **(base | parallel(dp_shard=len(factors)) | keys))
-    said = pool.run(_train_slowly, len(factors), given, factors)
+    said = pool.run(_train_slowly, len(factors), given, factors, sleeps)
     return training.lines(folder), said[0].splitlines()
 
 
@@ -78,26 +88,22 @@ def test_a_measured_slow_rank_gets_fewer_samples(pool: Pool, tmp_path: Path, zer
 def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
     """After the two first steps and as many as it must be slow; once."""
     more = {"metrics__slow_rank": 1.5, "metrics__slow_steps": 3, "train__stop_after": 7}
-    steps, lines = _run(pool, tmp_path, (1.0, 3.0), **more)
-    assert all(step["rank_seconds"]["1"] > step["rank_seconds"]["0"] for step in steps)
+    steps, lines = _run(pool, tmp_path, (1.0, 3.0), sleeps=False, **more)
+    for step in steps:
+        assert step["rank_seconds"] == pytest.approx({"0": 6 * FAST, "1": 18 * FAST})
     said = [line for line in lines if line.startswith("slow for")]
-    assert len(said) == 1
-    assert said[0].startswith("slow for 3 steps: rank 1 takes ")
-    assert said[0].endswith(" times the median")
+    assert said == ["slow for 3 steps: rank 1 takes 3.0 times the median"]
 
 
 def test_the_clock_adds_up_forwards() -> None:
-    class Sleeps(nn.Module):
-        def forward(self, x: float) -> float:
-            time.sleep(x)
-            return x
-
-    module, other = Sleeps(), Sleeps()
+    module, other, x = nn.Identity(), nn.Identity(), torch.ones(2)
     clock = ForwardClock([module], "cpu")
-    assert module(0.02) == 0.02
-    module(0.03)
-    other(0.5)
-    assert 0.05 <= clock.take() < 0.5
+    times = [0.0, 0.25, 10.0, 10.5]  # who asked more often would find no number
+    with mock.patch("compose.train.rank_times.time.perf_counter", side_effect=times):
+        assert module(x) is x
+        module(x)
+        other(x)
+    assert clock.take() == 0.75
     assert clock.take() == 0
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,28 +37,19 @@ from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
 from tests.support.checkpoints import parallelize_without_weights
-from tests.support.helpers import ROOT, keys_in, make_job, refusal
+from tests.support.helpers import ROOT, TINY, Keys, make_job, refusal
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import lines
+from tests.support.training import keys_for, logged_steps, trainer_of
 
 CPU = torch.device("cpu")
-SMALL = keys_in(
-    "model.n_layers=1 model.dim=16 model.hidden_dim=16 model.n_heads=2 model.n_kv_heads=1"
-    " train.seq_len=16 train.global_batch=2"
-)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """This process as the one rank of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def _keys(folder: Path, **keys: object) -> Keys:
+    return TINY | keys_for(folder, **{"checkpoint__interval": 2, **keys})
 
 
 def _job(folder: Path, **keys: object) -> Job:
-    given = {"run__dir": folder, "metrics__tensorboard": False, "checkpoint__interval": 2, **keys}
-    return make_job(1, **(SMALL | given))
+    return make_job(1, **_keys(folder, **keys))
 
 
 def _config(folder: Path, **keys: object) -> Config:
@@ -67,12 +57,7 @@ def _config(folder: Path, **keys: object) -> Config:
 
 
 def _trainer(folder: Path, **keys: object) -> Trainer:
-    job = _job(folder, **keys)
-    return Trainer(job, make_mesh(job.degrees), CPU)
-
-
-def _steps(folder: Path) -> list[int]:
-    return [line["step"] for line in lines(folder)]
+    return trainer_of(_keys(folder, **keys))
 
 
 @pytest.mark.slow
@@ -82,13 +67,13 @@ def test_a_run_whose_checkpoints_are_lost(alone: None, tmp_path: Path) -> None:
     (run / ".writing").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first save
     _trainer(run, train__stop_after=2).run()
-    assert _steps(run) == [1, 2]
+    assert logged_steps(run) == [1, 2]
     kept = shutil.copytree(root, tmp_path / "kept")
     (root / store.name_of(2) / store.MANIFEST).unlink()
 
     def refused() -> str:
         words = refusal(_trainer, run, train__stop_after=3)
-        assert _steps(run) == [1, 2]
+        assert logged_steps(run) == [1, 2]
         gc.collect()  # of what holds the lock, as the process would that ends here
         return words
 
@@ -119,7 +104,7 @@ def test_what_a_run_goes_on_with_is_said(
     _trainer(tmp_path, train__stop_after=1).run()
     said = capsys.readouterr().out
     assert f"{tmp_path}: 2 steps are done, and train.stop_after = 1: nothing is left to train" in said
-    assert _steps(tmp_path) == [1, 2]
+    assert logged_steps(tmp_path) == [1, 2]
     folder = tmp_path / "checkpoints" / store.name_of(2)
     assert "goes on with" not in said
     more = {"train__global_batch": 4, "optimizer__lr": 0.01, "precision__param": "bfloat16"}
@@ -150,10 +135,10 @@ def test_what_is_sent_is_part_of_training(tmp_path: Path) -> None:
 def test_a_run_that_never_saved_is_not_written_over(alone: None, tmp_path: Path) -> None:
     """It cannot go on, so checkpoint.interval on the next command does not begin it anew."""
     _trainer(tmp_path, checkpoint__interval=0, train__steps=2).run()
-    before = _steps(tmp_path)
+    before = logged_steps(tmp_path)
     problem = f"run.dir: {tmp_path} already holds config.toml of a run, and no checkpoint"
     assert _run_dir(_config(tmp_path)) == [f"{problem}; choose another folder"]
-    assert _steps(tmp_path) == before == [1, 2]
+    assert logged_steps(tmp_path) == before == [1, 2]
     text = (tmp_path / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(text.replace("memory = 0", "memory = 1"))
     assert _run_dir(_config(tmp_path)) == []  # killed before its first copy
@@ -571,10 +556,10 @@ def test_a_folder_that_not_all_ranks_see(pool: Pool, tmp_path: Path) -> None:
 
 def _trained(folders: list[Path], interval: int) -> str:
     os.chdir(folders[dist.get_rank()])
-    keys = {"run__dir": "run", "checkpoint__interval": interval, "metrics__tensorboard": False}
-    job = make_job(2, **SMALL, **keys, parallel__dp_shard=2, train__micro_batch=1)
+    more = {"checkpoint__interval": interval, "parallel__dp_shard": 2, "train__micro_batch": 1}
+    keys = _keys(Path("run"), **more)
     try:
-        return refusal(lambda: Trainer(job, make_mesh(job.degrees), CPU).held.release())
+        return refusal(lambda: trainer_of(keys).held.release())
     finally:
         os.chdir(ROOT)
 

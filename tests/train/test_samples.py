@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from tests.support.helpers import (
     keys_in,
     make_config,
     make_job,
+    printed,
     ranks_in,
     refusal,
     refusals,
@@ -106,10 +106,9 @@ def test_where_they_go(pool: Pool, tmp_path: Path) -> None:
 
 
 def _train_and_listen(keys: dict[str, Any]) -> list[str]:
-    with mock.patch("builtins.print") as said:
+    with printed() as said:
         train(keys)
-    lines = [str(call.args[0]) for call in said.call_args_list]
-    return [line for line in lines if "continues" in line]
+    return [line for line in said if "continues" in line]
 
 
 NEEDS = 'needs texts to continue; set metrics.prompts, as ["Once upon a time"], or 0'

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from compose.train.sampling import (
     text_of,
 )
 from models.layers.attention import AttentionCore
-from tests.support.helpers import Keys, keys_in, make_job, parallel, refusal, tier
+from tests.support.helpers import Keys, keys_in, make_job, parallel, printed, refusal, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, MIXTRAL, QWEN
 
@@ -335,11 +334,11 @@ REFUSED: dict[str, tuple[Keys, int, str]] = {
 def _refused(keys: Keys, ranks: int) -> tuple[str, list[str]]:
     """Return a cache's refusal, and the lines printed otherwise."""
     composition = composed(keys, ranks)
-    with mock.patch("builtins.print") as said:
+    with printed() as said:
         assert open_cache(composition, "auto") is None
         assert open_cache(composition, "off") is None
     refused = refusal(lambda: list(sample(composition, TEXT[:3], Sampling(cache="on"))))
-    return refused, [str(call.args[0]) for call in said.call_args_list]
+    return refused, said
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=tier(full=n == "compile")) for n in REFUSED])

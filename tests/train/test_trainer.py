@@ -3,7 +3,6 @@
 import gc
 import math
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,18 @@ from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError
 from compose.train.readings import Reading, StepClock, read_step
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
-from tests.support.command_lines import QUICK, answered, command, execute, launch
-from tests.support.helpers import ROOT, SMALL, make_job
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines, train, train_until_error
+from tests.support.command_lines import QUICK, answered, begin, command, execute, launch
+from tests.support.helpers import ROOT, SMALL
+from tests.support.pool import Pool
+from tests.support.training import (
+    keys_for,
+    lines,
+    logged_steps,
+    train,
+    train_until_error,
+    trainer_of,
+    wait_for_second_step,
+)
 
 DEFAULT = {"model.n_layers": 2, "model.dim": 128, "model.hidden_dim": 384, "train.seq_len": 256}
 
@@ -112,17 +119,12 @@ def test_non_finite_stops_the_run(
         ]
         * 2
     )
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-
-
-def _trainer(keys: dict[str, object]) -> Trainer:
-    job = make_job(dist.get_world_size(), **keys)
-    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    assert logged_steps(tmp_path) == [1, 2]
 
 
 def _rates(keys: dict[str, object]) -> list[tuple[set[float], float]]:
     """At each of the optimizer's steps: the rates of its groups, and the one that it should have."""
-    trainer, result = _trainer(keys), []
+    trainer, result = trainer_of(keys), []
     optimizer, train = trainer.optimizer, trainer.config.train
     real = optimizer.step
 
@@ -150,7 +152,7 @@ def test_each_step_is_taken_at_its_own_rate(pool: Pool, tmp_path: Path) -> None:
 
 def _train_at_peak(keys: dict[str, object]) -> float:
     with mock.patch.object(trainer_module, "device_peak", return_value=1e12):
-        trainer = _trainer(keys)
+        trainer = trainer_of(keys)
         trainer.run()
     return trainer.config.model.config.flops_per_token(trainer.config.train.seq_len)
 
@@ -217,7 +219,7 @@ def test_the_death_of_a_torchrun_is_no_warning(pool: Pool, tmp_path: Path) -> No
 def _orphaned(keys: dict[str, object]) -> str:
     with mock.patch.object(Signals, "asked", return_value=LAUNCHER_DIED):
         try:
-            _trainer(keys).run()
+            trainer_of(keys).run()
         except TrainingError as error:
             return str(error)
     return ""
@@ -226,7 +228,7 @@ def _orphaned(keys: dict[str, object]) -> str:
 def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
     """After how many of the optimizer's steps copies were compared, and whether all gradients were
     there; how the run ended, which the second comparison was told to fail."""
-    trainer, result, said = _trainer(keys), [], ""
+    trainer, result, said = trainer_of(keys), [], ""
     steps = mock.patch.object(trainer.optimizer, "step", side_effect=trainer.optimizer.step)
 
     def fake(composition: Any, optimizer: Any) -> list[str]:
@@ -248,7 +250,7 @@ def test_copies_are_compared_every_so_often(pool: Pool, tmp_path: Path) -> None:
     result, said = pool.run(_compared, 1, keys_for(tmp_path / "a", **keys))[0]
     assert result == [(1, True), (3, True)]
     assert said.startswith("step 4: rank 1 differs in norm.weight: silent corruption; ")
-    assert [line["step"] for line in lines(tmp_path / "a")] == [1, 2, 3]
+    assert logged_steps(tmp_path / "a") == [1, 2, 3]
     keys = keys_for(tmp_path / "b", **keys | {"comm__check_every": 0})
     assert pool.run(_compared, 1, keys)[0] == ([], "")
 
@@ -271,11 +273,12 @@ def test_garbage_collector_rests_during_steps(pool: Pool, tmp_path: Path) -> Non
     assert pool.run(_gc_during_steps, 1, keys) == [([False, False], True)]
 
 
-def test_torchrun_trains(tmp_path: Path) -> None:
-    done = launch("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
+def test_two_ranks_train(tmp_path: Path) -> None:
+    """With torchrun's variables. A real torchrun trains in tests/whole/test_nodes.py."""
+    done = execute("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run", ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3") == 1
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    assert logged_steps(tmp_path / "run") == [1, 2, 3]
     assert list((tmp_path / "run").glob("events*"))
 
 
@@ -321,12 +324,8 @@ def test_ctrl_c_ends_after_the_step(tmp_path: Path, ranks: int) -> None:
     arguments = command(
         "train.py", *QUICK, f"--run.dir={tmp_path}", "--metrics.console_every=1", ranks=ranks
     )
-    process = subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step   2"):
-        assert process.poll() is None, process.communicate()[1]
+    process = begin(arguments)
+    wait_for_second_step(process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     steps = len(lines(tmp_path))

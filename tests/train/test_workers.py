@@ -26,9 +26,9 @@ from compose.train.trainer import Trainer
 from compose.train.workers import Spares, Worker, WorkerCheckpoints, this_worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import free_port
-from tests.support.helpers import Keys, keys_in, make_job, ranks_in, refusal
-from tests.support.pool import Pool, forks, make_mesh
-from tests.support.training import keys_for, lines
+from tests.support.helpers import Keys, keys_in, printed, ranks_in, refusal
+from tests.support.pool import Pool, forks
+from tests.support.training import keys_for, lines, logged_steps, trainer_of
 
 RUN = keys_in(
     "train.seq_len=16 train.global_batch=8 train.micro_batch=1 train.steps=10 checkpoint.interval=5"
@@ -48,16 +48,15 @@ DROPPED = (
 )
 
 
-def trainer_of(keys: Keys, islands: int = 2) -> Trainer:
+def trainer_on(keys: Keys, islands: int = 2) -> Trainer:
     """This rank's trainer of a run on islands."""
-    job = make_job(dist.get_world_size() * islands, **{"parallel__dp_replicate": islands, **keys})
-    assert job.islands == this_worker().count == islands
-    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of({"parallel__dp_replicate": islands, **keys})
+    assert trainer.job.islands == this_worker().count == islands
+    return trainer
 
 
 def run(keys: Keys, islands: int = 2, broken_from: int = 0) -> list[str]:
     """Train; what is said on this rank, or why it cannot begin. Saves of the second island may fail."""
-    said: list[str] = []
     real = store.publish
 
     def publish(folder: Path, files: Any, elsewhere: bool = False) -> Path:
@@ -66,11 +65,11 @@ def run(keys: Keys, islands: int = 2, broken_from: int = 0) -> list[str]:
         return real(folder, files, elsewhere)
 
     with (
-        mock.patch("builtins.print", lambda text, **_: said.append(text)),
+        printed() as said,
         mock.patch.object(store, "publish", publish),
     ):
         try:
-            refused = refusal(lambda: trainer_of(keys, islands).run())
+            refused = refusal(lambda: trainer_on(keys, islands).run())
         except TrainingError as error:
             return [*said, str(error)]
     return refused.splitlines() or said
@@ -119,14 +118,14 @@ def test_all_islands_end_with_the_same_weights(pool: Pool, tmp_path: Path) -> No
 
 
 def _ends(keys: Keys) -> dict[str, torch.Tensor]:
-    trainer = trainer_of({"parallel__dp_shard": 2, **keys})
+    trainer = trainer_on({"parallel__dp_shard": 2, **keys})
     trainer.run()
     return {name: whole(p) for name, p in trainer.composition.named_parameters()}
 
 
 def _stopped(keys: Keys, at: int) -> int:
     """Train on; the second island gets SIGTERM in step ``at``. The step after which this one stops."""
-    trainer = trainer_of(keys)
+    trainer = trainer_on(keys)
     step = trainer.step
 
     def stepped() -> StepMetrics:
@@ -187,7 +186,7 @@ def test_messages_of_earlier_fragments_are_dropped(pool: Pool, tmp_path: Path) -
         _as_before_rows(one / "checkpoints" / "step-00000005")
     said = train(pool, tmp_path, OUTER["streaming"])
     assert said[1] == DROPPED.format(f"{tmp_path}/checkpoints/step-00000005")
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
+    assert logged_steps(tmp_path) == list(range(1, 11))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_goes_on_with_another_number_of_islands(
 
 def _late(keys: Keys) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train; the second island is late once. How many took part in exchanges, and the weights."""
-    trainer = trainer_of({"parallel__dp_shard": 2, **keys})
+    trainer = trainer_on({"parallel__dp_shard": 2, **keys})
     step, took_part = trainer.step, []
 
     def stepped() -> StepMetrics:

@@ -1,11 +1,16 @@
 """Benchmarks print one JSON line; figures of a test run mean nothing, LOG.md has some."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.support.command_lines import execute
 from tests.support.helpers import ROOT
@@ -14,7 +19,31 @@ from tests.support.helpers import ROOT
 def shown(*arguments: str, ranks: int = 0) -> list[dict[str, Any]]:
     done = execute(*arguments, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return _rows(done.stdout)
+
+
+def shown_here(name: str, *words: str) -> list[dict[str, Any]]:
+    """What a benchmark without ranks shows, in this process."""
+    folder = ROOT / "benchmarks"
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with (
+        mock.patch.object(sys, "path", [str(folder), *sys.path]),
+        mock.patch.object(sys, "argv", [name, *words]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        spec.loader.exec_module(module)
+        try:
+            module.main()
+        finally:
+            torch.set_default_device(None)  # moe.py sets it
+    return _rows(out.getvalue())
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
@@ -59,7 +88,7 @@ def test_context() -> None:
 
 
 def test_context_of_one_process() -> None:
-    result = shown("benchmarks/context.py", "--device", "cpu", "--length", "128")[-1]
+    result = shown_here("context", "--device", "cpu", "--length", "128")[-1]
     assert result["time_to_flash"] > 0
     # Both are as far from float64 as bfloat16 is.
     assert 1e-3 < result["error"] < 1e-2
@@ -67,7 +96,7 @@ def test_context_of_one_process() -> None:
 
 
 def test_moe_of_one_process() -> None:
-    results = shown("benchmarks/moe.py", "--device", "cpu", "--small")
+    results = shown_here("moe", "--device", "cpu", "--small")
     layers = [result for result in results if result["benchmark"] == "moe_layer"]
     assert [result["dtype"] for result in layers] == ["float32", "bfloat16"]
     for result in layers:
@@ -106,7 +135,7 @@ def test_generate() -> None:
 
 
 def test_loss() -> None:
-    results = shown("benchmarks/loss.py", "--tokens", "64", "--vocab", "2000", "--dim", "16")
+    results = shown_here("loss", "--tokens", "64", "--vocab", "2000", "--dim", "16")
     assert [result["chunk"] for result in results] == [2, 4, 8, 16, 32, 64]
     first = results[0]
     assert first["peak_bytes"] < first["whole_peak_bytes"] == pytest.approx(12 * 64 * 2000, rel=0.2)
@@ -152,7 +181,7 @@ def kept_runs(folder: Path, ends: dict[str, tuple[float, ...]]) -> None:
 def test_compression_of_runs_that_are_there(tmp_path: Path) -> None:
     kept_runs(tmp_path, {"plain": (2.0,), "int8": (2.1,)})
     words = ["--seeds=1", "--only", "int8", f"--runs={tmp_path}"]
-    plain, coded = shown("benchmarks/compression.py", *words)
+    plain, coded = shown_here("compression", *words)
     assert (plain["over_plain"], coded["over_plain"]) == (0, 0.05)
 
 
@@ -160,7 +189,7 @@ def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
     ends = {"begin": (5.0, 5.0), "plain": (2.0, 4.0), "2-islands-half-missed": (2.1, 3.8)}
     kept_runs(tmp_path, ends)
     words = ["--seeds=2", f"--runs={tmp_path}", "--only", "2 islands, half missed"]
-    plain, islands = shown("benchmarks/islands.py", *words)
+    plain, islands = shown_here("islands", *words)
     assert (plain["run"], plain["seeds"]) == ("plain", [0, 0])
     assert (islands["run"], islands["seeds"]) == ("2 islands, half missed", [0.05, -0.05])
     assert (islands["validation_loss"], islands["over_plain"]) == (2.95, 0)
@@ -177,13 +206,8 @@ def test_speed_of_islands() -> None:
     assert min(row["speed_over_none"] for row in results) > 0
 
 
-def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_precision(tmp_path: Path) -> None:
     """The runs are there already."""
-    spec = importlib.util.spec_from_file_location("precision", ROOT / "benchmarks" / "precision.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     ends = {"float32": 2.0, "bf16": 2.1, "float32-seed1": 4.0, "bf16-seed1": 3.7}
     for name, end in ends.items():
         (tmp_path / name).mkdir()
@@ -191,9 +215,7 @@ def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any)
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     picture = tmp_path / "curves.svg"
     words = ["--steps=20", "--only", "bf16", "--seeds=2", f"--runs={tmp_path}", f"--figure={picture}"]
-    monkeypatch.setattr("sys.argv", ["precision.py", *words])
-    module.main()
-    plain, other = map(json.loads, capsys.readouterr().out.splitlines())
+    plain, other = shown_here("precision", *words)
     assert (plain["precision"], plain["over_float32"]) == ("float32", 0)
     last = (3 / 19 + 3 / 20) / 2
     apart = [0.1 / (2.0 + last), -0.3 / (4.0 + last)]

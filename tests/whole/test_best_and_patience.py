@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import string
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from compose.checkpoint import store
 from compose.checkpoint.hf_folder import checkpoints
 from tests.support.command_lines import QUICK, TIMEOUT, answered, begin, command, execute
 from tests.support.helpers import tier
-from tests.support.training import lines
+from tests.support.training import lines, logged_steps, wait_for_steps
 
 MESHES = {
     "data and tensor": (4, ["--parallel.dp_shard=2", "--parallel.tp=2"]),
@@ -53,11 +52,7 @@ def _words(folder: Path) -> list[str]:
 def _kill_a_rank(folder: Path, words: list[str], ranks: int, after: int) -> None:
     """Begin or go on, and send SIGKILL to the last rank once so many steps were taken."""
     process = begin(command(*words, ranks=ranks))
-    end = time.monotonic() + TIMEOUT
-    while len(lines(folder) if (folder / "metrics.jsonl").exists() else []) < after:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for_steps(folder, after, [process])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     of_rank = [pid for pid in children if f"RANK={ranks - 1}" in _environment(pid)]
     os.kill(int(of_rank[0]), signal.SIGKILL)
@@ -79,7 +74,7 @@ def _decisions(folder: Path, output: str) -> dict[str, Any]:
     config = (newest[0] / "config.toml").read_text()
     return {
         "end": said.groups(),
-        "steps": [line["step"] for line in lines(folder)],
+        "steps": logged_steps(folder),
         "validations": [step for step, _ in state["validations"]],
         "kept": [path.name for path in newest],
         "best first": [path.name for path in checkpoints(folder, best=True)],

@@ -11,7 +11,7 @@ import transformers
 
 from compose.config.toml import load
 from compose.data.datasets import open_data, training_batches
-from tests.support.command_lines import launch
+from tests.support.command_lines import answered, execute
 
 STEPS, LENGTH, WORDS = 20, 32, 64
 ARGUMENTS = {
@@ -71,10 +71,10 @@ def test_20_steps_of_the_trainer(tmp_path: Path) -> None:
     given |= {"train_file": "tokens.bin", "max_seq_length": LENGTH, "output_dir": str(tmp_path / "run")}
     (tmp_path / "arguments.json").write_text(json.dumps(given))
     words = ["-m", "compose", "migrate", str(tmp_path / "arguments.json"), "--world-size=1"]
-    done = launch(*words)
+    done = answered(*words)
     assert done.returncode == 0, done.stderr
     (tmp_path / "train.toml").write_text(done.stdout)
-    done = launch("train.py", str(tmp_path / "train.toml"), f"--data.path={tmp_path / 'tokens.bin'}")
+    done = execute("train.py", str(tmp_path / "train.toml"), f"--data.path={tmp_path / 'tokens.bin'}")
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ours = [json.loads(line)["loss"] for line in lines]

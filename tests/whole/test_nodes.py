@@ -11,8 +11,8 @@ import pytest
 from tests.support.command_lines import QUICK, begin, command, kill_sessions
 from tests.support.helpers import ROOT
 from tests.support.ledger import check_ledger
-from tests.support.nodes import PATH, Nodes, ranks_of, wait_for
-from tests.support.training import lines
+from tests.support.nodes import PATH, Nodes, children_of, wait_for
+from tests.support.training import lines, logged_steps
 
 STEPS, BATCH = 100, 12
 SAVING = [*QUICK, "--checkpoint.interval=2", "--metrics.console_every=1", "--metrics.tensorboard=false"]
@@ -110,8 +110,8 @@ def test_a_rank_is_warned(tmp_path: Path) -> None:
     with Nodes(tmp_path, *RUN) as nodes:
         _, second = nodes.join(), nodes.join()
         nodes.wait_for_ranks(4)
-        (agent,) = ranks_of(second.pid)
-        victim = ranks_of(agent)[-1]
+        (agent,) = children_of(second.pid)
+        victim = children_of(agent)[-1]
         os.kill(victim, signal.SIGTERM)
         assert [node.wait(300) for node in nodes.processes] == [0, 0], nodes.said()[-5000:]
     steps = nodes.steps()
@@ -168,8 +168,8 @@ def test_a_rank_that_no_mesh_uses_waits(tmp_path: Path) -> None:
         node = nodes.join()
         nodes.wait_for_ranks(5)
         assert re.search(r"run.elastic: 4 ranks: .*; rank 4 waits, since no mesh of 5 ", nodes.said())
-        (agent,) = ranks_of(node.pid)
-        spare = ranks_of(agent)[-1]
+        (agent,) = children_of(node.pid)
+        spare = children_of(agent)[-1]
         assert "RANK=4" in Path(f"/proc/{spare}/environ").read_text().split("\0")
         os.kill(spare, signal.SIGTERM)
         assert node.wait(300) == 0, nodes.said()[-5000:]
@@ -202,11 +202,11 @@ def test_the_commands_of_the_documentation(tmp_path: Path) -> None:
     first, second = processes
     try:
         wait_for(lambda: "  4 ranks: dp_shard 4" in said() and "step  10" in said(), 300)
-        (agent,) = ranks_of(second.pid)
-        for pid in (agent, *ranks_of(agent)):
+        (agent,) = children_of(second.pid)
+        for pid in (agent, *children_of(agent)):
             os.kill(pid, signal.SIGKILL)
         codes = first.wait(300), second.wait(300)
     finally:
         kill_sessions(processes)
     assert codes == (0, 137), said()[-5000:]
-    assert [line["step"] for line in lines(tmp_path / "runs/mine")] == list(range(1, 251))
+    assert logged_steps(tmp_path / "runs/mine") == list(range(1, 251))

@@ -33,8 +33,8 @@ from tests.support.command_lines import (
 )
 from tests.support.helpers import ROOT
 from tests.support.ledger import check_ledger, doing
-from tests.support.nodes import PATH, ranks_of, wait_for
-from tests.support.training import lines
+from tests.support.nodes import PATH, children_of, wait_for
+from tests.support.training import lines, logged_steps, wait_for_second_step, wait_for_steps
 
 SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--metrics.tensorboard=false"]
 
@@ -42,19 +42,6 @@ SAVING = [*QUICK, "--checkpoint.interval=1", "--metrics.console_every=1", "--met
 def start(folder: Path, *words: str, ranks: int = 0, **options: Any) -> "subprocess.Popen[str]":
     arguments = command("train.py", *SAVING, f"--run.dir={folder}", *words, ranks=ranks)
     return begin(arguments, **options)
-
-
-def wait_for_second_step(process: "subprocess.Popen[str]") -> None:
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step   2"):
-        assert process.poll() is None, process.communicate()[1]
-
-
-def wait_for_third_step(folder: Path, processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Nobody reads the run's output."""
-    while len(lines(folder) if (folder / "metrics.jsonl").exists() else []) < 3:
-        assert all(process.poll() is None for process in processes), processes[0].communicate()
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +69,7 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
     output, errors = again.communicate(timeout=60)
     assert again.returncode == 0, errors
     assert f"{tmp_path}/checkpoints/{store.name_of(steps)}: resumed after step {steps}" in output
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, steps + 3))
+    assert logged_steps(tmp_path) == list(range(1, steps + 3))
 
 
 @pytest.mark.full
@@ -225,7 +212,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, backend: str) -> None:
         ranks=4,
     )
     assert done.returncode == 1
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+    assert logged_steps(tmp_path / "run") == [1, 2]
     (line,) = (row for row in done.stderr.splitlines() if "is behind" in row)
     assert re.fullmatch(r"rank 3 is behind: last heard of \d+ s ago, before the data of step 3", line)
 
@@ -516,8 +503,8 @@ def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, lau
     ]
     errors, ranks, seconds = "", list[int](), 0.0
     try:
-        wait_for_third_step(tmp_path, processes)
-        ranks = ranks_of(processes[0].pid) if launcher else [process.pid for process in processes]
+        wait_for_steps(tmp_path, 3, processes)
+        ranks = children_of(processes[0].pid) if launcher else [process.pid for process in processes]
         os.kill(ranks[stopped], signal.SIGSTOP)
         begun = time.monotonic()
         for errors in processes[0 if launcher else 1 - stopped].stderr or ():
@@ -538,8 +525,8 @@ def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
     """Killed with one of its ranks: the other ends too, and the folder's lock is free."""
     words = ["--train.steps=5000", "--checkpoint.interval=0"]
     process = start(tmp_path, *words, ranks=2, stdout=subprocess.DEVNULL)
-    wait_for_third_step(tmp_path, [process])
-    first, second = ranks_of(process.pid)
+    wait_for_steps(tmp_path, 3, [process])
+    first, second = children_of(process.pid)
     for pid in (process.pid, second):
         os.kill(pid, signal.SIGKILL)
     end = time.monotonic() + 30

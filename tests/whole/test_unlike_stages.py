@@ -9,15 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from compose.ops.tensors import local_tensor
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import parallelize_without_weights
-from tests.support.helpers import agreed, make_job, prove_step, tier
-from tests.support.pool import Pool, make_mesh
+from tests.support.helpers import agreed, prove_step, tier
+from tests.support.pool import Pool
 from tests.support.small_models import DEEPSEEK, QWEN, keys_of
-from tests.support.training import keys_for, lines
+from tests.support.training import keys_for, lines, trainer_of
 
 CONTENTS: dict[str, dict[str, object]] = {
     "dense first": DEEPSEEK | {"model__n_dense_layers": 1},
@@ -67,12 +66,10 @@ def _resumed(folder: str) -> list[bool]:
         train__stop_after=1,
         checkpoint__interval=1,
     )
-    job = make_job(dist.get_world_size(), **keys)
-    mesh, cpu = make_mesh(job.degrees), torch.device("cpu")
-    trained = Trainer(job, mesh, cpu)
+    trained = trainer_of(keys)
     trained.run()
     with mock.patch("compose.train.trainer.parallelize", parallelize_without_weights):
-        again = Trainer(job, mesh, cpu)
+        again = Trainer(trained.job, trained.mesh, trained.device)
     again.held.release()
     models = again.composition.model, trained.composition.model
     pairs = zip(*(model.parameters() for model in models), strict=True)
@@ -88,8 +85,7 @@ def test_loading_fills_every_copy_of_a_shared_weight(pool: Pool, tmp_path: Path)
 
 def _train(keys: dict[str, object], steps: int) -> list[int]:
     """Up to so many steps, from where the run stands; the steps it began and ended with."""
-    job = make_job(dist.get_world_size(), train__stop_after=steps, **keys)
-    trainer = Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+    trainer = trainer_of(keys | {"train__stop_after": steps})
     before = trainer.progress.step
     trainer.run()
     return [before, trainer.progress.step]

@@ -114,11 +114,6 @@ def test_published_sizes() -> None:
         ),
         (
             2,
-            {"parallel__ep": 2},
-            "plan.expert: the model's plan has nothing under it; add it, or use parallel.ep = 1",
-        ),
-        (
-            2,
             {"parallel__tp": 2, "parallel__dp_shard": 1},
             "train.seq_len: 9 is not a multiple of parallel.tp 2, which parallel.sequence needs;"
             " nearest: 8, or parallel.sequence = false",
