@@ -339,7 +339,9 @@ class Checkpointer:
             if result[0]:
                 shutil.rmtree(target, ignore_errors=True)
         result = self._agreed(result)
-        if self.uploads and not result[0]:
+        if self.uploads and result[0]:  # of each node's own folder
+            shutil.rmtree(target, ignore_errors=True)
+        elif self.uploads:
             result[0] = self.uploads.send_checkpoint(target, files, self.group)
         self.report.problem, self.report.bytes = result
         self.report.seconds = time.perf_counter() - begun

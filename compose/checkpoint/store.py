@@ -312,8 +312,8 @@ def _damaged_tensor(path: Path) -> str:
             for name, known in json.loads((file.metadata() or {})[SUMS]).items():
                 if int(checksums([file.get_tensor(name)])) != known:
                     return f" in {name}"
-    except (SafetensorError, ConfigError, OSError, ValueError, KeyError):  # its header is damaged
-        pass
+    except (SafetensorError, ConfigError, OSError, ValueError, LookupError, AttributeError, TypeError):
+        pass  # its header is damaged
     return ""
 
 
