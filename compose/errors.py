@@ -127,7 +127,7 @@ class KnownKeys:
         A key that nobody knows is off if its value is empty.
         """
         return [
-            f"{key if key.isidentifier() else _shown(key)}: {_shown(value)} is not supported here"
+            f"{key if key.isidentifier() else shown(key)}: {shown(value)} is not supported here"
             f"{self.cures.get(key, '')}"
             for key, value in values.items()
             if key not in self.read
@@ -136,8 +136,13 @@ class KnownKeys:
         ]
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
+def shown(value: Any) -> str:
+    """Return a value as JSON writes it, cut off if it is long."""
+    return cut(json.dumps(value, default=str))
+
+
+def cut(text: str) -> str:
+    """Return a text, cut off if it is long."""
     return text if len(text) <= _VALUE else f"{text[:_VALUE]}..."
 
 

@@ -145,7 +145,8 @@ class Checkpointer:
             for line in self.uploads.send_left():
                 self._say(line)
         own = self.peers.candidates(self.kept) if self.rank == 0 else []
-        for part in store.without_manifest(own) if self.uploads else ():
+        lacks = [p for p in own if isinstance(p, Path) and not there(p / store.MANIFEST)]
+        for part in lacks if self.uploads else ():
             self._say(f"{part}: was not sent whole, and is passed over")
             own.remove(part)
         folders = self._agreed(own)
