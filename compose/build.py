@@ -74,13 +74,10 @@ def fill_weights(
     """
     if base:
         _fill_base(whole, job, device)
-    chosen, lora = job.config.model, job.config.model.lora
-    if lora.load and adapters:
-        from compose.checkpoint.hf_folder import name_of
+    if job.config.model.lora.load and adapters:
         from compose.checkpoint.peft import load_adapters
 
-        name = name_of(chosen.name, chosen.config)
-        load_adapters(whole, as_path(lora.load), lora, name, job.model)
+        load_adapters(whole, job)
 
 
 def _fill_base(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:

@@ -127,7 +127,7 @@ class KnownKeys:
         A key that nobody knows is off if its value is empty.
         """
         return [
-            f"{key if key.isidentifier() else _shown(key)}: {_shown(value)} is not supported here"
+            f"{key if key.isidentifier() else shown(key)}: {shown(value)} is not supported here"
             f"{self.cures.get(key, '')}"
             for key, value in values.items()
             if key not in self.read
@@ -136,13 +136,18 @@ class KnownKeys:
         ]
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
+def shown(value: Any) -> str:
+    """Return a value as JSON writes it, cut off if it is long."""
+    return cut(json.dumps(value, default=str))
+
+
+def cut(text: str) -> str:
+    """Return a text, cut off if it is long."""
     return text if len(text) <= _VALUE else f"{text[:_VALUE]}..."
 
 
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_NAME = 255  # bytes of a file's name, on Linux and macOS
+_NAME, _PATH = 255, 4095  # bytes of a file's name, and of a path, on Linux
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 
@@ -155,6 +160,8 @@ def local_path(text: str) -> str:
         raise ValueError("is in a remote store, which cannot be used; give a folder of this machine")
     if result := _VARIABLE.search(text):
         raise ValueError(f"has {result[0]}, and variables are not expanded here; write its value, or ~")
+    if "\0" in text:
+        raise ValueError("cannot be a path: it has a null character")
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(f"names no known home folder; a folder of that name is ./{text}")
@@ -163,6 +170,8 @@ def local_path(text: str) -> str:
         raise ValueError(
             f"cannot be a path: a name in it has {longest} bytes, and at most {_NAME} may be"
         )
+    if (size := len(os.fsencode(path))) > _PATH:
+        raise ValueError(f"cannot be a path: it has {size:,} bytes, and at most {_PATH:,} may be")
     return path
 
 
@@ -198,7 +207,7 @@ def refuse_link_out(path: Path, folder: Path) -> None:
 
 
 def _elsewhere(path: Path) -> bool:
-    """Return whether a path is of object storage (objects.py), which has no links and no half files."""
+    """Return whether a path is in a store (object_storage.py), which has no links and no half files."""
     return type(path).open is not Path.open
 
 
@@ -329,16 +338,20 @@ def whole_number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else -1
 
 
+def _toml_character(c: str) -> str:
+    if c in '"\\':
+        return f"\\{c}"
+    if c.isprintable():
+        return c
+    return f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}"
+
+
 def toml_value(value: Any) -> str:
     """Return a value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = "".join(
-            {'"': '\\"', "\\": "\\\\"}.get(c, c if c.isprintable() else f"\\u{ord(c):04x}")
-            for c in value
-        )
-        return f'"{escaped}"'
+        return f'"{"".join(map(_toml_character, value))}"'
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, dict):

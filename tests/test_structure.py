@@ -398,6 +398,19 @@ def test_nothing_but_a_rule_refuses_a_composition() -> None:
     assert others == {name for names in OTHER_INPUT.values() for name in names.split()}
 
 
+def test_the_table_of_an_add_on_is_read_where_it_is_in() -> None:
+    """Without its folder and its line in config/addons.py an add-on is out."""
+    reads = [
+        line
+        for path in SOURCES
+        if path.parent.name != "preference"
+        for line in path.read_text().splitlines()
+        if re.search(r"\bconfig\.dpo\b", line)
+    ]
+    assert len(reads) > 1
+    assert [line for line in reads if '"dpo" in TABLES' not in line] == []
+
+
 # A start must not load commands, add-ons and libraries that it may never use.
 HEAVY = (
     "compose.cli.commands",

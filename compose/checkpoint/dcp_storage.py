@@ -213,13 +213,6 @@ class PartsReader(FileSystemReader):
         self.known = self.known or read_metadata(self.folder)
         return self.known
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Keep the description of the tensors."""
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self.tensors = metadata.state_dict_metadata
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Fill the planner's tensors, several at once."""
         with ThreadPoolExecutor(_READERS) as readers:
@@ -230,7 +223,8 @@ class PartsReader(FileSystemReader):
         return done
 
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        info, stored = self.storage_data[item.storage_index], self.tensors[item.storage_index.fqn]
+        info = self.storage_data[item.storage_index]
+        stored = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         assert item.storage_index.index is not None
         dtype, sizes = stored.properties.dtype, stored.chunks[item.storage_index.index].sizes

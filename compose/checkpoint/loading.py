@@ -31,7 +31,7 @@ from compose.config.models import short_name, training_fields
 from compose.config.tables import Config
 from compose.config.toml import dump, tomllib
 from compose.errors import ConfigError, open_own, toml_value
-from compose.object_storage import as_path
+from compose.object_storage import StoreError, as_path
 from compose.ops.tensors import gathered_objects
 from compose.optim.optimizers import make_state
 from compose.pipeline.schedules import ASYNCHRONOUS
@@ -282,6 +282,8 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         with open_own(folder / "config.toml") as file:
             return tomllib.load(file)
+    except StoreError:
+        raise
     except (OSError, ValueError, RecursionError):
         return {}
 

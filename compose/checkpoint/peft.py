@@ -119,14 +119,17 @@ def write_adapters(
     save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -> list[str]:
-    """Return one line for each way in which a folder's adapters are not those of ``model``."""
+def adapter_problems(job: Job) -> list[str]:
+    """Return everything that keeps ``model.lora.load`` from filling the adapters of ``job``."""
+    chosen, lora = job.config.model, job.config.model.lora
+    folder = as_path(lora.load)
     path = folder / CONFIG
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
     if leads_out(path, folder):
         return [f"{path}: {LEADS_OUT}"]
     try:
+        hf_name = name_of(chosen.name, chosen.config)
         values = read_json(path, dict[str, Any])
         files = TensorFiles(folder, WEIGHTS)
     except ConfigError as error:
@@ -144,20 +147,10 @@ def peft_problems(folder: Path, lora: Lora, model: nn.Module, hf_name: HfName) -
             )
     if problems:
         return problems
-    expected = {name: tensor.shape for name, tensor in named_adapters(model, hf_name)}
+    expected = {name: tensor.shape for name, tensor in named_adapters(job.model, hf_name)}
     missing = "is missing, and model.lora.targets names its layer"
     unknown = "is of no layer that model.lora.targets names"
     return collapsed(folder, compared(files, expected, (), missing, unknown))
-
-
-def adapter_problems(job: Job) -> list[str]:
-    """Return everything that keeps ``model.lora.load`` from filling the adapters of ``job``."""
-    model = job.config.model
-    try:
-        hf_name = name_of(model.name, model.config)
-    except ConfigError as error:
-        return error.problems
-    return peft_problems(as_path(model.lora.load), model.lora, job.model, hf_name)
 
 
 def named_adapters(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[tuple[str, Tensor]]:
@@ -167,14 +160,13 @@ def named_adapters(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[
             yield peft_name(name, hf_name), parameter
 
 
-def load_adapters(
-    whole: nn.Module | Composition, folder: Path, lora: Lora, hf_name: HfName, model: nn.Module
-) -> None:
-    """Fill the adapters of a model from peft's folder; each rank reads its own part."""
-    if problems := peft_problems(folder, lora, model, hf_name):
+def load_adapters(whole: nn.Module | Composition, job: Job) -> None:
+    """Fill the adapters of a model from ``model.lora.load``; each rank reads its own part."""
+    if problems := adapter_problems(job):
         raise ConfigError(*(f"model.lora.load: {problem}" for problem in problems))
-    files = TensorFiles(folder, WEIGHTS)
-    for name, parameter in named_adapters(whole, hf_name):
+    chosen = job.config.model
+    files = TensorFiles(as_path(chosen.lora.load), WEIGHTS)
+    for name, parameter in named_adapters(whole, name_of(chosen.name, chosen.config)):
         fill_shard(files, stored(name), local_shard_of(parameter))
 
 

@@ -3,6 +3,7 @@
 It means something only on the same mesh with the same messages.
 """
 
+import errno
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -19,9 +20,11 @@ from compose.checkpoint.local_shards import LocalShard
 from compose.checkpoint.safetensors_files import opened
 from compose.config.tables import Config
 from compose.errors import ConfigError, open_own, write_whole
+from compose.object_storage import StoreError
 from compose.ops.tensors import gathered_objects
 
 PREFIX = "comm-"
+_NONE = (errno.ENOENT, errno.ELOOP, errno.EINVAL)  # no file, a link, a pipe
 _MESSAGES = ("weights", "gradients", "block", "near", "error_feedback", "rank", "density")
 
 
@@ -80,8 +83,11 @@ def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor
         with open_own(path), opened(path) as file:
             if (file.metadata() or {}).get("of") == label:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        state = None
+    except StoreError:
+        raise
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in _NONE:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     return state if all(gathered_objects(state is not None, group)) else None
 
 

@@ -222,11 +222,6 @@ def newest_first(root: Path) -> list[Path]:
     return sorted(result, key=step_of, reverse=True)
 
 
-def without_manifest(folders: Iterable[Path | str]) -> list[Path]:
-    """Return the folders that have no manifest: in object storage those that were not sent whole."""
-    return [each for each in folders if isinstance(each, Path) and not there(each / MANIFEST)]
-
-
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return one line for each way in which a checkpoint differs from what was published."""
     if not there(folder / MANIFEST):
@@ -312,8 +307,8 @@ def _damaged_tensor(path: Path) -> str:
             for name, known in json.loads((file.metadata() or {})[SUMS]).items():
                 if int(checksums([file.get_tensor(name)])) != known:
                     return f" in {name}"
-    except (SafetensorError, ConfigError, OSError, ValueError, KeyError):  # its header is damaged
-        pass
+    except (SafetensorError, ConfigError, OSError, ValueError, LookupError, AttributeError, TypeError):
+        pass  # its header is damaged
     return ""
 
 

@@ -103,7 +103,9 @@ class Uploads:
         problem = gathered_objects(problem, group)[0]
         self.stranded = problem and f"{self._place(final.name)}: {problem}; it is in {final}"
         old = store.newest_first(target.parent)
-        for folder in old[1:] if problem else (*old, target):
+        # Another rank of this node may have begun the next one already.
+        parts = sorted(p for p in target.parent.glob(".writing-*") if p.name <= target.name)
+        for folder in (*old[1:], *parts[:-1]) if problem else (*old, *parts):
             shutil.rmtree(folder, ignore_errors=True)
         return problem
 

@@ -294,7 +294,8 @@ def _of_first_rank(config: Config, job: Job | None) -> list[str]:
         from compose.checkpoint.hf_folder import source_problems
 
         problems += [f"checkpoint.load_hf: {problem}" for problem in source_problems(job)]
-    if lora.load and job and (config.dpo.beta or not begun(lora.load)):
+    compared = "dpo" in TABLES and config.dpo.beta
+    if lora.load and job and (compared or not begun(lora.load)):
         from compose.checkpoint.peft import adapter_problems
 
         problems += [f"model.lora.load: {problem}" for problem in adapter_problems(job)]

@@ -187,7 +187,9 @@ def tokenize(arguments: Sequence[str]) -> int:
         raise flag_error("--no-special-tokens", template)
     end: int | None = tokenizer.end
     if "--end" in flags:
-        end = tokenizer.tokenizer.token_to_id(flags["--end"])
+        end = None
+        with contextlib.suppress(UnicodeEncodeError):
+            end = tokenizer.tokenizer.token_to_id(flags["--end"])
     if end is None:
         raise flag_error("--end", f"{flags['--end']} is no token of {tokenizer.name}")
     for flag in () if chat else ("--shape", "--fields", "--roles"):

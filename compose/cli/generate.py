@@ -58,7 +58,9 @@ one with the lowest validation loss. Under torchrun all ranks hold the model tog
 def generate(arguments: Sequence[str]) -> int:
     """Continue a text with a trained model, or make the samples of its task."""
     first = _source(arguments)
-    own = [word.partition("=")[2] for word in arguments if word.startswith("--model.path=")]
+    pairs = itertools.pairwise([*arguments, ""])
+    joined = (word if "=" in word else f"{word}={after}" for word, after in pairs)
+    own = [word.partition("=")[2] for word in joined if word.startswith("--model.path=")]
     sampler = _sampler(first, own) if first else None
     if {"--help", "-h"} & set(arguments):
         if sampler is None:

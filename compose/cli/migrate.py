@@ -1,5 +1,6 @@
 """The command migrate: a TOML file out of the config files of another trainer."""
 
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from compose.cli.command_line import flag_error, number_of, read_flags, world_size_of
 from compose.cli.migrate_files import Leaves, read_leaves
+from compose.cli.migrate_files import shown as value_shown
 from compose.cli.migrate_meaning import work_out
 from compose.cli.migrate_tables import FORMATS, Entry, Facts, Format, load_formats
 from compose.config import rules
@@ -66,13 +68,11 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     for path, kind in kinds.items():
         named = next((value for key, value in read[path] if key.endswith("deepspeed_config_file")), "")
         if kind == "accelerate" and named and "deepspeed" not in kinds.values():
-            other = next(
-                (p for p in (Path(named), path.parent / Path(named).name) if p.is_file()), None
-            )
+            file = Path(str(named))
+            other = next((p for p in (file, path.parent / file.name) if os.path.isfile(p)), None)
             if other is None:
-                raise ConfigError(
-                    f"{path}: deepspeed_config_file: {named} is not here; give that file too"
-                )
+                why = f"{value_shown(named)} is not here; give that file too"
+                raise ConfigError(f"{path}: deepspeed_config_file: {why}")
             read, kinds = read | {other: read_leaves(other)}, kinds | {other: "deepspeed"}
     used = {name: tables[name] for name in FORMATS if name in kinds.values()}
     names = Counter(path.name for path in read)

@@ -61,8 +61,17 @@ def _flat(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{above}{key}.")
+        elif _is_long(value):
+            raise ValueError(f"{above}{key}: holds a number out of range")
         else:
             yield f"{above}{key}", value
+
+
+def _is_long(value: Any) -> bool:
+    """Tell whether an integer has more than 64 bits: of a very long one Python makes no text."""
+    if isinstance(value, (list, dict)):
+        return any(map(_is_long, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and value.bit_length() > 64
 
 
 def _json(text: str) -> Any:
@@ -107,7 +116,7 @@ def _yaml(text: str) -> Any:
         raise ValueError(f"{line}YAML syntax: {problem or ' '.join(str(error).split())}") from None
 
 
-_COMMENT = re.compile(r"(?m)(?:^|(?<=[\s;]))#[^\n]*")
+_COMMENT = re.compile(r"""(?ms)("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=[\s;]))#[^\n]*""")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -116,7 +125,7 @@ _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<shor
 
 def _statements(text: str) -> Iterator[list[str]]:
     """Yield the words of each command of a script; an array's are NAME=( and its words."""
-    text = _COMMENT.sub("", text).replace("\\\n", " ")
+    text = _COMMENT.sub(lambda part: part[1] or "", text).replace("\\\n", " ")
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
     lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""

@@ -9,6 +9,7 @@ The package ``compose.<name>`` brings, each under one of these names of its ``__
     hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)
     held(job, placed)    what a dry run says of the memory that it takes besides
     islands(config)      how many parts of the job train alone
+    between_workers(job, table, workers, link, seconds)  lines on what those send each other
 """
 
 import importlib

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from compose.errors import ConfigError, read_file, read_own
+from compose.errors import ConfigError, cut, read_file, read_own, shown
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -26,7 +26,6 @@ _KINDS = {
     "tuple_type": "a list",
 }
 """The type that each kind of pydantic error asks for."""
-_SHOWN = 60  # characters of a value, or of a field's name, in a message
 
 
 def read_json(path: Path, kind: type[T], own: bool = False) -> T:
@@ -74,14 +73,14 @@ def _refused(name: str) -> Any:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"holds a number out of range: {_cut(digits)}")
+        raise ValueError(f"holds a number out of range: {cut(digits)}")
     return value
 
 
 def _whole(digits: str) -> int:
     # Python has a limit of digits, and its error message names a setting.
     if len(digits) > 400:
-        raise ValueError(f"holds a number out of range: {_cut(digits)}")
+        raise ValueError(f"holds a number out of range: {cut(digits)}")
     return int(digits)
 
 
@@ -109,9 +108,7 @@ def field_name(place: Sequence[int | str]) -> str:
     """Return the path of a field, such as ``shards[3].tokens``."""
     parts = [
         # The text of a key must not move a terminal's cursor.
-        f"[{part}]"
-        if isinstance(part, int)
-        else f".{_cut(part if part.isprintable() else ascii(part))}"
+        f"[{part}]" if isinstance(part, int) else f".{cut(part if part.isprintable() else ascii(part))}"
         for part in place
     ]
     return "".join(parts).removeprefix(".")
@@ -122,8 +119,4 @@ def _value(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    return _cut(json.dumps(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shown(value)

@@ -148,6 +148,10 @@ def _config(
         inner, _, rest = key.partition(".")
         if rest and f"{table}.{inner}" in TABLES:
             table, key = f"{table}.{inner}", rest
+        if any("\ud800" <= c <= "\udfff" for c in text):  # bytes of an argument
+            why = f"{toml_value(text)} is not UTF-8, which config.toml has to be; give another"
+            keys.problems.append(f"{COMMAND_LINE}: {name}: {why}")
+            continue
         keys.set(table, key, _parse_value(text), COMMAND_LINE)
     tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
     if tables["train"].epochs and ("train", "steps") in keys.values:
@@ -329,8 +333,9 @@ def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
             own = _described(begun, run, words, given)
         name = own.name if own else name
     if name != words.get("name", name):
-        text = f"is not what {begun.load_hf} holds; set it to {name}, or leave it out"
-        raise keys.error("model", "name", f"{words['name']!r} {text}")
+        key, cure = ("path", "") if path else ("name", f"set it to {name}, or ")
+        text = f"{words['name']!r} is not what {begun.load_hf} holds; {cure}leave it out"
+        raise keys.error("model", key, text)
     with refused_in(keys.origins.get(("model", "path" if path else "name"), "model")):
         folder = find_model(name)
     if preset != HF and preset not in folder.presets:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,6 @@ from compose.data.special_tokens import CONFIG
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError, read_file, refuse_link_out
 
-try:
-    import resource
-except ImportError:  # this system has no such limits
-    resource = None
 # Limits for writing one chat, far above normal use: a template is code that comes with a download.
 _SECONDS = 10.0
 _MEMORY = 1 << 30  # bytes
@@ -53,7 +50,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def _memory(more: int) -> Iterator[None]:
     statistics = Path("/proc/self/statm")
-    if resource is None or not statistics.exists():
+    if not statistics.exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -271,7 +271,7 @@ def _arrow_rows(unit: FilePart, field: str) -> Iterator[tuple[int, dict[str, Any
                     ):
                         yield place, row if field else _without_nulls(row)
                         place += 1
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, ArithmeticError, LookupError, OSError, ValueError) as error:
         kind = "Parquet" if parquet else "Arrow"
         raise BadLine(unit.path, place, f"cannot be read as {kind}: {error}") from None
 

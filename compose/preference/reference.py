@@ -166,8 +166,10 @@ class Preferences(Hook):
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return ""
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _why(kept: str, where: tuple[str, int]) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition import Composition
 from compose.config.job import Job
-from compose.config.tables import Config
+from compose.config.tables import TABLES, Config
 from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
 from compose.memory.lora import ALL_LINEAR, Lora, linear_layers
@@ -116,7 +116,7 @@ def _not_run(config: Config) -> Iterator[str]:
         yield 'parallel.speeds: "measure" deals samples by times; here all ranks have equal shares'
     if config.train.epochs:
         yield f"train.epochs: the rates are those of train.steps = {config.train.steps}"
-    if config.dpo.beta:
+    if "dpo" in TABLES and config.dpo.beta:
         yield "dpo.beta: the log-probabilities of the reference are drawn; its forward does not run"
 
 

@@ -145,8 +145,8 @@ class Watch:
                     silence.forget()
                     lag.forget()
                 before = now
-                if self.store.check([_limit_key(self.rank)]):
-                    self.limit = float(self.store.get(_limit_key(self.rank)))
+                if self.store.check([limit_key(self.rank)]):
+                    self.limit = float(self.store.get(limit_key(self.rank)))
                 silence.limit, lag.limit = 0.75 * self.limit, self.limit + _LATER
                 if keys and self.store.check(keys):
                     result = silence.longest(self.store.multi_get(keys), time.monotonic())
@@ -233,12 +233,8 @@ class Watch:
         return f"compose/runs/{rank}"
 
 
-def set_limit(store: dist.Store, rank: int, seconds: float) -> None:
-    """Change the limit of the watch of this ``rank``, which reads it from ``store``."""
-    store.set(_limit_key(rank), str(seconds))
-
-
-def _limit_key(rank: int) -> str:
+def limit_key(rank: int) -> str:
+    """Return the key of the store from which the watch of a rank reads its limit, in seconds."""
     return f"compose/limit/{rank}"
 
 

@@ -105,11 +105,11 @@ class StepMetrics:
         return replace(self, loss=loss, grad_norm=norm, z_loss=z_loss)
 
     def values(self) -> dict[str, Any]:
-        """Return the values by key, without those that say nothing."""
+        """Return the values by key, without those that say nothing; None if one is not finite."""
         values = asdict(self)
         more = values.pop("more")
         values = {n: v for n, v in values.items() if n not in _OPTIONAL or v != _OPTIONAL[n]}
-        return values | {name: value for name, value in more.items() if value != {}}
+        return _finite(values | {name: value for name, value in more.items() if value != {}})
 
     def flat(self) -> tuple[dict[str, float], dict[str, str]]:
         """Return the numbers and the texts by the names of their curves, as "checkpoint/stall"."""
@@ -134,6 +134,12 @@ class StepMetrics:
 
 
 _OPTIONAL = {"z_loss": None, "loss_scale": None, "epochs": {}, "validation_loss": None, "skipped": 0}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(value: float | None, digits: int) -> str:

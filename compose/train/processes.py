@@ -29,7 +29,7 @@ from compose.train.heartbeat import (
     behind,
     launcher,
     launcher_died,
-    set_limit,
+    limit_key,
     store_in_first_rank,
 )
 from compose.train.workers import FAILED, Spares, Worker, divide
@@ -54,7 +54,7 @@ def set_timeout(timeout: timedelta, but: Sequence[dist.ProcessGroup]) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if not any(group is other for other in but):
             group.set_timeout(timeout + _backstop("nccl" in dist.get_backend(group)))
-    set_limit(default_store(), dist.get_rank(), timeout.total_seconds())
+    default_store().set(limit_key(dist.get_rank()), str(timeout.total_seconds()))
 
 
 def _backstop(nccl: bool) -> timedelta:

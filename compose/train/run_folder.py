@@ -338,7 +338,7 @@ class Report:
         """Open the files; ``done`` steps were taken. Raises ConfigError if one cannot be written."""
         config = job.config
         self.config, self.folder, train = config, held.path, config.train
-        self.place = held.place
+        self.place, self.say = held.place, worker.say
         self.last_step, self.worker, self.sets = train.last_step, worker, batches.sets
         self.sinks: list[Sink] = []
         # Steps whose numbers are not read: the newest, and others of a pipeline without a flush.
@@ -388,19 +388,11 @@ class Report:
         if crossing := crosses_nodes(job.degrees):
             self.say(f"{crossing}, whose links are slow; docs/planning.md")
 
-    def add(self, metrics: StepMetrics) -> None:
-        """Take a step, to be written when its numbers are read."""
-        self.unwritten.append(metrics)
-
     def write(self, reading: Reading) -> None:
         """Write and print the oldest step that is not written, of which these are the numbers."""
         metrics = self.unwritten.popleft().with_numbers(reading)
         for sink in self.sinks:
             sink.write(metrics)
-
-    def say(self, text: str) -> None:
-        """Print a line, once for the job."""
-        self.worker.say(text)
 
     def close(self) -> None:
         """Close the files."""

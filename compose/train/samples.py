@@ -40,10 +40,15 @@ class Prompts:
             encoded = [tokenizer.encode(text, added=True, markup=True) for text in given]
         self.ids = dict(zip(given, encoded, strict=True))
         """The tokens of each prompt, by its text."""
-        most = max_seq_len(config.model.config)
+        most, size = max_seq_len(config.model.config), config.model.config.vocab_size
         for prompt, ids in self.ids.items():
             if not ids:
                 raise ConfigError(f"metrics.prompts: {prompt!r} has no token of {tokenizer.name}")
+            if max(ids) >= size:
+                raise ConfigError(
+                    f"metrics.prompts: {prompt!r} has the id {max(ids)} of {tokenizer.name}, and the"
+                    f" model's vocabulary {size}"
+                )
             if most is not None and len(ids) + more > most:
                 raise ConfigError(
                     f"metrics.sample_tokens: {more} after a prompt of {len(ids)} are more than the"

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from compose.errors import shown
+
 from ..layers.hf_names import EXPERTS, FEED_FORWARD, MODULES, SHARED_EXPERTS, in_layer
 from ..layers.kinds import Kind
-from ..layers.published import keys, only, rope, shown, size, truth, unpublished
+from ..layers.published import keys, only, rope, size, truth, unpublished
 from ..layers.rope import yarn_magnitude, yarn_weight
 from .model import DeepSeekV3Config
 

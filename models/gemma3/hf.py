@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from compose.errors import shown
+
 from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS, in_layer
 from ..layers.kinds import Kind, kind_of
-from ..layers.published import keys, number, only, rope, shown, size
+from ..layers.published import keys, number, only, rope, size
 from .model import Gemma3Config
 
 _TEXT, _IMAGES = "gemma3_text", "gemma3"

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from compose.checkpoint.hf_stored import Stored
+from compose.errors import shown
 
 from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, PLAIN_ROUTER, TRAINING, in_layer
 from ..layers.kinds import Kind, with_experts
-from ..layers.published import keys, layer_types, only, rope, shortest_pattern, shown, size, unpublished
+from ..layers.published import keys, layer_types, only, rope, shortest_pattern, size, unpublished
 from ..layers.rope import yarn_magnitude
 from .model import GptOssConfig
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from compose.errors import shown
+
 C = TypeVar("C")
 
 _CODED = "quantization_config"
@@ -184,12 +186,6 @@ def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
         if key == _CODED and not allowed:
             choice = ', only quant_method "fp8" with weight_block_size; take the folder in bfloat16'
         raise ValueError(f"{key}: {shown(value)} cannot be expressed here{choice}")
-
-
-def shown(value: Any) -> str:
-    """Return a value as JSON writes it, cut off if it is long."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _plain(key: str) -> str:

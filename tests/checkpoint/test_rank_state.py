@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.rank_state import HasState
 from compose.diloco.loop import OuterLoop
 from compose.errors import ConfigError
+from compose.object_storage import Remote, StoreError, as_path
 from tests.diloco.cases import outer
-from tests.support.helpers import Keys, tier
+from tests.support.helpers import Keys, refusal, tier
 from tests.support.pool import Pool
 from tests.support.training import keys_for, trainer_of
 
@@ -121,3 +123,20 @@ def test_a_metric_that_is_switched_on_or_off(alone: None, tmp_path: Path) -> Non
     assert rank_state.load(tmp_path, "", [_Keeps()], group, [], STEPS) == ""
     line = rank_state.load(tmp_path, "another", [_Keeps()], group, [], STEPS)
     assert line == f"{tmp_path}: {DROPPED}"
+
+
+def test_a_file_that_cannot_be_reached_is_no_other_state(tmp_path: Path) -> None:
+    """What is kept is not dropped for a store that is down, or a disk that fails."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    file = "comm-00000.safetensors"
+    try:
+        given = ("", [_Keeps()], dist.group.WORLD, [], STEPS)
+        rank_state.write(tmp_path, 0, "", _Keeps().state())
+        down = StoreError(5, "down", file)
+        with mock.patch.object(Remote, "open", side_effect=down):
+            assert refusal(rank_state.load, as_path(f"file://{tmp_path}"), *given) == f"{file}: down"
+        with mock.patch.object(rank_state, "open_own", side_effect=OSError(5, "a bad disk")):
+            line = refusal(rank_state.load, tmp_path, *given)
+        assert line == f"{tmp_path / file}: cannot be read: a bad disk"
+    finally:
+        dist.destroy_process_group()

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from compose.checkpoint import store
-from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
+from compose.checkpoint.dcp_storage import SUMS, PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_conversion import export
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner
 from compose.errors import ConfigError
@@ -265,6 +266,15 @@ def test_every_flipped_bit_is_named(tmp_path: Path) -> None:
             assert problem == f"{shard.name} is not what was written (checksum) in {where}"
         assert problem.startswith(f"{shard.name} is not what was written (checksum)")
         shard.write_bytes(whole)
+
+
+@pytest.mark.parametrize("sums", ["[1]", "null", '{"a": []}', '{"b": 1}', "{"])
+def test_damage_beside_sums_that_are_none(tmp_path: Path, sums: str) -> None:
+    """Anyone may have made them."""
+    file = tmp_path / SHARD
+    save_file({"a": torch.ones(1)}, file, {SUMS: sums})
+    said = store._problem(file, store.FileEntry(file.stat().st_size, 0))
+    assert said.startswith(f"{SHARD} is not what was written (checksum)")
 
 
 def test_what_is_missing_is_said_once(checkpoint: Path) -> None:

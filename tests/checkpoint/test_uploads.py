@@ -1,5 +1,6 @@
 """A run whose folder is in object storage: what it saves there, and from what it goes on."""
 
+import contextlib
 import random
 import shutil
 import subprocess
@@ -10,9 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from compose import object_storage
-from compose.checkpoint import store
+from compose.checkpoint import rank_state, store
 from compose.checkpoint.uploads import CLAIM, Uploads, staging_of
 from compose.cli.command_line import parse
 from compose.cli.commands import convert
@@ -179,7 +181,8 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(
     removal = "fsspec.implementations.local.LocalFileSystem.rm"
     with mock.patch(removal, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         store.remove(oldest)
-    assert store.without_manifest([oldest]) == [oldest]
+    assert oldest.exists()
+    assert not (oldest / store.MANIFEST).exists()
     capfd.readouterr()
     trained(run, 6)
     said = capfd.readouterr().out
@@ -226,6 +229,39 @@ def test_a_bucket_that_cannot_be_written(run: Path) -> None:
     with mock.patch.object(Remote, "write_bytes", side_effect=StoreError(13, "Access Denied", "x")):
         line = refusal(parse, ["train.toml", f"--run.dir={run}"], "train.py", trains=True)
     assert line == f"train.toml: run.dir: cannot write to {run}: Access Denied"
+
+
+def _left(folder: Path, fault: str, steps: int) -> list[str]:
+    """What each rank's own node keeps of checkpoints; the second rank's part is not written or sent."""
+    staging = folder / str(dist.get_rank())
+    keys = SMALL | {"run__staging": staging, "train__stop_after": steps}
+
+    def write(target: Path, rank: int, *_: Any) -> dict[str, Any]:
+        if rank == 1 and fault == "full":
+            raise OSError(28, fault)
+        return {}
+
+    waits = mock.patch.object(object_storage, "_WAITS", (0.001,))
+    wrong = mock.patch.object(rank_state, "write", write)
+    with waits, wrong, Broken(fault), contextlib.suppress(TrainingError):
+        train(keys_for(as_path(f"file://{folder}/store"), **keys))
+    (kept,) = staging.rglob("checkpoints")
+    return [each.name for each in kept.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("fault", "steps", "left"),
+    [
+        ("full", 2, [[], []]),
+        ("step-00000002/__1_0", 4, [[], []]),
+        ("__1_0", 4, [["step-00000004"], [".writing-step-00000004"]]),
+    ],
+)
+def test_what_failed_saves_leave_on_each_node(
+    pool: Pool, tmp_path: Path, fault: str, steps: int, left: list[list[str]]
+) -> None:
+    """Nothing, but for the newest that could not be sent."""
+    assert pool.run(_left, 2, tmp_path, fault, steps) == left
 
 
 @pytest.mark.slow

@@ -92,7 +92,10 @@ def test_help_of_generate_has_the_defaults() -> None:
         (["--steps=5"], "--steps: unknown option; did you mean train.steps?"),
         (["--out=x"], "--out: unknown option; see --help"),
         (["--\x1b[31m"], "--\\x1b[31m: unknown option; see --help"),
-        (["--dry-run", "--train.seed=\ud800"], 'train.seed: expected int, got "\\ud800"'),
+        (
+            ["--dry-run", "--train.seed=\ud800"],
+            'train.seed: "\\ud800" is not UTF-8, which config.toml has to be; give another',
+        ),
     ],
 )
 def test_bad_command_line(words: list[str], message: str) -> None:

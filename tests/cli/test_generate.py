@@ -17,7 +17,7 @@ from compose.build import build, build_optimizer
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.hf_folder import load_hf, name_of
 from compose.checkpoint.store import Progress
-from compose.cli.generate import _source, _tokenizer, job_of, open_model
+from compose.cli.generate import _source, _tokenizer, generate, job_of, open_model
 from compose.config.toml import dump
 from compose.data.tokenizer import Bytes
 from compose.errors import ConfigError
@@ -253,6 +253,13 @@ def test_generate_says_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
 def test_the_checkpoint_is_the_first_word_that_is_no_value(line: str) -> None:
     """Some flags have none."""
     assert _source(line.split()) == Path("run")
+
+
+@pytest.mark.parametrize("words", ["--model.path=mine", "--model.path mine"])
+def test_the_folder_of_a_model_in_one_word_or_two(words: str) -> None:
+    with mock.patch("compose.cli.generate._sampler", return_value=None) as asked:
+        generate(["run", "--help", *words.split()])
+    assert asked.call_args.args == (Path("run"), ["mine"])
 
 
 def test_another_model_is_refused(pool: Pool, runs: Runs) -> None:

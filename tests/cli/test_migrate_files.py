@@ -56,6 +56,12 @@ BAD: list[tuple[str, str, str]] = [
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "distributed_type = MEGATRON_LM: is migrated from Megatron-LM's own flags; nearest: FSDP"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HALF}\n", "fsdp_config.fsdp_sharding_strategy: HALF is not known here; nearest: one of full_shard, 1, shard_grad_op, 2, no_shard, 3, hybrid_shard, 4, hybrid_shard_zero2, _hybrid_shard_zero2, 5"),
     ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: z.json}\n", "deepspeed_config_file: z.json is not here; give that file too"),
+    *(
+        ("a.yaml", f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {value}}}\n", f"deepspeed_config_file: {said} is not here; give that file too")
+        for value, said in (("5", "5"), ("yes", "true"), ("[a]", '["a"]'), ("a" * 300, "a" * 57 + "..."))
+    ),
+    ("a.toml", TITAN.replace("10", "0x" + "f" * 4000), "training.steps: holds a number out of range"),
+    ("a.toml", TITAN + f"[comm]\nnone = [[1], [0x{'f' * 4000}]]\n", "comm.none: holds a number out of range"),
     ("a.toml", TITAN + '[optimizer]\nname = "SGD"\n', "optimizer.name = SGD: no such optimizer here; nearest: AdamW"),
     ("a.toml", TITAN + '[model]\nname = "llama4"\nflavor = "debugmodel"\n', "model.name: llama4 debugmodel is no model here (known: llama3, llama2, qwen3, deepseek_v3, gpt_oss); docs/new-architecture.md says how to add one"),
     ("a.toml", TITAN.replace("local_batch", "local_bach"), "training.local_bach_size = 2: torchtitan has no such key; the nearest known key is training.local_batch_size, or remove it"),
@@ -167,6 +173,18 @@ def test_a_script() -> None:
         ("--save", "\0OUT/x"),
         ("--neg", -1),
     ]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        *('echo "run #1"\n{}', 'echo "run #1"\n{}\necho "end #1"', "echo 'a # b'\n{} # don't"),
+        *("echo it\\'s # isn't it\n{}", '{} --save "a\\\n#b"', 'A="\n -x \\\n"\n{} # "'),
+    ],
+)
+def test_a_number_sign_in_quotes_begins_no_comment(around: str) -> None:
+    expected = command_line(MEGATRON)
+    assert command_line(around.format(MEGATRON))[: len(expected)] == expected
 
 
 def rates(tmp_path: Path, name: str, text: str, world: int = 8, steps: int = 0) -> list[float]:

@@ -139,6 +139,20 @@ def test_a_nearer_name_or_path_takes_the_others_place(mine: Path) -> None:
     assert load("near.toml").model.name == str(mine)
 
 
+def test_a_folder_beside_a_run_of_another_model(mine: Path) -> None:
+    """Of which load_hf is gone."""
+    kept = Path("run/checkpoints/step-00000001/config.toml")
+    kept.parent.mkdir(parents=True)
+    kept.write_text(dump(load("train.toml", [("model.name", "llama")])))
+    Path("train.toml").write_text(
+        '[model]\npath = "my-model.v2"\npreset = "hf"\n[checkpoint]\nload_hf = "gone"\n'
+        '[run]\ndir = "run"'
+    )
+    assert refusal(load, "train.toml") == (
+        f"train.toml: model.path: {str(mine)!r} is not what gone holds; leave it out"
+    )
+
+
 def test_a_checkpoint_does_not_choose_what_code_runs(mine: Path) -> None:
     config = Path("train.toml")
     config.write_text(f'[model]\nname = "{mine}"\npath = "{mine}"')

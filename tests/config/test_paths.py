@@ -68,6 +68,8 @@ def test_what_a_path_becomes(home: Path) -> None:
         ("runs/${HOME}", HOME.replace("$HOME", "${HOME}")),
         ("runs/job-$HOME", HOME),
         ("runs/" + "½" * 150, LONG),
+        ("½" * 100 + "/½" * 2000, "cannot be a path: it has 6,200 bytes, and at most 4,095 may be"),
+        ("~a\0b", "cannot be a path: it has a null character"),
         (
             "~nobody-of-that-name/x",
             "names no known home folder; a folder of that name is ./~nobody-of-that-name/x",

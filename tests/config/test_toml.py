@@ -10,7 +10,7 @@ import pytest
 
 from compose.config import rules
 from compose.config.tables import TABLES, Config
-from compose.config.toml import dump, load, override
+from compose.config.toml import dump, load, override, tomllib
 from compose.errors import ConfigError, attribute, docs, toml_value, type_name
 from tests.support.helpers import ROOT, refusal
 
@@ -109,7 +109,9 @@ def test_model_folder_that_lacks_parts(write: Write, monkeypatch: pytest.MonkeyP
 
 
 def test_unreadable_files(write: Write) -> None:
-    assert problems(write('extends = "a\\u0000b"')) == ["a\\x00b: cannot read it: embedded null byte"]
+    assert problems(write('extends = "a\\u0000b"')) == [
+        'train.toml: extends: "a\\u0000b" cannot be a path: it has a null character'
+    ]
     assert problems("a\0b") == ["a\\x00b: cannot read it: embedded null byte"]
     Path("latin.toml").write_bytes(b"# \xff")
     assert problems("latin.toml")[0].startswith("latin.toml: cannot read it: 'utf-8' codec")
@@ -310,6 +312,19 @@ def test_dump_is_read_back_as_the_same(write: Write) -> None:
     assert again == config
     assert isinstance(again, Config)
     assert again.model.config.n_layers == 3
+
+
+@pytest.mark.parametrize("text", ["\U0001fae9", "\U000e0001 \x7f", '"\\'])
+def test_a_text_is_read_back_as_the_same(text: str) -> None:
+    assert tomllib.loads(f"a = {toml_value(text)}") == {"a": text}
+
+
+def test_a_value_that_no_file_can_hold(write: Write) -> None:
+    """The config.toml of its run could not be read again."""
+    assert problems(write(""), [("run.dir", "a\udcff"), ("train.steps", "0")]) == [
+        'command line: run.dir: "a\\udcff" is not UTF-8, which config.toml has to be; give another',
+        "command line: train.steps: 0 should be greater than or equal to 1",
+    ]
 
 
 # Ranks and keys, and what is said of them.

@@ -299,6 +299,11 @@ def test_flags_are_checked(tmp_path: Path, tokenizer: Path, flags: list[str], wo
     assert problem_of(tokenizer, lines, *flags) == f"command line: {words}"
 
 
+def test_an_end_that_is_half_a_character(tmp_path: Path, tokenizer: Path) -> None:
+    said = problem_of(tokenizer, as_lines(tmp_path / "a", OPENAI), "--end=\udcff")
+    assert said == f"command line: --end: \\udcff is no token of {tokenizer}"
+
+
 def test_files_that_cannot_be_read(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +346,12 @@ def test_files_that_cannot_be_read(
     arrow = tmp_path / "b.arrow"
     arrow.write_text("no arrow")
     assert problem_of(tokenizer, arrow).startswith(f"{arrow}: row 1: cannot be read as Arrow: ")
+    twice = pyarrow.Table.from_arrays([["a"], ["b"]], names=["messages", "messages"])
+    pyarrow.parquet.write_table(twice, tmp_path / "c.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "c.arrow", twice.schema) as writer:
+        writer.write_table(twice)
+    for file, kind in ((tmp_path / "c.parquet", "Parquet"), (tmp_path / "c.arrow", "Arrow")):
+        assert problem_of(tokenizer, file).startswith(f"{file}: row 1: cannot be read as {kind}: ")
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
     assert problem_of(tokenizer, arrow) == (
         f"{arrow}: needs pyarrow: pip install 'dtensor-compose[parquet]'"

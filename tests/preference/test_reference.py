@@ -3,6 +3,7 @@
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from compose.__main__ import main
 from compose.build import build, fill_weights
 from compose.cli.dry_run import describe
 from compose.memory.lora import is_adapter
+from compose.object_storage import Remote, StoreError, as_path
 from compose.ops.tensors import local_tensor
 from compose.parallel.mesh import axis_size
 from compose.preference.pairs import Preference
-from compose.preference.reference import KEPT, reference_of
+from compose.preference.reference import KEPT, _read, reference_of
 from compose.train.step import local_batch
 from tests.preference.cases import BASE, LORA, MESHES, keys_of
 from tests.support.data_made import token_set
@@ -191,3 +193,14 @@ def test_adapters_that_were_loaded_are_the_references_too(pool: Pool, tmp_path: 
     assert main(["convert", str(tmp_path / "first/run"), str(adapters)]) == 0
     (line,) = pool.run(_refused, 1, keys | {"train__stop_after": 3})
     assert "its reference had other weights than " in line
+
+
+def test_a_note_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
+    """A store that is down, or a disk that fails, does not make another run of it."""
+    place, down = as_path(f"file://{tmp_path}") / KEPT, StoreError(5, "down", KEPT)
+    (tmp_path / KEPT).write_bytes(b"\xff")
+    assert _read(place) == _read(tmp_path / KEPT) == _read(tmp_path / "gone") == ""
+    with mock.patch.object(Remote, "read_bytes", side_effect=down):
+        assert refusal(_read, place) == f"{place}: down"
+    with mock.patch.object(Path, "read_text", side_effect=OSError(5, "a bad disk")):
+        assert refusal(_read, tmp_path / KEPT) == f"{tmp_path / KEPT}: a bad disk"

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import resource
 from importlib.metadata import EntryPoint
@@ -107,6 +108,16 @@ def test_files(tmp_path: Path) -> None:
     assert events.Scalars("loss")[0].step == 7
     assert events.Scalars("loss")[0].value == pytest.approx(1 / 3)
     assert "mfu" not in events.Tags()["scalars"]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN."""
+    more = {"rewards": {"margin": math.inf, "by": {"x": math.nan, "y": 2.0}}, "texts": {"a": "b"}}
+    _written(tmp_path, dataclasses.replace(STEP, validation_loss=math.nan, more=more))
+    values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert values["validation_loss"] is None
+    rest = {"rewards": {"margin": None, "by": {"x": None, "y": 2.0}}, "texts": {"a": "b"}}
+    assert {name: values[name] for name in more} == rest
 
 
 def test_tensorboard_opens_on_the_loss(tmp_path: Path) -> None:

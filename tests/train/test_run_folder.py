@@ -23,7 +23,7 @@ from compose.build import _scratch, build, build_optimizer
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.hf_conversion import export
-from compose.checkpoint.loading import changes
+from compose.checkpoint.loading import changes, workers_of
 from compose.checkpoint.local_shards import LocalShard, named_tensors, staged
 from compose.checkpoint.store import Progress
 from compose.cli.command_line import _run_dir
@@ -32,7 +32,7 @@ from compose.config.job import Job
 from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.datasets import open_data, training_batches
-from compose.object_storage import Remote
+from compose.object_storage import Remote, StoreError, as_path
 from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
@@ -182,6 +182,10 @@ def test_changes_of_what_cannot_be_read(tmp_path: Path) -> None:
     for text in ("train = 5", "\x00", "[train]\nlr = [[", dump(config)):
         (tmp_path / "config.toml").write_text(text)
         assert changes(tmp_path, config) == []
+    down = StoreError(5, "down", "config.toml")
+    with mock.patch.object(Remote, "open", side_effect=down):  # then nobody knows what has changed
+        place = as_path(f"file://{tmp_path}")
+        assert refusal(changes, place, config) == refusal(workers_of, place) == "config.toml: down"
 
 
 LINKS = [".lock", "config.toml", "metrics.jsonl", ".saved", "checkpoints", "traces", "tokenizer"]

@@ -158,6 +158,14 @@ def test_a_text_within_the_models_positions() -> None:
     )
 
 
+def test_a_prompt_beyond_the_vocabulary() -> None:
+    config = make_config(1, **SAMPLING)
+    less = replace(config.model, config=replace(config.model.config, vocab_size=116))
+    assert refusal(Prompts, replace(config, model=less), open_data(config).sets) == (
+        "metrics.prompts: 'import ' has the id 116 of bytes, and the model's vocabulary 116"
+    )
+
+
 def test_a_chat_set_without_a_template_is_prompted_with_texts(tmp_path: Path) -> None:
     """Its prompts and replies were joined as texts."""
     file = save_tokenizer(tmp_path)
@@ -165,7 +173,7 @@ def test_a_chat_set_without_a_template_is_prompted_with_texts(tmp_path: Path) ->
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
     manifest = SimpleNamespace(kind="chat", tokenizer=SimpleNamespace(end=1))
     sets: Any = [SimpleNamespace(token_set=SimpleNamespace(path=tmp_path, manifest=manifest))]
-    prompts = Prompts(make_config(1, **SAMPLING), sets)
+    prompts = Prompts(make_config(1, model__vocab_size=400, **SAMPLING), sets)
     assert prompts.ids == {
         text: prompts.tokenizer.encode(text, added=True, markup=True) for text in prompts.ids
     }
@@ -175,7 +183,7 @@ def test_repeated_tokens_are_penalized_as_by_generate(tmp_path: Path) -> None:
     """The generation_config.json beside the tokenizer says by how much; bytes have none."""
     save_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
-    config = make_config(1, **SAMPLING)
+    config = make_config(1, model__vocab_size=400, **SAMPLING)
     ours = replace(config, checkpoint=Checkpoint(load_hf=str(tmp_path)))
     for given, penalty in ((ours, 1.3), (config, 1.0)):
         batches = SimpleNamespace(sets=[] if given is ours else open_data(given).sets)
