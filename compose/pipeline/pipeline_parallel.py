@@ -167,8 +167,8 @@ class PipelineRunner:
         """Return the first argument, and take it from the inputs of stages that do not need it."""
         if (name := self.first_argument) not in inputs:
             raise ConfigError(
-                f"batch: has no {name}, only {', '.join(inputs) or 'targets'}; give what the model's"
-                " forward takes, under its names"
+                f"batch: has no {name}, the first argument of the model's forward; give it under that"
+                " name"
             )
         first = inputs[self.first_argument]
         if not self.shell[1].whole_forward:

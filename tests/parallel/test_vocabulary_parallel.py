@@ -185,5 +185,5 @@ def test_refusals(pool: Pool) -> None:
         "LocalEmbedding: Embedding(4, 4, max_norm=1.0) has options; use RowwiseParallel",
         "LocalEmbedding: Embedding(4, 4, scale_grad_by_freq=True) has options; use RowwiseParallel",
         "LocalOutput: Linear(in_features=4, out_features=4, bias=True) is no nn.Linear without bias",
-        "plan.output: a tensor placed (Shard(dim=1),) is neither whole nor sharded over the vocabulary",
+        "plan.output: a tensor placed (Shard(dim=0),) is neither whole nor sharded over the vocabulary",
     ]

@@ -318,7 +318,7 @@ def test_refusals(pool: Pool) -> None:
         f" {', '.join([*SCHEDULES, *ASYNCHRONOUS])}, or a .csv file)",
         "this rank holds some stages of the model: run it by compose.forward_backward",
         "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
-        "batch: has no tokens, only input_ids; give what the model's forward takes, under its names",
+        "batch: has no tokens, the first argument of the model's forward; give it under that name",
     ]
 
 
