@@ -80,7 +80,7 @@ def apply(
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
     rings = [style for _, style in resolved.context if isinstance(style, ContextParallel)]
     balance: Balance = rings[0].balance if rings else "headtail"
-    shared_by = sequence_ranks(resolved.tensor, tp)
+    shared_by = sequence_ranks(model, resolved.tensor, tp)
     # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
     # experts are not split like other weights: they lie on other axes, even if ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None

@@ -118,7 +118,7 @@ def _fill_from_rows(whole: nn.Module | Composition, job: Job, device: torch.devi
         if norms:
             kept = (
                 rounded(rows, quantized[f"{layer}.weight"].base)
-                if f"{layer}.weight" in quantized
+                if len(rows) and f"{layer}.weight" in quantized
                 else rows
             )
             # In float64 a sum's order shows in no bit of the result, so it is that of every mesh.

@@ -333,7 +333,7 @@ def test_every_option_is_a_field_of_the_config() -> None:
 # Functions that raise ConfigError for what is no composition, by what they look at.
 OTHER_INPUT = {
     "the model": (
-        "apply._check_types weights.materialize memory.activation_checkpointing.unit_costs"
+        "apply._check_types weights.materialize"
         " pipeline.split.try_first_stage pipeline.split._not_by_number pipeline.stage.plain_stream"
         " pipeline.pipeline_parallel._try_stream memory.segments._run"
     ),
@@ -345,7 +345,9 @@ OTHER_INPUT = {
         " parallel.output_projection.step_loss parallel.vocabulary_parallel._apply"
     ),
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
-    "the batch": "pipeline.pipeline_parallel.check_whole parallel.mesh.rows_of",
+    "the batch": (
+        "pipeline.pipeline_parallel._first pipeline.pipeline_parallel.check_whole parallel.mesh.rows_of"
+    ),
     "a schedule's file": "pipeline.schedules.refuse",
     "a rank's file of a checkpoint": "pipeline.pipedream.restore",
     "folders and room on a disk": ("optim.offload_files._refused"),

@@ -85,12 +85,12 @@ def _heads(setup: Setup) -> None:
 
 
 @MESH.add(
-    "every tp rank gets a column of each weight that is cut by columns",
-    "a rank without one has an empty shard, whose shape FSDP gets wrong",
+    "every tp rank gets a column of each weight that is cut by columns, and some of sharded logits",
+    "a rank without one has an empty shard, whose shape FSDP gets wrong, and no part of a loss",
     upstream="torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _get_dim_chunked_size",
 )
 def _columns(setup: Setup) -> None:
-    check_columns(setup.model, setup.resolved.tensor, setup.degrees.tp)
+    check_columns(setup.model, setup.resolved.tensor, setup.degrees.tp, setup.resolved.output)
 
 
 @MESH.add(

@@ -60,7 +60,7 @@ RUN.add(
 def _sequence(job: Job) -> Iterator[str]:
     seq_len, tp = job.config.train.seq_len, job.degrees.tp
     # With cp, a sequence is padded to a length that both degrees divide.
-    if seq_len % sequence_ranks(job.resolved.tensor, tp) == 0 or job.degrees.cp > 1:
+    if seq_len % sequence_ranks(job.model, job.resolved.tensor, tp) == 0 or job.degrees.cp > 1:
         return
     nearest = max(1, round(seq_len / tp)) * tp
     why, cure = "parallel.sequence", ", or parallel.sequence = false"

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from compose.errors import ConfigError, Fraction, Positive, ReadWith, did_you_mean
+from compose.errors import ConfigError, Fraction, Positive, ReadWith, did_you_mean, refused_if
 from compose.memory.segments import Forward, Prepare
 from compose.ops.attention import attention_forward
 from compose.ops.batch import Sample, on_meta
@@ -191,18 +191,16 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[
     }
     counter = _Counter(tensors.values())
     saving = torch.autograd.graph.saved_tensors_hooks(counter.saved, lambda tensor: tensor)
-    try:
-        with ExitStack() as hooks, torch.enable_grad(), saving, counter:
-            for name, cost in costs.items():
-                module = model.get_submodule(name)
-                hooks.enter_context(module.register_forward_pre_hook(partial(counter.enter, cost)))
-                hooks.enter_context(module.register_forward_hook(counter.leave))
-            torch.func.functional_call(model, tensors, *on_meta(seq_len), tie_weights=True)
-    except Exception as error:
-        raise ConfigError(
-            f"activation_checkpoint.budget: cannot count the bytes of {type(model).__name__}"
-            f' ({str(error).splitlines()[0]}); use another activation_checkpoint.mode, as "selective"'
-        ) from None
+    line = (
+        f"activation_checkpoint.budget: cannot count the bytes of {type(model).__name__}"
+        ' ({}); use another activation_checkpoint.mode, as "selective"'
+    )
+    with refused_if(line), ExitStack() as hooks, torch.enable_grad(), saving, counter:
+        for name, cost in costs.items():
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(partial(counter.enter, cost)))
+            hooks.enter_context(module.register_forward_hook(counter.leave))
+        torch.func.functional_call(model, tensors, *on_meta(seq_len), tie_weights=True)
     return costs
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compose.errors import ConfigError
 from compose.ops import operators
@@ -81,30 +81,16 @@ class VocabularyRows:
     group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def of(weight: DTensor) -> "VocabularyRows":
-        """Return the rows of a weight (V, D)."""
-        if weight.placements == (Replicate(),):
-            return VocabularyRows()
-        if weight.placements != (Shard(0),):
-            raise ConfigError(
-                f"plan.output: a weight placed {weight.placements} is neither whole nor sharded over"
-                " the vocabulary"
-            )
-        return VocabularyRows._part(weight, 0)
-
-    @staticmethod
-    def of_logits(logits: DTensor) -> "VocabularyRows":
-        """Return the rows of logits (..., V)."""
-        (placement,) = logits.placements
+    def of(tensor: DTensor, dim: int) -> "VocabularyRows":
+        """Return the rows of a tensor whose ``dim`` is the vocabulary."""
+        (placement,), mesh = tensor.placements, tensor.device_mesh
         if placement.is_replicate():
             return VocabularyRows()
-        if not placement.is_shard(logits.ndim - 1):
-            raise ValueError(f"logits are sharded otherwise than over the vocabulary: {placement}")
-        return VocabularyRows._part(logits, logits.ndim - 1)
-
-    @staticmethod
-    def _part(tensor: DTensor, dim: int) -> "VocabularyRows":
-        mesh = tensor.device_mesh
+        if not placement.is_shard(dim):
+            raise ConfigError(
+                f"plan.output: a tensor placed {tensor.placements} is neither whole nor sharded over"
+                " the vocabulary"
+            )
         each = -(-tensor.shape[dim] // mesh.size())  # the rule of Tensor.chunk
         return VocabularyRows(each * mesh.get_local_rank(), mesh.get_group())
 
@@ -126,9 +112,10 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     is local, the same on every rank of the axis, in float32 or wider. A target that is no row of the
     vocabulary raises RuntimeError; where ranks share the vocabulary the loss is infinite instead.
     """
-    rows = VocabularyRows.of_logits(logits) if isinstance(logits, DTensor) else VocabularyRows()
-    local = logits.to_local() if isinstance(logits, DTensor) else logits
-    return cast(Tensor, _CrossEntropy.apply(local, targets, rows))
+    if not isinstance(logits, DTensor):
+        return cast(Tensor, _CrossEntropy.apply(logits, targets, VocabularyRows()))
+    rows = VocabularyRows.of(logits, logits.ndim - 1)
+    return cast(Tensor, _CrossEntropy.apply(logits.to_local(), targets, rows))
 
 
 def log_z(logits: Tensor) -> Tensor:
@@ -138,7 +125,8 @@ def log_z(logits: Tensor) -> Tensor:
     """
     if not isinstance(logits, DTensor):
         return logits.logsumexp(-1)
-    return cast(Tensor, _LogZ.apply(logits.to_local(), VocabularyRows.of_logits(logits)))
+    rows = VocabularyRows.of(logits, logits.ndim - 1)
+    return cast(Tensor, _LogZ.apply(logits.to_local(), rows))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -231,7 +219,7 @@ def chunked_cross_entropy(
         raise ValueError(f"hidden {list(hidden.shape)} is not for targets {list(targets.shape)}")
     rows = VocabularyRows()
     if isinstance(weight, DTensor):
-        rows = VocabularyRows.of(weight)
+        rows = VocabularyRows.of(weight, 0)
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
         # A rank computes what its own rows add to the gradient.

@@ -145,7 +145,7 @@ def check_hpz(neighbours: int, zero: int, ranks: int) -> None:
         nearest = min(allowed, key=lambda n: abs(n - neighbours), default=0)
         problem = (
             "would keep every parameter whole, as parallel.zero = 2 does"
-            if neighbours == 1 < ranks
+            if neighbours == 1
             else f"does not divide dp_shard x cp = {ranks}, the ranks that share parameters"
         )
         raise ConfigError(f"parallel.zero3_reshard: {neighbours} {problem}; nearest: {nearest}")

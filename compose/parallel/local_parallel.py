@@ -189,7 +189,7 @@ class LocalWideNorm(_WholeWeights):
     """
 
     def __init__(self, n_heads: int) -> None:
-        super().__init__()
+        super().__init__(sequence_dim=2)
         self.n_heads = n_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

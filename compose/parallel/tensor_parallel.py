@@ -176,33 +176,45 @@ def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
         )
 
 
-def check_columns(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> None:
+def check_columns(
+    model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], tp: int, output: str = ""
+) -> None:
     """Raise ConfigError unless every rank gets a part of every weight that RowwiseParallel cuts.
 
     Columns, or rows of an embedding, are cut as Tensor.chunk cuts them, so the last ranks may get none:
     10 columns over 8 ranks are 2 for each of 5. FSDP then takes the rank's shard for one without rows
     and columns, and a DTensor collective that asks for all columns never ends (torch 2.11 to 2.15).
+    If ``output``, the projection onto the vocabulary, returns sharded logits, each rank needs some.
     """
     for name, style in styles:
-        module = model.get_submodule(name)
-        if isinstance(style, RowwiseParallel) and isinstance(module, (nn.Linear, nn.Embedding)):
-            linear = isinstance(module, nn.Linear)
-            columns = module.in_features if linear else module.num_embeddings
-            served = -(-columns // -(-columns // tp))
-            if served < tp:
-                raise ConfigError(
-                    f"parallel.tp: {tp} leaves {tp - served} of the ranks without a"
-                    f" {'column' if linear else 'row'} of"
-                    f" {name}.weight, which has {columns}; nearest: {_most_served(columns, tp)}"
-                )
+        module, rowwise = model.get_submodule(name), isinstance(style, RowwiseParallel)
+        shards = isinstance(style, ColwiseParallel) and style.output_layouts[0].is_shard()
+        columns, kind = tp, "row"
+        if isinstance(module, nn.Linear) and rowwise:
+            columns, kind = module.in_features, "column"
+        elif isinstance(module, nn.Embedding) and rowwise:
+            columns = module.num_embeddings
+        elif isinstance(module, nn.Linear) and name == output and shards:
+            columns = module.out_features
+        served = -(-columns // -(-columns // tp))
+        if served < tp:
+            raise ConfigError(
+                f"parallel.tp: {tp} leaves {tp - served} of the ranks without a {kind} of"
+                f" {name}.weight, which has {columns}; nearest: {_most_served(columns, tp)}"
+            )
 
 
-def sequence_ranks(styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> int:
+def sequence_ranks(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], tp: int) -> int:
     """Return how many of ``tp`` ranks share a sequence between layers: those of SequenceParallel.
 
-    In a norm of each head, (B, L, heads, width), that style cuts heads and not the sequence.
+    In a norm of each head, (B, L, heads, width), that style cuts heads and not the sequence. In a
+    dropout of attention's weights, (B, heads, L, L), the heads are dim 1.
     """
-    cuts = [style.sequence_sharding for _, style in styles if isinstance(style, SequenceParallel)]
+    cuts = [
+        style.sequence_sharding
+        for name, style in styles
+        if isinstance(style, SequenceParallel) and not isinstance(model.get_submodule(name), nn.Dropout)
+    ]
     return tp if (Shard(1),) in cuts else 1
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.errors import ConfigError
 from compose.ops.batch import Sample
+from compose.ops.tensors import gathered_objects
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
@@ -103,17 +104,10 @@ class PipelineRunner:
 
     def check_ties(self) -> None:
         """Raise ConfigError if tensor parallel places a tied parameter otherwise in another stage."""
-        placed: dict[str, list[tuple[str, Any]]] = {tied.name: [] for tied in self.ties}
         for tied in self.ties:
-            for stage, name in tied.holders:
-                if self.placement[stage] == self.rank:
-                    parameter = self._parameter(stage, name)
-                    placed[tied.name].append((name, getattr(parameter, "placements", "not at all")))
-        everyone: list[Any] = [None] * self.pp
-        if self.ties:
-            dist.all_gather_object(everyone, placed, group=self.group)
-        for tied in self.ties:
-            held = [one for rank in everyone for one in rank[tied.name]]
+            names, own = dict(tied.holders), self._held(tied).items()
+            mine = [(names[stage], getattr(p, "placements", "not at all")) for stage, p in own]
+            held = [one for rank in gathered_objects(mine, self.group) for one in rank]
             for name, placements in held[1:]:
                 first, other = held[0]
                 if placements != other:
@@ -171,6 +165,11 @@ class PipelineRunner:
 
     def _first(self, inputs: dict[str, Any]) -> Any:
         """Return the first argument, and take it from the inputs of stages that do not need it."""
+        if (name := self.first_argument) not in inputs:
+            raise ConfigError(
+                f"batch: has no {name}, the first argument of the model's forward; give it under that"
+                " name"
+            )
         first = inputs[self.first_argument]
         if not self.shell[1].whole_forward:
             del inputs[self.first_argument]
@@ -305,12 +304,10 @@ class PipelineRunner:
         """Take the gradients that tied parameters already have, by name; they are sums already."""
         earlier = {}
         for tied in self.ties:
-            for stage, name in tied.holders:
-                if self.placement[stage] == self.rank:
-                    parameter = self._parameter(stage, name)
-                    if parameter.grad is not None:
-                        earlier[tied.name] = _local_gradient(parameter)
-                        parameter.grad = None
+            for parameter in self._held(tied).values():
+                if parameter.grad is not None:
+                    earlier[tied.name] = _local_gradient(parameter)
+                    parameter.grad = None
         return earlier
 
     def _sum_tied_gradients(self, earlier: Mapping[str, Tensor]) -> None:
@@ -320,11 +317,7 @@ class PipelineRunner:
         """
         for tied in self.ties:
             ranks = sorted({self.placement[stage] for stage, _ in tied.holders})
-            held = {
-                stage: self._parameter(stage, name)
-                for stage, name in tied.holders
-                if self.placement[stage] == self.rank
-            }
+            held = self._held(tied)
             if not any(parameter.requires_grad for parameter in held.values()):
                 continue
             # Messages are sent from the device, but gradients may be in host memory.
@@ -347,9 +340,10 @@ class PipelineRunner:
             for parameter in held.values():
                 _local_gradient(parameter).copy_(total)
 
-    def _parameter(self, index: int, name: str) -> nn.Parameter:
-        """Return a parameter of a stage of this rank, by its name in the stage."""
-        return next(s.module for s in self.stages if s.index == index).get_parameter(name)
+    def _held(self, tied: Tied) -> dict[int, nn.Parameter]:
+        """Return this rank's copies of a tied parameter, by stage."""
+        own = {stage.index: stage.module for stage in self.stages}
+        return {s: own[s].get_parameter(name) for s, name in tied.holders if s in own}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
 # The schedules that are defined for this number of stages only.
 _FIXED = ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV", *ASYNCHRONOUS)
 _MOST_STAGES = 1000  # on a rank: more than models have layers, and few enough to list
+_ROWS = "{} rows, one for each rank; parallel.pp is {}"
 _CELL = re.compile(r"([0-9]{1,18})([FBIW])([0-9]{1,18})")
 
 
@@ -274,17 +275,15 @@ def placement(schedule: str, pp: int, virtual_stages: int) -> list[int]:
             raise ConfigError(
                 f"parallel.pp_schedule: {schedule} has stages {_span(stages)}; count them from 0 on"
             )
-        return stage_ranks(table)
+        if len(table) != pp:
+            raise ConfigError(f"parallel.pp_schedule: {schedule} has {_ROWS.format(len(table), pp)}")
+        check_table(table, schedule)
+        ranks = {action.stage: rank for rank, row in enumerate(table) for action in row}
+        return [ranks[stage] for stage in range(len(ranks))]
     ranks = list(range(pp))
     if schedule in ("ZBVZeroBubble", "DualPipeV"):
         return ranks + ranks[::-1]
     return ranks * stages_per_rank(schedule, virtual_stages)
-
-
-def stage_ranks(table: Table) -> list[int]:
-    """Return the pipeline rank of each stage."""
-    ranks = {action.stage: rank for rank, row in enumerate(table) for action in row}
-    return [ranks[stage] for stage in range(len(ranks))]
 
 
 def _check_shape(table: Table, name: str, pp: int, per_rank: int, micro_batches: int) -> None:
@@ -292,7 +291,7 @@ def _check_shape(table: Table, name: str, pp: int, per_rank: int, micro_batches:
     results = {a.micro_batch for row in table for a in row}
     problems = []
     if len(table) != pp:
-        problems.append(f"{len(table)} rows, one for each rank; parallel.pp is {pp}")
+        problems.append(_ROWS.format(len(table), pp))
     if stages != set(range(pp * per_rank)):
         problems.append(
             f"stages {_span(stages)}; parallel.pp {pp} and parallel.pp_virtual_stages ask for"

@@ -198,6 +198,19 @@ def test_experts_in_one_product_cost_as_much() -> None:
     assert results[0] == results[1]
 
 
+class Silent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            raise AssertionError
+        return x
+
+
+def test_a_model_that_fails_on_meta_without_a_word_is_named() -> None:
+    (line,) = refused(unit_costs, Silent(), [], 8)
+    start = "activation_checkpoint.budget: cannot count the bytes of Silent (AssertionError: "
+    assert line.startswith(start), line
+
+
 def test_greedy_takes_the_most_flops_for_a_byte() -> None:
     unit = UnitCost(10, 90, {"attention": 20, "matmul": 30}, {"attention": 60.0, "matmul": 30.0})
     cheap = UnitCost(10, 90, {"attention": 20, "matmul": 30}, {"attention": 20.0, "matmul": 60.0})

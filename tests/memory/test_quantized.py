@@ -79,6 +79,9 @@ CASES = {
     "ds 2 precision__param bfloat16": SIZES | NF4,
     "pp 2 dr 2 zero 0": SIZES | NF4 | {"model__lora__dropout": 0.2},
     "ds 2 cp 2 zero 2": SIZES | INT8 | {"model__lora__dora": True},
+    # Of the rows of wk and wv two ranks have none.
+    "ds 4 model__n_heads 32 model__n_kv_heads 1 model__lora__rank 2 model__lora__dora true": SIZES
+    | NF4,
     "ds 2 zero 1 activation_checkpoint__mode full": SIZES | NF4,
     "ds 2 parallel__offload cpu": SIZES | INT8,
     "ds 2 ep 2": QWEN | lora(targets=ATTENTION, base="int8"),

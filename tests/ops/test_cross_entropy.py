@@ -218,7 +218,7 @@ def _sharded(rows: int, z_loss: float) -> None:
     assert refused(
         chunked_cross_entropy, hidden, distribute_tensor(weight, mesh, [Shard(1)]), targets, 4
     ) == [
-        "plan.output: a weight placed (Shard(dim=1),) is neither whole nor sharded over the vocabulary"
+        "plan.output: a tensor placed (Shard(dim=1),) is neither whole nor sharded over the vocabulary"
     ]
 
 

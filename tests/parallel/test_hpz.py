@@ -176,6 +176,10 @@ REFUSED: list[tuple[Keys, str]] = [
         parallel(dp_shard=8, zero3_reshard=16),
         f"{KEY}: 16 does not divide dp_shard x cp = 8, {SHARED} 8",
     ),
+    (
+        parallel(zero3_reshard=1),
+        f"{KEY}: 1 would keep every parameter whole, as parallel.zero = 2 does; nearest: 0",
+    ),
     (parallel(zero3_reshard=2), f"{KEY}: 2 does not divide dp_shard x cp = 1, {SHARED} 0"),
     (
         parallel(dp_shard=8, zero3_reshard=1),

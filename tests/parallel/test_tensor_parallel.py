@@ -9,21 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.utils.parametrizations import weight_norm
 
 from compose import Options, Parallel, Plan, apply
 from compose.config.composition_rules import check_setup
 from compose.config.models import find_model
 from compose.config.setup import Setup
+from compose.ops.layers import RMSNorm
+from compose.parallel.local_parallel import LocalNorm, LocalWideNorm
 from compose.parallel.tensor_parallel import (
     HeadParallel,
     Replicated,
     apply_tensor_parallel,
     check_columns,
     check_heads,
+    sequence_ranks,
 )
+from compose.parallel.vocabulary_parallel import LocalOutput
 from compose.plan import resolve
 from models.llama import Config, Model, plan
 from tests.support.helpers import gradients_of, refused
@@ -100,6 +109,20 @@ def test_check_columns() -> None:
             f"parallel.tp: {tp} leaves {tp - ranks} of the ranks without a column of down.weight,"
             f" which has {columns}; nearest: {nearest}"
         ]
+    # The projection onto a vocabulary of 9: chunks of 3, 3, 3 and 0 of the logits, or whole ones.
+    model = nn.ModuleDict({"output": nn.Linear(3, 9, bias=False)})
+    check_columns(model, [("output", LocalOutput(Replicate(), sharded=False))], 4, "output")
+    assert refused(check_columns, model, [("output", LocalOutput(Replicate()))], 4, "output") == [
+        "parallel.tp: 4 leaves 1 of the ranks without a row of output.weight, which has 9; nearest: 3"
+    ]
+
+
+def test_sequences_are_shared_where_the_stream_is_cut() -> None:
+    """Not where the width is, or the heads of attention's weights, (B, heads, L, L)."""
+    model = nn.ModuleDict({"norm": RMSNorm(4), "drop": nn.Dropout(0.1)})
+    drop = ("drop", SequenceParallel(sequence_dim=1, use_local_output=True))
+    assert sequence_ranks(model, [drop, ("norm", LocalWideNorm(2))], 2) == 1
+    assert sequence_ranks(model, [drop, ("norm", LocalNorm())], 2) == 2
 
 
 def _plain_parallelize_module() -> float:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import compose.ops.cross_entropy as vocabulary_module
 from compose.ops import compiled
 from compose.ops.batch import IGNORE
-from compose.ops.cross_entropy import log_z, token_losses
+from compose.ops.cross_entropy import cross_entropy, log_z, token_losses
 from compose.parallel.stream_messages import send_stream
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 from tests.support.helpers import gradients_of, refused
@@ -175,9 +175,8 @@ def _refusals() -> list[str]:
         (nn.Linear(4, 4), LocalOutput(Replicate())),
     ]
     said = [line for pair in pairs for line in refused(parallelize_module, pair[0], mesh, pair[1])]
-    with pytest.raises(ValueError, match="sharded otherwise") as wrong:
-        token_losses(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]), torch.zeros(4).long())
-    return [*said, str(wrong.value)]
+    logits = DTensor.from_local(torch.zeros(1, 2, 3), mesh, [Shard(1)])  # sharded over L
+    return [*said, *refused(cross_entropy, logits, torch.zeros(1, 4).long())]
 
 
 def test_refusals(pool: Pool) -> None:
@@ -186,5 +185,5 @@ def test_refusals(pool: Pool) -> None:
         "LocalEmbedding: Embedding(4, 4, max_norm=1.0) has options; use RowwiseParallel",
         "LocalEmbedding: Embedding(4, 4, scale_grad_by_freq=True) has options; use RowwiseParallel",
         "LocalOutput: Linear(in_features=4, out_features=4, bias=True) is no nn.Linear without bias",
-        "logits are sharded otherwise than over the vocabulary: S(0)",
+        "plan.output: a tensor placed (Shard(dim=0),) is neither whole nor sharded over the vocabulary",
     ]

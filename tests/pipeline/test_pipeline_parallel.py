@@ -289,6 +289,7 @@ def _refusals() -> list[str]:
         *refused(apply, Llama(config), plan, mesh, unknown),
         str(caught.value),
         *refused(forward_backward, composition, batch, micro_batch=2),
+        *refused(forward_backward, composition, {"input_ids": batch.pop("tokens"), **batch}),
     ]
 
 
@@ -299,6 +300,7 @@ def test_refusals(pool: Pool) -> None:
         f" {', '.join([*SCHEDULES, *ASYNCHRONOUS])}, or a .csv file)",
         "this rank holds some stages of the model: run it by compose.forward_backward",
         "micro_batch: 5 samples are no whole number of micro-batches of 2, which a pipeline needs",
+        "batch: has no tokens, the first argument of the model's forward; give it under that name",
     ]
 
 

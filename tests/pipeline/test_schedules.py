@@ -14,7 +14,6 @@ from compose.pipeline.schedules import (
     execution_order,
     placement,
     read_table,
-    stage_ranks,
     stages_per_rank,
 )
 from tests.support.helpers import refusal, refused
@@ -46,6 +45,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def ranks_of(table: Table) -> list[int]:
+    """The rank of each stage."""
+    return [
+        rank for _, rank in sorted({(a.stage, rank) for rank, row in enumerate(table) for a in row})
+    ]
+
+
 @pytest.mark.parametrize(("name", "pp", "micro_batches"), ALL)
 def test_named_schedules_are_whole(name: str, pp: int, micro_batches: int) -> None:
     if not accepted(name, pp, micro_batches):
@@ -58,7 +64,6 @@ def test_named_schedules_are_whole(name: str, pp: int, micro_batches: int) -> No
     stages = pp * stages_per_rank(name)
     actions = [action for row in table for action in row]
     assert len(table) == pp
-    assert len(stage_ranks(table)) == stages
     for kinds in ("F", "BI", "BW"):  # a backward is whole or in halves
         results = [(a.stage, a.micro_batch) for a in actions if a.kind in kinds]
         assert sorted(results) == [(stage, n) for stage in range(stages) for n in range(micro_batches)]
@@ -69,12 +74,13 @@ def test_named_schedules_are_whole(name: str, pp: int, micro_batches: int) -> No
 def test_other_numbers_of_stages(name: str, virtual_stages: int) -> None:
     table = build_table(name, 2, virtual_stages, 4)
     check_table(table, name)
-    assert stage_ranks(table) == [0, 1] * virtual_stages
+    assert placement(name, 2, virtual_stages) == ranks_of(table) == [0, 1] * virtual_stages
 
 
 @pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
 def test_v_schedules_turn_at_the_last_rank(name: str) -> None:
-    assert stage_ranks(build_table(name, 3, 0, 6)) == [0, 1, 2, 2, 1, 0]
+    table = build_table(name, 3, 0, 6)
+    assert placement(name, 3, 0) == ranks_of(table) == [0, 1, 2, 2, 1, 0]
 
 
 def test_execution_order_keeps_rows_and_runs_all() -> None:
@@ -239,6 +245,14 @@ def test_csv_of_another_size(folder: Path) -> None:
     ]
     write_rows("0F0 0B0", "2F0 2B0")
     assert refused(placement, "table.csv", 2, 0) == [f"{start} stages 0, 2; count them from 0 on"]
+    write_rows("0F0 0B0", "1F0 1B0")  # ranks 2 and 3 have no stage
+    assert refused(placement, "table.csv", 4, 0) == [
+        f"{start} 2 rows, one for each rank; parallel.pp is 4"
+    ]
+    write_rows("0F0 0B0", "1F0 0F0 1B0")  # nor has rank 0, if the last row counts
+    assert refused(placement, "table.csv", 2, 0) == [
+        "parallel.pp_schedule: table.csv: stage 0 is on ranks 0 and 1; use one"
+    ]
     write_rows("")
     assert refused(build_table, "table.csv", 1, 0, 1) == [
         "parallel.pp_schedule: table.csv holds no action"
