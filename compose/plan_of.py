@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.ops.tensors import tied_names
 from compose.parallel.mesh import Parallel
-from compose.parallel.name_patterns import around, inside, matching
+from compose.parallel.name_patterns import around, inside, matching, parent
 from compose.parallel.tensor_parallel import (
     Conv1DColwise,
     Conv1DRowwise,
@@ -217,7 +217,7 @@ class _Decoder:
         passed = False
         for name, module in self.modules.items():
             passed = passed or name == self.layers
-            if name in {*outside, self.layers} or _parent(name) not in outside:
+            if name in {*outside, self.layers} or parent(name) not in outside:
                 continue
             if any(True for _ in module.parameters()) or isinstance(module, nn.Dropout):
                 ends[passed and not isinstance(module, nn.Embedding)].append(name)
@@ -241,7 +241,10 @@ class _Decoder:
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear or head.bias is not None:
             return ""
-        source = inspect.getsource(inspect.unwrap(type(self.model).forward))
+        try:
+            source = inspect.getsource(inspect.unwrap(type(self.model).forward))
+        except OSError:  # it was typed, and is in no file
+            return ""
         values = [
             ast.unparse(node.value)
             for node in ast.walk(ast.parse(textwrap.dedent(source)))
@@ -292,7 +295,7 @@ class _Decoder:
             styles[name] = style
             placed[name] = ""
         # Modules whose columns are cut, and whose inner activations are a rank's part.
-        cut = {_parent(name) for name, kind in placed.items() if kind == "colwise"}
+        cut = {parent(name) for name, kind in placed.items() if kind == "colwise"}
         attention = {name for name in cut if "att" in name.rpartition(".")[2]}
         if kv_heads < heads and any(
             hasattr(self.modules[n], "num_key_value_groups") for n in attention
@@ -305,9 +308,9 @@ class _Decoder:
                 continue
             if not name or any(True for _ in module.children()):
                 raise _NoForm(f"{name or 'the model'} has weights of its own beside those of modules")
-            width = getattr(self.modules[_parent(name)], "head_dim", None)
+            width = getattr(self.modules[parent(name)], "head_dim", None)
             # transformers before version 5 leaves norms of heads out of its plans.
-            if _parent(name) in attention and all(p.shape == (width,) for p in own):
+            if parent(name) in attention and all(p.shape == (width,) for p in own):
                 style, given = _STYLES[_HEAD_NORM]
                 styles[_pattern(name)] = style(**given)
             elif inside(name, cut):  # its input may be a rank's part, or whole
@@ -315,10 +318,6 @@ class _Decoder:
             else:
                 replicate[_pattern(name)] = None
         return styles, list(replicate), (heads, kv_heads) if attention else None
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _pattern(name: str) -> str:

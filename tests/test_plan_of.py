@@ -178,6 +178,16 @@ def test_refusals() -> None:
     )
 
 
+def test_a_class_that_is_in_no_file_has_no_output() -> None:
+    with torch.device("meta"):
+        llama = built("LlamaForCausalLM")
+    assert plan_of(llama).output == "lm_head"
+    typed: dict[str, Any] = {"Llama": type(llama), "__name__": "__console__"}
+    exec("class Typed(Llama):\n    def forward(self, *args): return super().forward(*args)", typed)
+    llama.__class__ = typed["Typed"]
+    assert plan_of(llama).output == ""
+
+
 def _batch(length: int) -> dict[str, Tensor]:
     tokens = torch.randint(51, (4, length + 1), generator=torch.Generator().manual_seed(1))
     tokens[:, 2] = _TOKENS["pad_token_id"]

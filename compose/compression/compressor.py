@@ -143,7 +143,13 @@ class Compression:
 
     def of_gradients(self) -> dict[str, Tensor]:
         """Return a copy of what sums of gradients keep, by the names of :meth:`state`."""
-        return {name: value.clone() for name, value in self.state().items() if ".gather." not in name}
+        gathers = tuple(
+            f"{number}.{unit.prefix('gather')}"
+            for number, stage in enumerate(self.stages)
+            for unit in stage.units
+        )
+        # Also what units will take that do not exist before their first sum.
+        return {n: value.clone() for n, value in self.state().items() if not n.startswith(gathers)}
 
     def undo(self, before: Mapping[str, Tensor]) -> None:
         """Let sums of gradients keep what :meth:`of_gradients` returned."""

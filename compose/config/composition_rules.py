@@ -14,12 +14,10 @@ from compose.config.models import find_model
 from compose.config.setup import Rule, Rules, Setup, all_keys_read, problems_of
 from compose.errors import ConfigError, toml_value
 from compose.memory.activation_checkpointing import operators
-from compose.memory.compilation import check_whole
 from compose.memory.float8 import EXCEPTED, select_layers
 from compose.ops.dropout import dropouts
 from compose.ops.tensors import tied_names
 from compose.ops.torch_versions import splits_functions
-from compose.parallel.data_parallel import check_offload
 from compose.parallel.expert_parallel import routers
 from compose.pipeline.schedules import ASYNCHRONOUS, splits_backward
 
@@ -188,8 +186,13 @@ def _recompute_compiled(setup: Setup) -> Iterator[str]:
     " what is between them",
     upstream="torch/_dynamo, of hooks that torch.distributed.tensor.distribute_module adds",
 )
-def _compiled_whole(setup: Setup) -> None:
-    check_whole(setup.options.compile.mode, setup.degrees.tp)
+def _compiled_whole(setup: Setup) -> Iterator[str]:
+    tp = setup.degrees.tp
+    if setup.options.compile.mode == "model" and tp > 1:
+        yield (
+            f'compile.mode: "model" with parallel.tp = {tp}: Dynamo cannot trace the hooks by which'
+            ' styles change tensors between modules; use compile.mode = "block"'
+        )
 
 
 @STEP.add(
@@ -291,8 +294,20 @@ def _float8_split(setup: Setup) -> Iterator[str]:
     "with parallel.offload, zero is 3, and every parameter has dims",
     "other stages hold whole parameters on the device, and a parameter without dims has no shards",
 )
-def _offload(setup: Setup) -> None:
-    check_offload(setup.model, setup.degrees.zero, setup.degrees.offload)
+def _offload(setup: Setup) -> Iterator[str]:
+    zero, offload = setup.degrees.zero, setup.degrees.offload
+    if offload == "none":
+        return
+    for name in [name for name, p in setup.model.named_parameters() if p.ndim == 0][:1]:
+        yield (
+            f'parallel.offload: "{offload}" moves shards, and parameter {name} has no dims to be cut'
+            ' along; give it the shape (1,), or use parallel.offload = "none"'
+        )
+    if zero != 3:
+        yield (
+            f"parallel.zero: {zero} keeps whole parameters on the device, and parallel.offload ="
+            f' "{offload}" none; use parallel.zero = 3, or parallel.offload = "none"'
+        )
 
 
 def _unproved(schedule: str, given: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from compose.config.setup import Rules, Setup, all_keys_read
 from compose.errors import ConfigError
 from compose.ops.dropout import dropouts
 from compose.parallel.context_parallel import check_ulysses
-from compose.parallel.expert_parallel import check_expert_ranks, check_experts
+from compose.parallel.expert_parallel import check_experts
 from compose.parallel.hpz import check_hpz
 from compose.parallel.lora_parallel import AdapterParallel
 from compose.parallel.mesh import resolve_degrees
@@ -40,10 +40,15 @@ def _degrees(setup: Setup) -> None:
     "ep divides dp_replicate x dp_shard x cp x tp",
     "expert parallel is laid over these ranks, which hold different tokens anyway",
 )
-def _expert_ranks(setup: Setup) -> None:
-    degrees = setup.degrees
+def _expert_ranks(setup: Setup) -> Iterator[str]:
+    degrees, ep = setup.degrees, setup.degrees.ep
     ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
-    check_expert_ranks(degrees.ep, ranks)
+    if ranks % ep:
+        nearest = min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - ep))
+        yield (
+            f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {ranks}, the ranks"
+            f" it is taken from; nearest: {nearest}"
+        )
 
 
 @MESH.add("ep divides the experts", "every rank holds as many")
@@ -248,7 +253,8 @@ def _activations(setup: Setup) -> Iterator[str]:
 def _block(setup: Setup) -> Iterator[str]:
     block = setup.options.comm.block
     if block < 16 or block & (block - 1):
-        nearest = max(16, 1 << round(block - 1).bit_length())
+        low = 1 << block.bit_length() - 1
+        nearest = max(16, low if block - low <= 2 * low - block else 2 * low)
         yield f"comm.block: {block} is no power of two from 16; nearest: {nearest}"
 
 

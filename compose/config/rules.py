@@ -22,15 +22,14 @@ from compose.config.models import find_model, max_seq_len
 from compose.config.setup import Rule, Rules, Target
 from compose.config.tables import Config
 from compose.errors import ConfigError, noted, toml_value
-from compose.memory.lora import is_adapter
 from compose.object_storage import Remote, as_path
 from compose.ops.tensors import tied_names
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import meshes, resolve_degrees
-from compose.parallel.name_patterns import inside
+from compose.parallel.name_patterns import around
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table, placement
-from compose.pipeline.split import balanced, layer_names
+from compose.pipeline.split import balanced, stages_of
 
 RUN = Rules[Job](composition_rules.RUN_OF_STEP)
 
@@ -329,24 +328,28 @@ def _quantized_base(job: Job) -> Iterator[str]:
 
 
 @RUN.add(
-    "with model.lora and pp, every stage has an adapter",
+    "with pp, every stage has a trained weight; with model.lora, an adapter",
     "a stage that trains nothing has no backward, for which the stages after it wait",
 )
-def _adapters(job: Job) -> Iterator[str]:
+def _trained(job: Job) -> Iterator[str]:
     pipeline, layers = job.plan.pipeline, job.degrees.pp_layers
-    if not job.config.model.lora.rank or job.degrees.pp == 1 or pipeline is None or not layers:
+    if job.degrees.pp == 1 or pipeline is None or not layers:
         return
-    names, start = layer_names(job.model, pipeline), 0
-    for stage, count in enumerate(layers):
-        mine = {f"{pipeline.layers}.{name}" for name in names[start : start + count]}
-        start += count
-        if not any(is_adapter(n) and inside(n, mine) for n, _ in job.model.named_parameters()):
-            held = f"layers {start - count} to {start - 1}" if count else "no layers"
-            yield (
-                f"model.lora.targets: stage {stage} of the pipeline, with {held}, has no adapter and so"
-                " no gradient; name layers of every stage, or set parallel.pp_layers"
-            )
-            return
+    stage_of = stages_of(job.model, pipeline, layers)
+    weights = job.model.named_parameters(remove_duplicate=False)
+    trained = {stage_of.get(outer) for name, p in weights if p.requires_grad for outer in around(name)}
+    # Another rule speaks of stages without layers between the ends.
+    for stage in sorted({0, len(layers) - 1, *stage_of.values()} - trained)[:1]:
+        start, count = sum(layers[:stage]), layers[stage]
+        held = f"layers {start} to {start + count - 1}" if count else "no layers"
+        key, lack, cure = "parallel.pp_layers", "trained weight", "give it one, or use parallel.pp = 1"
+        if job.config.model.lora.rank:
+            key, lack = "model.lora.targets", "adapter"
+            cure = "name layers of every stage, or set parallel.pp_layers"
+        yield (
+            f"{key}: stage {stage} of the pipeline, with {held}, has no {lack} and so no gradient;"
+            f" {cure}"
+        )
 
 
 @RUN.add("with parallel.offload, the optimizer is AdamW", "Muon's messages are the device's")
@@ -390,7 +393,7 @@ def check(
         layers = balanced(job.model, job.plan.pipeline, len(ranks), job.options.sample, speeds)
         job = replace(job, config=replace(job.config, parallel=replace(degrees, pp_layers=layers)))
     # These rules read the layers of stages, which are known only now.
-    if problems := [*_adapters(job), *segment_is_short(job.setup)]:
+    if problems := [*_trained(job), *segment_is_short(job.setup)]:
         raise ConfigError(*problems)
     return job
 

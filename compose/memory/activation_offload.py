@@ -13,15 +13,15 @@ takes it in its own order.
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from compose.ops.tensors import arrived
 
 _EVENTS = 1024  # events that are kept until their times are asked for
 LEAST = 2**16  # bytes; smaller tensors stay, as their copy takes longer to begin than to run
@@ -171,9 +171,7 @@ class _Unit:
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps in place of ``tensor``."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if isinstance(local, AsyncCollectiveTensor):  # still on its way from other ranks
-            local = local.wait()
+        local = arrived(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         if local.nbytes < LEAST or self._is_weight(local):
             return tensor
         key = (_address(local), local.storage_offset(), local.shape, local.stride(), local.dtype)
@@ -184,10 +182,10 @@ class _Unit:
             self.seen[key] = local, kept
         kept = self.seen[key][1]
         kept.uses += 1
-        if isinstance(tensor, DTensor):
-            placed = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-            return self, kept, placed
-        return self, kept, None
+        if not isinstance(tensor, DTensor):
+            return self, kept, None
+        whole = {"shape": tensor.shape, "stride": tensor.stride()}
+        return self, kept, {"device_mesh": tensor.device_mesh, "placements": tensor.placements, **whole}
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
@@ -200,7 +198,7 @@ class _Unit:
         if before:
             before.fetch()
             self.before = None
-        return local if placed is None else _placed(local, *placed)
+        return local if placed is None else DTensor.from_local(local, run_check=False, **placed)
 
     def fetch(self) -> None:
         """Begin to copy all of it back."""
@@ -224,7 +222,3 @@ class _Unit:
 def _address(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
-
-
-def _placed(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any) -> DTensor:
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compose.errors import ConfigError
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import enable_async_tp
 
@@ -29,15 +28,6 @@ class Compile:
     async_tp: bool = False
     """With tp on CUDA: run products in pieces while their messages travel."""
     backend: Any = "inductor"  # backend of torch.compile
-
-
-def check_whole(mode: str, tp: int) -> None:
-    """Raise ConfigError if the whole model is compiled with ``tp`` above 1."""
-    if mode == "model" and tp > 1:
-        raise ConfigError(
-            f'compile.mode: "model" with parallel.tp = {tp}: Dynamo cannot trace the hooks by which'
-            ' styles change tensors between modules; use compile.mode = "block"'
-        )
 
 
 def compiled_parts(model: nn.Module, units: Sequence[str], opaque: Collection[str]) -> Iterator[str]:

@@ -33,20 +33,13 @@ from torch.distributed.tensor.parallel import (
 from compose.errors import ConfigError
 from compose.parallel.local_parallel import by_dtensors
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
-from compose.parallel.name_patterns import inside
+from compose.parallel.name_patterns import inside, parent
 
 if TYPE_CHECKING:
     from compose.plan import Resolved
 
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
-
-# The names of the recipes in torchao.
-_RECIPES = {
-    "tensorwise": "tensorwise",
-    "rowwise": "rowwise",
-    "rowwise_gw_hp": "rowwise_with_gw_hp",
-}
 
 # The kernels need rows of a multiple of 16 bytes.
 _MULTIPLE = 16
@@ -158,7 +151,7 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     before = {name: m for name, m in model.named_modules() if name in choice.converted}
-    base = Float8LinearConfig.from_recipe_name(_RECIPES[choice.recipe])
+    base = Float8LinearConfig.from_recipe_name(choice.recipe.replace("_gw", "_with_gw"))
     # A weight's gradient is a sum over tokens, which may be any number.
     base = replace(base, emulate=choice.emulated, pad_inner_dim=not choice.emulated)
     _pad_where_needed()
@@ -220,7 +213,7 @@ def float8_styles(
     )
 
     # An adapter reads the input of its layer too, and in its own type.
-    adapted = {n.rpartition(".")[0] for n, style in styles if isinstance(style, AdapterParallel)}
+    adapted = {parent(n) for n, style in styles if isinstance(style, AdapterParallel)}
     listed, converted = set(modules), set(choice.converted) - adapted
     result: list[tuple[str, ParallelStyle]] = []
     for name, style in styles:

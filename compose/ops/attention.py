@@ -65,6 +65,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Attent
         raise ConfigError(
             f"attention: sinks {tuple(sinks.shape)} should be ({heads},), one for each query head"
         )
+    if len(q) != len(k) or k.shape[:2] != v.shape[:2]:
+        sizes = ", ".join(f"{len(x)} x {x.shape[1]}" for x in (q, k, v))
+        raise ConfigError(
+            f"attention: q, k and v are of {sizes} tokens; they need as many rows, and k and v one"
+            " length"
+        )
     if options.causal and q.shape[1] != k.shape[1]:
         raise ConfigError(
             f"attention: {q.shape[1]} queries and {k.shape[1]} keys are not one sequence; causal"

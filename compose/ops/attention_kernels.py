@@ -152,7 +152,8 @@ class PlainParts(Parts):
         self.q_size = q.shape[2] // len(pieces.q_starts)
         self.k_size = k.shape[2] // len(pieces.k_starts)
         tile = self._tile(q)
-        self.tiles: list[tuple[int, int, int, int, int, int]] = []
+        self.tiles: list[tuple[tuple[int, int], tuple[int, int], tuple[slice, slice]]] = []
+        """The queries and the keys of each, and their places in q and k."""
         for i, a in enumerate(pieces.q_starts):
             for j, c in enumerate(pieces.k_starts):
                 for q0 in range(a, a + self.q_size, tile):
@@ -160,17 +161,17 @@ class PlainParts(Parts):
                     k0 = max(c, q0 - pieces.window + 1) if pieces.window else c
                     k1 = min(c + self.k_size, q1) if pieces.causal else c + self.k_size
                     if k0 < k1:
-                        self.tiles.append((q0, q1, k0, k1, i * self.q_size - a, j * self.k_size - c))
+                        q_shift, k_shift = i * self.q_size - a, j * self.k_size - c
+                        places = slice(q0 + q_shift, q1 + q_shift), slice(k0 + k_shift, k1 + k_shift)
+                        self.tiles.append(((q0, q1), (k0, k1), places))
 
     def _tile(self, q: Tensor) -> int:
         """Return how many queries a tile has at most."""
         return max(1, _PLAIN_SCORES // max(1, q.shape[0] * q.shape[1] * self.k_size))
 
     def _calls(self, q: Tensor) -> Iterator[tuple[Index, Index, Any]]:
-        for q0, q1, k0, k1, q_shift, k_shift in self.tiles:
-            at_q = (ALL, ALL, slice(q0 + q_shift, q1 + q_shift))
-            at_k = (ALL, ALL, slice(k0 + k_shift, k1 + k_shift))
-            yield at_q, at_k, self._mask(q, (q0, q1), (k0, k1))
+        for queries, keys, (at_q, at_k) in self.tiles:
+            yield (ALL, ALL, at_q), (ALL, ALL, at_k), self._mask(q, queries, keys)
 
     def _mask(self, q: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Any:
         """Return whether a query sees a key, (B or 1, 1, Lq, Lk)."""

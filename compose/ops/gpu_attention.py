@@ -32,11 +32,7 @@ class EfficientParts(PlainParts):
         """Take a task, and whether each causal part of it has as many queries as keys."""
         self.masked = bool(task.bounds is not None or task.pieces.window or not square)
         super().__init__(task, q, k)
-        places = [
-            (slice(q0 + q_shift, q1 + q_shift), slice(k0 + k_shift, k1 + k_shift))
-            for q0, q1, k0, k1, q_shift, k_shift in self.tiles
-        ]
-        self._note_places(places, q, k)
+        self._note_places([places for _, _, places in self.tiles], q, k)
 
     def _tile(self, q: Tensor) -> int:
         if not self.masked:

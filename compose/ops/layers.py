@@ -80,7 +80,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normal = x * scale
         each = gradient * normal
-        of_weight = each.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        of_weight = each.reshape(-1, each.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, of_weight, None
         # With y = x * scale: dx = scale * (g w - y mean(g w y)).

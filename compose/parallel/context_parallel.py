@@ -17,7 +17,7 @@ torch.distributed around ``compose.attention``, which a compiler traces. So a la
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -47,22 +47,14 @@ r-th from the back. none gives each rank one piece."""
 Method = Literal["ring", "allgather", "ulysses"]
 
 
-class HasIds(Protocol):
-    """Anything that distinguishes documents by ``ids``."""
-
-    ids: Tensor
-    """This rank's part (B, L); the tokens of one document are a run of equal ids."""
-
-
 class ContextParallel(Style):
     """A style for a module ``core(q, k, v, documents=None, sinks=None)`` that computes attention.
 
     It replaces the module's own forward. q is (B, L, H, K), k is (B, L, G, K) and v (B, L, G, V): this
-    rank's part, as ``shard_sequence`` cuts it. ``documents`` are those of the
-    whole sequences (compose.Documents), or None if each row is one. An object with ``ids`` (B, L) of
-    this rank's part serves too; then the others' are gathered. ``sinks`` are those of the H heads. The
-    forward returns (B, L, H, V). If the module has ``options`` (compose.AttentionOptions), they count;
-    else attention is causal.
+    rank's part, as ``shard_sequence`` cuts it. ``documents`` are those of the whole sequences
+    (compose.Documents), or None if each row is one. ``sinks`` are those of the H heads. The forward
+    returns (B, L, H, V). If the module has ``options`` (compose.AttentionOptions), they count; else
+    attention is causal.
 
     The forward raises ConfigError if the method is ulysses and the heads do not divide.
     """
@@ -148,7 +140,7 @@ class _Contextual(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Documents | HasIds | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         options = getattr(self, "options", None) or AttentionOptions()
@@ -167,13 +159,11 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Documents | HasIds | None = None,
+    documents: Documents | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     check(q, k, v, sinks, options)
     rows, length = q.shape[:2]
-    if documents is not None and not isinstance(documents, Documents):
-        documents = _gathered_documents(exchange, documents)
     check_documents(documents, rows, length * exchange.cp)
     tensors, scores = tensors_of(documents), options.given(q)
     if exchange.cp == 1:
@@ -185,15 +175,6 @@ def _attend(
         starts = [start for rank in range(cp) for start in chunk_starts(rank, cp, balance, length)]
         return ring_attention_forward(q, k, v, *tensors, sinks, exchange.group, starts, *scores)[0]
     return cast(Tensor, _AllGather.apply(q, k, v, *tensors, sinks, exchange, scores))
-
-
-def _gathered_documents(exchange: Exchange, documents: HasIds) -> Documents:
-    """Return the documents of whole sequences; they are made once and kept on ``documents``."""
-    known = getattr(documents, "_whole", None)
-    if known is None:
-        known = Documents(exchange.gathered(documents.ids))
-        documents._whole = known  # type: ignore[attr-defined]
-    return known
 
 
 _Scores = tuple[bool, int, float, float]  # causal, window, scale, softcap

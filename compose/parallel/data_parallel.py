@@ -34,7 +34,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.profiler import record_function
 
-from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward
 from compose.parallel.gradient_sum import GradientSum
@@ -103,21 +102,6 @@ class Sharding:
     """The mesh over which experts are sharded, from ``expert_mesh`` in expert_parallel.py."""
     messages: UnitMessages | None = None
     """Sends weights and gradients in another way; None: FSDP sends them as they are."""
-
-
-def check_offload(model: nn.Module, zero: int, offload: str) -> None:
-    """Raise ConfigError unless ZeRO's stage ``zero`` leaves parameters free to be in host memory."""
-    for name, parameter in model.named_parameters():
-        if offload != "none" and parameter.ndim == 0:
-            raise ConfigError(
-                f'parallel.offload: "{offload}" moves shards, and parameter {name} has no dims to be'
-                ' cut along; give it the shape (1,), or use parallel.offload = "none"'
-            )
-    if offload != "none" and zero != 3:
-        raise ConfigError(
-            f"parallel.zero: {zero} keeps whole parameters on the device, and parallel.offload ="
-            f' "{offload}" none; use parallel.zero = 3, or parallel.offload = "none"'
-        )
 
 
 class DataParallel:

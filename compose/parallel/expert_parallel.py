@@ -91,16 +91,6 @@ def check_experts(n_experts: int, ep: int) -> None:
         )
 
 
-def check_expert_ranks(ep: int, ranks: int) -> None:
-    """Raise ConfigError unless ``ep`` divides the ``ranks`` of the data, context and tensor axes."""
-    if ranks % ep:
-        nearest = min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - ep))
-        raise ConfigError(
-            f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {ranks}, the ranks"
-            f" it is taken from; nearest: {nearest}"
-        )
-
-
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     """Return a mesh of the same ranks with the axes pp, expert_replicate, expert_shard, ep.
 

@@ -39,3 +39,8 @@ def around(name: str) -> list[str]:
     """Return the names of the modules that hold ``name``, without the root."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def parent(name: str) -> str:
+    """Return the name of the module that holds ``name`` itself; the root's is empty."""
+    return name.rpartition(".")[0]

@@ -35,6 +35,7 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import local_tensor, place_parameters, tie, tied_names
 from compose.parallel.lora_parallel import without_adapter
+from compose.parallel.name_patterns import parent
 from compose.parallel.stream_messages import Style
 
 
@@ -253,7 +254,7 @@ def apply_tensor_parallel(
         for other in others:
             tied = (model.get_parameter(name) for name in (first, other))
             placements = [getattr(parameter, "placements", "not at all") for parameter in tied]
-            holder = model.get_submodule(other.rpartition(".")[0])
+            holder = model.get_submodule(parent(other))
             used = _placed(model, other) or isinstance(holder, (nn.Linear, nn.Embedding))
             if used and placements[0] != placements[1]:
                 raise ConfigError(

@@ -71,20 +71,16 @@ Table = list[list[Action]]
 
 def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
     """Return how many stages each rank holds."""
-    if schedule.endswith(".csv"):
-        if 0 < virtual_stages <= _MOST_STAGES:
-            return virtual_stages
-        table = read_table(schedule)
-        return max(1, len({action.stage for row in table for action in row}) // len(table))
+    in_file = schedule.endswith(".csv")
     schedules = SCHEDULES | ASYNCHRONOUS
-    if schedule not in schedules:
+    if not in_file and schedule not in schedules:
         known = ", ".join(schedules)
         near = did_you_mean(schedule, schedules)
         raise ConfigError(
             f"parallel.pp_schedule: unknown schedule {schedule!r}{near} (known: {known}, or a .csv"
             " file)"
         )
-    usual = schedules[schedule]
+    usual = schedules.get(schedule, 0)
     if schedule in _FIXED and virtual_stages not in (0, usual):
         raise ConfigError(
             f"parallel.pp_virtual_stages: {schedule} has {usual} on each rank, not {virtual_stages};"
@@ -94,6 +90,9 @@ def stages_per_rank(schedule: str, virtual_stages: int = 0) -> int:
         raise ConfigError(
             f"parallel.pp_virtual_stages: {virtual_stages} on each rank; use at most {_MOST_STAGES}"
         )
+    if not virtual_stages and in_file:
+        table = read_table(schedule)
+        return max(1, len({action.stage for row in table for action in row}) // len(table))
     return virtual_stages or usual
 
 

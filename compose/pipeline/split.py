@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import arrived, local_tensor, tied_names
+from compose.parallel.name_patterns import parent
 from compose.pipeline.stand_ins import Elsewhere, NoRows, Skipped, outputs_of_layers, stage_forward
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ class Tied:
 def layer_names(model: nn.Module, pipeline: "Pipeline") -> list[str]:
     """Return the layers' names within their container, in the order they run."""
     return [name for name, _ in model.get_submodule(pipeline.layers).named_children()]
+
+
+def stages_of(model: nn.Module, pipeline: "Pipeline", layers: Sequence[int]) -> dict[str, int]:
+    """Return the stage of every module that stages share out, by name."""
+    ends = dict.fromkeys(pipeline.first, 0) | dict.fromkeys(pipeline.last, len(layers) - 1)
+    names = [f"{pipeline.layers}.{name}" for name in layer_names(model, pipeline)]
+    # Another rule asks whether they add up; these may be any numbers.
+    numbers = (stage for stage, count in enumerate(layers) for _ in range(count))
+    return ends | dict(zip(names, numbers, strict=False))
 
 
 def check_layers(layers: Sequence[int], stages: int, n_layers: int) -> None:
@@ -204,24 +214,18 @@ def split(
     is that of the first one. So the model's own forward is the stage's, if it gets the stream in place
     of its first argument.
     """
-    names = layer_names(model, pipeline)
-    last = len(layers) - 1
-    stage_of = dict.fromkeys(pipeline.first, 0) | dict.fromkeys(pipeline.last, last)
-    start = 0
-    for stage, count in enumerate(layers):
-        stage_of |= {f"{pipeline.layers}.{name}": stage for name in names[start : start + count]}
-        start += count
+    stage_of, last = stages_of(model, pipeline, layers), len(layers) - 1
     ties = _untie(model, stage_of)
     _remove(model, {name for name, stage in stage_of.items() if stage not in mine}, pipeline)
     stages = []
     for stage in mine:
         absent = frozenset(name for name, other in stage_of.items() if other != stage)
-        module = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
+        module = _twin(model, "", {pipeline.layers, *map(parent, stage_of)})
         _remove(module, absent, pipeline)
         if pipeline.whole_forward:
             module.forward = stage_forward(module, pipeline.layers, stage > 0, stage < last)
         stages.append(Stage(stage, module, absent))
-    shell = _twin(model, "", {pipeline.layers, *map(_parent, stage_of)})
+    shell = _twin(model, "", {pipeline.layers, *map(parent, stage_of)})
     _remove(shell, set(stage_of), pipeline)
     if pipeline.whole_forward:
         shell.forward = stage_forward(shell, pipeline.layers, True, True)
@@ -253,22 +257,18 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
 def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: "Pipeline") -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path)
+        holder = model.get_submodule(path)
         if path == pipeline.layers and not pipeline.whole_forward:
-            parent._modules.pop(leaf, None)
+            holder._modules.pop(leaf, None)
             continue
-        module, kind = parent.get_submodule(leaf), Elsewhere
+        module, kind = holder.get_submodule(leaf), Elsewhere
         if path == pipeline.layers:
             kind = Skipped
         elif pipeline.whole_forward and isinstance(module, (nn.Embedding, NoRows)):
-            parent._modules[leaf] = NoRows(module.embedding_dim)
+            holder._modules[leaf] = NoRows(module.embedding_dim)
             continue
         # A new one each time: the loss replaces forward of the model's own.
-        parent._modules[leaf] = kind(module)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+        holder._modules[leaf] = kind(module)
 
 
 def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:

@@ -3,20 +3,22 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose import forward_backward
-from compose.compression.compressor import Compression, CompressionHook
+from compose.compression.compressor import Compression, CompressionHook, Unit
 from compose.compression.packing import UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
 from compose.data.samples import random_batch
 from compose.ops.torch_versions import ALL_GATHER
+from compose.parallel.comm import Comm
 from compose.planner.trace import sent_bytes
 from compose.train.readings import Reading
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take_steps
@@ -283,6 +285,21 @@ def test_a_skipped_step_leaves_what_was_not_sent(pool: Pool, name: str) -> None:
     pool.run(_skipped_and_restored, ranks_in(keys), keys)
 
 
+def test_a_skipped_step_leaves_those_of_a_module_named_gather() -> None:
+    mesh: Any = SimpleNamespace(device_type="cpu", mesh=torch.zeros(1, 1, 1, 1, 1))
+    compression = Compression(Comm(gradients="int8"), mesh, 3, compiled=False)
+    stage, model = compression.stage(), nn.ModuleDict({"gather": nn.Linear(2, 2)})
+    assert stage is not None
+    unit = Unit.of(model, dict(model.named_parameters()))
+    unit.codes["shards"] = Signs(stage.settings, unit.layout(trained=True))
+    unit.codes["shards"].kept["feedback"] = kept = torch.ones(6)
+    stage.units.append(unit)
+    before = compression.of_gradients()
+    kept.zero_()
+    compression.undo(before)
+    assert unit.codes["shards"].kept["feedback"].tolist() == [1.0] * 6
+
+
 @pytest.mark.slow
 def test_another_mesh_drops_it_and_says_so(pool: Pool, tmp_path: Path) -> None:
     train_on(pool, tmp_path, WIDE | INT4, parallel(dp_shard=2), 2)
@@ -330,6 +347,10 @@ REFUSED: dict[str, tuple[Keys, str]] = {
     "block": (
         SHARDS | comm("int8", block=100),
         "comm.block: 100 is no power of two from 16; nearest: 128",
+    ),
+    "block above a power": (
+        SHARDS | comm("int8", block=257),
+        "comm.block: 257 is no power of two from 16; nearest: 256",
     ),
     "no weights are sent": (
         SHARDS | parallel(zero=0) | INT8,

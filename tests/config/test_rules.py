@@ -84,6 +84,17 @@ def test_stages_far_too_many_to_list_are_refused() -> None:
     assert line == "parallel.pp_virtual_stages: 10000000000000 on each rank; use at most 1000"
 
 
+def test_a_stage_that_trains_nothing_is_refused() -> None:
+    given = replace(config(), parallel=Parallel(pp=2, pp_layers=[0, 5]))
+    model = Model(replace(given.model.config, tie_embeddings=False))
+    assert rules.check(given, 2, model=model)
+    model.tok_embeddings.requires_grad_(False)
+    assert refused(rules.check, given, 2, None, model) == [
+        "parallel.pp_layers: stage 0 of the pipeline, with no layers, has no trained weight and so no"
+        " gradient; give it one, or use parallel.pp = 1"
+    ]
+
+
 def test_a_segment_longer_than_every_stage_is_refused_in_the_survey() -> None:
     """The layers of stages are known only when all else is legal."""
     keys = {"activation_checkpoint__mode": "full", "activation_checkpoint__segment": 4}

@@ -195,9 +195,9 @@ def test_a_mask_has_a_bounded_size(length: int, window: int) -> None:
     result = gpu_attention.EfficientParts(
         task_of((bounds, None), ((0,), (0,)), (True, window, 0.1, 0.0)), q, k, square=True
     )
-    sizes = [(q1 - q0) * (k1 - k0) for q0, q1, k0, k1, *_ in result.tiles]
+    sizes = [(q1 - q0) * (k1 - k0) for (q0, q1), (k0, k1), _ in result.tiles]
     assert 2 * max(sizes) <= max(gpu_attention._MASK, 2 * 64 * length)
-    assert sum(q1 - q0 for q0, q1, *_ in result.tiles) == length
+    assert sum(q1 - q0 for (q0, q1), *_ in result.tiles) == length
     assert len(sizes) <= length // 64
 
 

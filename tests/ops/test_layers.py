@@ -4,11 +4,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose.ops import layers as module
 from compose.ops import operators
-from compose.ops.layers import grouped_mm, wide_linear
+from compose.ops.layers import RMSNorm, grouped_mm, wide_linear
 from models.layers import moe
 
 
@@ -54,6 +54,12 @@ def test_float32_weights_keep_their_bits() -> None:
     with mock.patch.object(operators, "device_of", return_value="cuda"):
         result = wide_linear(rows, weight)
     assert torch.equal(result, rows.float() @ weight.t())
+
+
+def test_a_norm_of_one_token_has_gradients() -> None:
+    x, norm, expected = torch.randn(8, requires_grad=True), RMSNorm(8, eps=1e-6), nn.RMSNorm(8, 1e-6)
+    pairs = [torch.autograd.grad(one(x).square().sum(), (x, one.weight)) for one in (norm, expected)]
+    torch.testing.assert_close(*pairs)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]])

@@ -1,6 +1,5 @@
 """The style alone, in a plain module; sequences that are cut; what ulysses cannot divide."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,14 +43,10 @@ def _core(
     wanted = torch.autograd.grad((expected * weight).sum(), [q, k, v, *whole_sinks])
     core = parallelize_module(AttentionCore(options), mesh, ContextParallel(method, balance))
     whole = {"q": q, "k": k, "v": v, "weight": weight, "expected": expected.detach()}
-    whole |= {"ids": ids} if ids is not None else {}
     whole |= {f"d{i}": gradient for i, gradient in enumerate(wanted[:3])}
     mine = shard_sequence(whole, mesh, balance)
     inputs = [*(mine[name].detach().requires_grad_() for name in "qkv"), *whole_sinks]
-    # The documents of whole sequences, and the older form: this rank's ids.
-    documents = (
-        None if ids is None else Documents(ids) if seed % 2 else SimpleNamespace(ids=mine["ids"])
-    )
+    documents = None if ids is None else Documents(ids)
     output = core(*inputs[:3], documents, sinks)
     result = torch.autograd.grad((output * mine["weight"]).sum(), inputs)
     compared = [(output, mine["expected"]), *((result[i], mine[f"d{i}"]) for i in range(3))]

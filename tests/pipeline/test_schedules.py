@@ -236,6 +236,9 @@ def test_csv_of_another_size(folder: Path) -> None:
     assert refused(build_table, "table.csv", 2, 2, 4) == [
         f"{start} stages 0 to 1; parallel.pp 2 and parallel.pp_virtual_stages {degrees}"
     ]
+    assert refused(build_table, "table.csv", 2, 2000, 4) == [
+        "parallel.pp_virtual_stages: 2000 on each rank; use at most 1000"
+    ]
     assert refused(build_table, "table.csv", 2, 0, 6) == [
         f"{start} micro-batches 0 to 3; train.global_batch and train.micro_batch make 6, 0 to 5"
     ]
