@@ -247,11 +247,9 @@ class Router(nn.Module):
 
         Returns:
             True where a row is taken (B, L, k), and the margin (B, L, k), relative to the greater
-                score. For a
-            taken row it is how far the row is ahead of the first one beyond the capacity. For another
-                row it is
-            how far it is behind the last one within the capacity. It is inf if the expert has room for
-                all.
+            score. For a taken row it is how far the row is ahead of the first one beyond the capacity.
+            For another row it is how far it is behind the last one within the capacity. It is inf if
+            the expert has room for all.
         """
         c = self.config
         scores_BSK = self.gather_sequence(scores_BLK)

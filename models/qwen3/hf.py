@@ -22,7 +22,7 @@ from ..layers.hf_names import (
     in_layer,
 )
 from ..layers.kinds import Kind, kind_of, with_experts
-from ..layers.published import keys, number, only, rope_rule, size, truth
+from ..layers.published import keys, number, only, rope_rule, share, size, truth
 from ..layers.published_rope import positions, read_rule, written_rule
 from ..layers.rope import RULES
 from .model import Qwen3Config
@@ -372,7 +372,7 @@ def _rotary_dim(values: Mapping[str, Any], rule: Mapping[str, Any], head_dim: in
     else:
         default = 0.5 if values.get("model_type") == "glm4_moe" else 1.0
         inner = rule.get("partial_rotary_factor", default)
-        width = int(head_dim * number(values, "partial_rotary_factor", inner))
+        width = int(head_dim * share(values, "partial_rotary_factor", inner))
     if not 1 <= width <= head_dim:
         raise ValueError(f"partial_rotary_factor: leaves {width} of {head_dim} to rotate")
     return 0 if width == head_dim else width
