@@ -214,18 +214,6 @@ def numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 def rope(
     values: Mapping[str, Any],
-    kind: str = "default",
-    places: Sequence[str] = ("rope_scaling", "rope_parameters"),
-    base: str = "rope_theta",
-    default: float = 10_000.0,
-) -> tuple[float, dict[str, Any]]:
-    """Return base and parameters as :func:`rope_rule`, for a model that can have one rule."""
-    theta, _, parameters = rope_rule(values, (kind,), places, base, default)
-    return theta, parameters
-
-
-def rope_rule(
-    values: Mapping[str, Any],
     kinds: Sequence[str],
     places: Sequence[str] = ("rope_scaling", "rope_parameters"),
     base: str = "rope_theta",

@@ -37,7 +37,7 @@ def read_rule(values: Mapping[str, Any], kind: str, rule: Mapping[str, Any]) -> 
     """Return our fields of a rule; none if it changes nothing.
 
     ``kind`` and ``rule`` are its name and parameters as
-    :func:`~compose.models.layers.published.rope_rule` returns them. Raises ValueError if the factor is
+    :func:`~compose.models.layers.published.rope` returns them. Raises ValueError if the factor is
     not above 0, the original length is too small, or that of the rule "dynamic" is missing.
     """
     least = 2 if kind == "longrope" else 1

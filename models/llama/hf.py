@@ -11,7 +11,7 @@ from ..layers.published import (
     layer_types,
     number,
     only,
-    rope_rule,
+    rope,
     share,
     shortest_pattern,
     shown,
@@ -25,7 +25,6 @@ from .architectures import ARCHITECTURES, Architecture
 from .config import LlamaConfig
 
 MODEL_TYPES = tuple(ARCHITECTURES)
-KEYS = {name: row.keys for name, row in ARCHITECTURES.items()}
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _WORDS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -176,7 +175,7 @@ def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[str, Any]:
     part = "rotary_dim" not in row.fixed
     kinds = ("longrope",) if LENGTH in row.keys.read else RULES
-    theta, kind, rule = rope_rule(values, kinds, default=row.theta, part=part)
+    theta, kind, rule = rope(values, kinds, default=row.theta, part=part)
     result = {"rope_theta": theta, **read_rule(values, kind, rule)}
     if part:
         given = rule.get("partial_rotary_factor")

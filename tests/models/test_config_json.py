@@ -25,13 +25,17 @@ from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import OLMOE, QWEN2_MOE, YARN, compare, published, randomize
 
 GEMMA3, OSS, DEEPSEEK = find_hf("gemma3"), find_hf("gpt_oss"), find_hf("deepseek_v3")
+
+
+def rows(folder: str) -> dict[str, Any]:
+    """The architectures of a model's hf.py: its table, or its one."""
+    hf: Any = find_hf(folder)
+    table = getattr(hf, "KINDS", None) or getattr(hf, "ARCHITECTURES", None)
+    return table or {hf.MODEL_TYPES[0]: hf.KIND}
+
+
 # The folder of each kind of config.json; kimi_k2 is deepseek_v3 by another name.
-KINDS = {
-    kind: folder
-    for folder in FOLDERS
-    for kind in find_hf(folder).KEYS  # type: ignore[attr-defined]
-    if kind != "kimi_k2"
-}
+KINDS = {kind: folder for folder in FOLDERS for kind in rows(folder) if kind != "kimi_k2"}
 WITHOUT_ROPE = ("gpt2", "gpt_bigcode", "opt")
 PRESETS = {
     "gpt2": "124m",
@@ -78,8 +82,8 @@ LITE = {"model_type": "glm4_moe_lite", "mlp_layer_types": 3 * ["dense"] + 58 * [
 
 
 def known(kind: str) -> Keys:
-    keys: dict[str, Keys] = find_hf(KINDS[kind]).KEYS  # type: ignore[attr-defined]
-    return keys[kind]
+    keys: Keys = rows(KINDS[kind])[kind].keys
+    return keys
 
 
 def values_of(kind: str) -> dict[str, Any]:
