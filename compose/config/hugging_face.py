@@ -85,7 +85,7 @@ def described_model(folder: Path, own: str = "") -> tuple[str, Any]:
         )
     try:
         return fitting[0], find_hf(fitting[0]).config_from_hf(values)
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -114,7 +114,7 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
     try:
         hf = find_hf(name)
         theirs = hf.config_from_hf(read_config(folder))
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         return [f"{folder}/config.json: {error}"]
     except ConfigError as error:
         return error.problems
@@ -135,7 +135,7 @@ def config_problems(folder: Path, name: str, config: Any) -> list[str]:
 
 
 def _round_trip(hf: HuggingFace, config: Any) -> Any:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, ArithmeticError):
         return hf.config_from_hf(hf.hf_config(config))
     return config
 

@@ -1,12 +1,13 @@
 """The table [outer] and its rules: training on DiLoCo workers, which messages call islands."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from compose.config.setup import Rule, all_keys_read
+from compose.config.setup import Rules, all_keys_read
 from compose.errors import ConfigError, Decay, NonNegative, ReadWith
 from compose.parallel.comm import Density
 
@@ -60,6 +61,13 @@ def best_lr(workers: int) -> float:
     return _BEST[max(known for known in _BEST if known <= workers)]
 
 
+ISLANDS = Rules["Job"]()
+
+
+@ISLANDS.add(
+    "with outer.every, dp_replicate is 2 or more",
+    "its ranks are the islands, and one alone has none to exchange with",
+)
 def _several(job: "Job") -> None:
     every = job.config.outer.every
     if every and job.islands == 1:
@@ -69,6 +77,17 @@ def _several(job: "Job") -> None:
         )
 
 
+ISLANDS.add(
+    "the other keys of [outer] go with outer.every, and density with top_k",
+    "a key that changes nothing would look like one that works",
+)(all_keys_read("outer", lambda job: job.config.outer))
+
+
+@ISLANDS.add(
+    "outer.every is a multiple of the fragments, and outer.delay is less than the steps between two"
+    " exchanges",
+    "fragments take turns, and one exchange ends before the next begins",
+)
 def _fragments(job: "Job") -> None:
     outer, layers = job.config.outer, len(job.resolved.checkpoint)
     if not outer.every:
@@ -88,6 +107,7 @@ def _fragments(job: "Job") -> None:
         )
 
 
+@ISLANDS.add("outer.density is a multiple of 4 / 4,096", "what is sent of a row fills whole bytes")
 def _density(job: "Job") -> None:
     density = job.config.outer.density
     kept = density * ROW
@@ -99,19 +119,10 @@ def _density(job: "Job") -> None:
         )
 
 
-def _one_loss(job: "Job") -> None:
-    train, keep = job.config.train, job.config.checkpoint
-    keys = {"train.patience": train.patience, "checkpoint.keep_best": keep.keep_best}
-    problems = [
-        f"{key}: {value} goes by one validation loss, and each island has its own; use {key} = 0, or"
-        " outer.every = 0"
-        for key, value in keys.items()
-        if value and job.config.outer.every
-    ]
-    if problems:
-        raise ConfigError(*problems)
-
-
+@ISLANDS.add(
+    "outer.grace goes without top_k",
+    "what an island could not send is kept for the next exchange, also if it missed this one",
+)
 def _late(job: "Job") -> None:
     outer = job.config.outer
     if outer.grace and outer.dtype == "top_k":
@@ -122,36 +133,16 @@ def _late(job: "Job") -> None:
         )
 
 
-ISLANDS: list["Rule[Job]"] = [
-    Rule(
-        "with outer.every, dp_replicate is 2 or more",
-        "its ranks are the islands, and one alone has none to exchange with",
-        _several,
-    ),
-    Rule(
-        "the other keys of [outer] go with outer.every, and density with top_k",
-        "a key that changes nothing would look like one that works",
-        all_keys_read("outer", lambda job: job.config.outer),
-    ),
-    Rule(
-        "outer.every is a multiple of the fragments, and outer.delay is less than the steps between two"
-        " exchanges",
-        "fragments take turns, and one exchange ends before the next begins",
-        _fragments,
-    ),
-    Rule(
-        "outer.density is a multiple of 4 / 4,096",
-        "what is sent of a row fills whole bytes",
-        _density,
-    ),
-    Rule(
-        "outer.grace goes without top_k",
-        "what an island could not send is kept for the next exchange, also if it missed this one",
-        _late,
-    ),
-    Rule(
-        "train.patience and checkpoint.keep_best go without outer.every",
-        "each island has a validation loss of its own, and all must end and save at the same steps",
-        _one_loss,
-    ),
-]
+@ISLANDS.add(
+    "train.patience and checkpoint.keep_best go without outer.every",
+    "each island has a validation loss of its own, and all must end and save at the same steps",
+)
+def _one_loss(job: "Job") -> Iterator[str]:
+    train, keep = job.config.train, job.config.checkpoint
+    keys = {"train.patience": train.patience, "checkpoint.keep_best": keep.keep_best}
+    for key, value in keys.items():
+        if value and job.config.outer.every:
+            yield (
+                f"{key}: {value} goes by one validation loss, and each island has its own; use {key} ="
+                " 0, or outer.every = 0"
+            )

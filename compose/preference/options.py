@@ -1,5 +1,6 @@
 """The table [dpo] and its rules."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from compose.config.models import find_model
-from compose.config.setup import Rule
+from compose.config.setup import Rules
 from compose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,15 @@ class Dpo:
     0: no pairs, the next token is learnt."""
 
 
-def _next_token(job: "Job") -> None:
+RULES = Rules["Job"]()
+
+
+@RULES.add(
+    "with dpo.beta, the model predicts the next token and takes documents, and train.loss_chunk and"
+    " train.z_loss are 0",
+    "a pair is two documents of a row, and its loss is no sum over tokens",
+)
+def _next_token(job: "Job") -> Iterator[str]:
     beta, name = job.config.dpo.beta, job.config.model.name
     if not beta:
         return
@@ -35,21 +44,9 @@ def _next_token(job: "Job") -> None:
         raise ConfigError(
             f"dpo.beta: {beta:g} is for models of the next token, and {name} {lacks}; use dpo.beta = 0"
         )
-    problems = [
-        f"train.{key}: {value:g} is of a sum over tokens, and dpo.beta = {beta:g} has a loss of whole"
-        f" pairs; use 0, or dpo.beta = 0"
-        for key in ("loss_chunk", "z_loss")
-        if (value := getattr(job.config.train, key))
-    ]
-    if problems:
-        raise ConfigError(*problems)
-
-
-RULES: list["Rule[Job]"] = [
-    Rule(
-        "with dpo.beta, the model predicts the next token and takes documents, and train.loss_chunk and"
-        " train.z_loss are 0",
-        "a pair is two documents of a row, and its loss is no sum over tokens",
-        _next_token,
-    ),
-]
+    for key in ("loss_chunk", "z_loss"):
+        if value := getattr(job.config.train, key):
+            yield (
+                f"train.{key}: {value:g} is of a sum over tokens, and dpo.beta = {beta:g} has a loss of"
+                " whole pairs; use 0, or dpo.beta = 0"
+            )

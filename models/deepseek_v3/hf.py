@@ -11,7 +11,7 @@ from typing import Any
 
 from compose.errors import shown
 
-from ..layers.hf_names import EXPERTS, FEED_FORWARD, MODULES, SHARED_EXPERTS, in_layer
+from ..layers.hf_names import EXPERTS, FEED_FORWARD, FIELDS, MODULES, SHARED_EXPERTS, in_layer
 from ..layers.kinds import Kind
 from ..layers.published import keys, only, rope, size, truth, unpublished
 from ..layers.rope import yarn_magnitude, yarn_weight
@@ -35,10 +35,7 @@ _MODULES = (
     }
 )
 _FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
+    **{ours: theirs for ours, theirs in FIELDS.items() if ours != "n_kv_heads"},
     "kv_rank": "kv_lora_rank",
     "nope_dim": "qk_nope_head_dim",
     "rope_dim": "qk_rope_head_dim",
@@ -50,9 +47,7 @@ _FIELDS = {
     "q_rank": "q_lora_rank",
     "n_experts": "n_routed_experts",
     "n_shared_experts": "n_shared_experts",
-    "norm_eps": "rms_norm_eps",
     "route_scale": "routed_scaling_factor",
-    "tie_embeddings": "tie_word_embeddings",
     # The fields that only training needs.
     "balance_loss": "seq_aux",
     "balance_weight": "aux_loss_alpha",
@@ -100,7 +95,6 @@ KINDS = {
     _LITE: replace(_V3, keys=keys(_FIELDS | _GROUPS, (*_READ, "mlp_layer_types"), _THIRD, _PREDICTION)),
     "kimi_k2": _V3,
 }
-KEYS = {name: kind.keys for name, kind in KINDS.items()}
 # The epsilon of the latents' norms in all published code, whatever rms_norm_eps says.
 _LATENT_EPS = 1e-6
 
@@ -171,7 +165,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DeepSeekV3Config:
     kind.keys.check(values)
     if name == _LITE:
         values = {**values, "first_k_dense_replace": _dense_layers(values)}
-    theta, rule = rope(values, "yarn")
+    theta, _, rule = rope(values, ("yarn",))
     none = {key: 0 for key in map(_FIELDS.__getitem__, _NULL) if values.get(key, 0) is None}
     result = kind.read(DeepSeekV3Config, {**values, **none}, ("balance_loss",))
     for key in ("num_local_experts", "num_experts"):

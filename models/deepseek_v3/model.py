@@ -89,20 +89,16 @@ class DeepSeekV3Config(MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("vocab_size", "dim", "n_heads", "kv_rank", "nope_dim", "rope_dim", "v_dim")
-        check_at_least(self, 1, *sizes, "hidden_dim", "rope_original_len")
+        check_at_least(self, 1, *sizes, "hidden_dim", "rope_original_len", "rope_factor")
         check_at_least(self, 1, "n_layers", bits=12)
         check_at_least(self, 0, "n_dense_layers", "q_rank", "n_shared_experts")
-        for factor in ("rope_mscale", "rope_mscale_all_dim"):
-            if not getattr(self, factor) >= 0:
-                raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
+        check_at_least(self, 0, "rope_mscale", "rope_mscale_all_dim")
         check_eps(self)
         if self.latent_norm_eps:
             check_eps(self, "latent_norm_eps")
         check_above_0(self, "rope_beta_slow")
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
-        if not self.rope_factor >= 1:
-            raise ValueError(f"rope_factor: {self.rope_factor} should be at least 1")
         fast, slow = self.rope_beta_fast, self.rope_beta_slow
         if not fast >= slow:
             raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")

@@ -110,23 +110,31 @@ class Images:
 def folder_of_images(path: str, model: DiTConfig, skip_unreadable: bool) -> Images:
     """Open a folder: its subfolders are the classes, by name; images beside them are class 0.
 
+    What is hidden, by a name that begins with a dot, is left out.
+
     Raises ConfigError if there are no images, or more classes than the model has.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path} is no folder of images; name one, or shapes for drawn ones")
-    classes = sorted(each for each in folder.iterdir() if each.is_dir())
+    inside = [each for each in sorted(folder.iterdir()) if not _is_hidden(each, folder)]
+    classes = [each for each in inside if each.is_dir()]
     if len(classes) > model.n_classes:
         raise ConfigError(
             f"{path} has {len(classes)} folders, each a class; set model.n_classes to at least"
             f" {len(classes)} (it is {model.n_classes})"
         )
-    files = [(file, 0) for file in sorted(folder.iterdir()) if _is_image(file)]
+    files = [(file, 0) for file in inside if _is_image(file)]
     for label, each in enumerate(classes):
-        files += [(file, label) for file in sorted(each.rglob("*")) if _is_image(file)]
+        found = (file for file in sorted(each.rglob("*")) if not _is_hidden(file, folder))
+        files += [(file, label) for file in found if _is_image(file)]
     if not files:
         raise ConfigError(f"{path} has no image ({', '.join(_SUFFIXES)}) in it or in its folders")
     return Images(path, files, model.image_size, model.channels, skip_unreadable)
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _is_image(path: Path) -> bool:

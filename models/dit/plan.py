@@ -8,7 +8,7 @@ from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinear, LocalRowwise
 from compose.parallel.tensor_parallel import SharedByHeads
 
-from ..layers.plans import outermost
+from ..layers.plans import feed_forward, float8_feed_forward, outermost
 from .model import DiTConfig
 
 _CONDITIONS = ["layers.*.condition", "final.condition"]
@@ -42,9 +42,7 @@ def plan(model: DiTConfig, parallel: Parallel) -> Plan:
             "layers.*.attention": LocalInput(stream, inputs=2),
             "layers.*.attention.w[qkv]": LocalColwise(),
             "layers.*.attention.wo": LocalRowwise(stream),
-            "layers.*.feed_forward": LocalInput(stream),
-            "layers.*.feed_forward.w1": LocalColwise(even=model.hidden_dim % parallel.tp == 0),
-            "layers.*.feed_forward.w2": LocalRowwise(stream),
+            **feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0),
         },
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
         replicate=[
@@ -57,8 +55,7 @@ def plan(model: DiTConfig, parallel: Parallel) -> Plan:
         float8=[
             "layers.*.attention",
             "layers.*.attention.w[qkvo]",
-            "layers.*.feed_forward",
-            "layers.*.feed_forward.w[12]",
+            *float8_feed_forward("layers.*.feed_forward"),
         ],
         float8_except=outermost(model.n_layers),
         # A layer's modulation enters the stream at six places.

@@ -91,7 +91,6 @@ KINDS["vaultgemma"] = replace(
     architecture="VaultGemmaForCausalLM",
     fixed=_ONE_ROPE | {"post_norms": False},
 )
-KEYS = {name: kind.keys for name, kind in KINDS.items()}
 MODEL_TYPES = (*KINDS, _IMAGES)  # the last one to be refused with its reason
 
 
@@ -163,11 +162,12 @@ def config_from_hf(values: Mapping[str, Any]) -> Gemma3Config:
     if name in (None, _TEXT):
         rules = _rope_rules(values)
         places = ("rope_scaling", f"rope_parameters.{_GLOBAL}")
-        theta, rule = rope(rules, "linear", places, default=1_000_000.0)
+        theta, _, rule = rope(rules, ("linear",), places, default=1_000_000.0)
         result["rope_scaling"] = rule.get("factor", 1.0)
-        local_theta, _ = rope(rules, places=(f"rope_parameters.{_LOCAL}",), base="rope_local_base_freq")
+        places = (f"rope_parameters.{_LOCAL}",)
+        local_theta, *_ = rope(rules, (), places, base="rope_local_base_freq")
     else:
-        theta, _ = rope(values)
+        theta, *_ = rope(values, ())
         local_theta = theta if name != "gemma" else Gemma3Config.rope_local_theta
     scalar = result["query_pre_attn_scalar"]
     if name != "gemma" and scalar < 1:

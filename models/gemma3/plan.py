@@ -13,7 +13,7 @@ from compose.parallel.local_parallel import (
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 
-from ..layers.plans import feed_forward, float8_feed_forward, outermost
+from ..layers.plans import feed_forward, float8_feed_forward, outermost, qk_norms
 from .model import Gemma3Config
 
 
@@ -34,9 +34,7 @@ def plan(model: Gemma3Config, parallel: Parallel) -> Plan:
             "layers.*.attention": LocalInput(stream, inputs=4),
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.w[kv]": LocalHeads(model.n_kv_heads),
-            # These norms are whole and run on this rank's heads (B, L, heads, head_dim), so their
-            # gradients are summed over tp.
-            **({"layers.*.attention.[qk]_norm": LocalNorm(sequence_dim=2)} if model.qk_norm else {}),
+            **qk_norms("head" if model.qk_norm else "none", model.n_heads, model.n_kv_heads),
             "layers.*.attention.wo": LocalRowwise(stream),
             **feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0),
             "output": LocalOutput(stream, sharded=parallel.loss),

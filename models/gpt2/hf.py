@@ -134,7 +134,6 @@ KINDS = {
         writes={"activation_function": "relu", "do_layer_norm_before": True, "dropout": 0.0},
     ),
 }
-KEYS = {name: kind.keys for name, kind in KINDS.items()}
 MODEL_TYPES = tuple(KINDS)
 
 

@@ -14,7 +14,7 @@ from compose.parallel.local_parallel import (
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 
-from ..layers.plans import outermost
+from ..layers.plans import feed_forward, float8_feed_forward, outermost
 from .model import GPT2Config
 
 
@@ -35,9 +35,7 @@ def plan(model: GPT2Config, parallel: Parallel) -> Plan:
             "layers.*.attention.wq": LocalColwise(),
             "layers.*.attention.w[kv]": LocalHeads(model.kv_heads),
             "layers.*.attention.wo": LocalRowwise(stream),
-            "layers.*.feed_forward": LocalInput(stream),
-            "layers.*.feed_forward.w1": LocalColwise(even=model.hidden_dim % parallel.tp == 0),
-            "layers.*.feed_forward.w2": LocalRowwise(stream),
+            **feed_forward("layers.*.feed_forward", stream, model.hidden_dim % parallel.tp == 0),
             "output": LocalOutput(stream, sharded=parallel.loss),
         },
         context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)},
@@ -49,8 +47,7 @@ def plan(model: GPT2Config, parallel: Parallel) -> Plan:
         float8=[
             "layers.*.attention",
             "layers.*.attention.w[qkvo]",
-            "layers.*.feed_forward",
-            "layers.*.feed_forward.w[12]",
+            *float8_feed_forward("layers.*.feed_forward"),
         ],
         float8_except=outermost(model.n_layers),
         pipeline=Pipeline(first=ends[:1], layers="layers", last=ends[1:]),

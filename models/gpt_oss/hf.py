@@ -60,7 +60,6 @@ KIND = Kind(
     like={"n_kv_heads": "n_heads"},
     writes={"hidden_act": "silu", "attention_bias": True},
 )
-KEYS = {"gpt_oss": KIND.keys}
 _LAYERS = {"w": "sliding_attention", "f": "full_attention"}
 # transformers takes the published models' rule if config.json has none.
 _RULE = {
@@ -120,7 +119,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GptOssConfig:
     _check_quantization(values)
     if not (values.get("rope_scaling") or values.get("rope_parameters")):
         values = {**values, "rope_scaling": _RULE}
-    theta, rule = rope(values, "yarn", default=GptOssConfig.rope_theta)
+    theta, _, rule = rope(values, ("yarn",), default=GptOssConfig.rope_theta)
     result = KIND.read(GptOssConfig, with_experts(values), ("window", "layer_pattern"))
     only(values, "experts_per_token", result["top_k"])
     result |= _windows(values, result["n_layers"])

@@ -72,14 +72,12 @@ class GptOssConfig(MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "n_experts", "window")
-        check_at_least(self, 1, *sizes, "rope_original_len")
+        check_at_least(self, 1, *sizes, "rope_original_len", "rope_factor")
         check_at_least(self, 1, "n_layers", bits=12)
         check_above_0(self, "swiglu_alpha", "swiglu_limit", "rope_beta_slow")
         check_eps(self)
         if not self.rope_theta > 1:
             raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
-        if not self.rope_factor >= 1:
-            raise ValueError(f"rope_factor: {self.rope_factor} should be at least 1")
         fast, slow = self.rope_beta_fast, self.rope_beta_slow
         if not fast >= slow:
             raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")

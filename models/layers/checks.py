@@ -6,7 +6,7 @@ import torch
 
 
 def check_at_least(config: Any, least: int, *fields: str, bits: int = 31) -> None:
-    """Check that fields are at least 0 or 1, and below 2^bits."""
+    """Check that fields are at least ``least``, and below 2^bits."""
     for field in fields:
         if not least <= getattr(config, field) < 2**bits:
             value = getattr(config, field)

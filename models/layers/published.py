@@ -170,6 +170,14 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
     return float(value)
 
 
+def share(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a number above 0, at most 1; ValueError for anything else."""
+    value = number(values, key, default)
+    if not 0 < value <= 1:
+        raise ValueError(f"{key}: {value} should be above 0, at most 1")
+    return value
+
+
 def truth(values: Mapping[str, Any], key: str, default: bool | None = None) -> bool:
     """Return true or false; ValueError for anything else."""
     value = required(values, key, default)
@@ -202,18 +210,6 @@ def numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 def rope(
     values: Mapping[str, Any],
-    kind: str = "default",
-    places: Sequence[str] = ("rope_scaling", "rope_parameters"),
-    base: str = "rope_theta",
-    default: float = 10_000.0,
-) -> tuple[float, dict[str, Any]]:
-    """Return base and parameters as :func:`rope_rule`, for a model that can have one rule."""
-    theta, _, parameters = rope_rule(values, (kind,), places, base, default)
-    return theta, parameters
-
-
-def rope_rule(
-    values: Mapping[str, Any],
     kinds: Sequence[str],
     places: Sequence[str] = ("rope_scaling", "rope_parameters"),
     base: str = "rope_theta",
@@ -231,7 +227,7 @@ def rope_rule(
     Raises ValueError if the rule is another one or has an unknown parameter, or two keys contradict
     each other.
     """
-    given = {key: rule for key in places if (rule := _object(values, key))}
+    given = {key: rule for key in places if (rule := table(values, key))}
     if any(rule != other for rule in given.values() for other in given.values()):
         raise ValueError(f"{places[0]}: says something else than {places[1]}")
     key, rule = next(iter(given.items()), (places[0], {}))
@@ -276,13 +272,15 @@ def rope_rule(
 
 _PARAMETERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "original_max_position_embeddings": size,
+    "partial_rotary_factor": share,
     "truncate": truth,
     "short_factor": numbers,
     "long_factor": numbers,
 }
 
 
-def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+def table(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object, empty if the key is absent or null; ValueError for anything else."""
     value = values.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{key}: expected an object, got {shown(value)}")
@@ -292,7 +290,7 @@ def _object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 def layer_types(values: Mapping[str, Any], n_layers: int, *allowed: str) -> list[str]:
     """Return the kind of each layer; ValueError for another number of them, or another kind."""
     types = values["layer_types"]
-    if not isinstance(types, list) or len(types) != n_layers:
+    if not isinstance(types, list) or len(types) != n_layers or None in types:
         raise ValueError(f"layer_types: expected a list of {n_layers} names, got {shown(types)}")
     for one in types:
         only({"layer_types": one}, "layer_types", *allowed)

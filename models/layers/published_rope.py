@@ -37,13 +37,19 @@ def read_rule(values: Mapping[str, Any], kind: str, rule: Mapping[str, Any]) -> 
     """Return our fields of a rule; none if it changes nothing.
 
     ``kind`` and ``rule`` are its name and parameters as
-    :func:`~compose.models.layers.published.rope_rule` returns them. Raises ValueError if the factor is
-    not above 0, or the length of the rule "dynamic" is missing.
+    :func:`~compose.models.layers.published.rope` returns them. Raises ValueError if the factor is
+    not above 0, the original length is too small, or that of the rule "dynamic" is missing.
     """
+    least = 2 if kind == "longrope" else 1
+    if rule.get(LENGTH, least) < least:
+        raise ValueError(f"{LENGTH}: {rule[LENGTH]} should be at least {least}")
     length = size(values, "max_position_embeddings", 0)
     factor = rule.get("factor", length / rule[LENGTH] if kind == "longrope" else 1.0)
     if not factor > 0:
         raise ValueError(f"rope_scaling.factor: {factor} should be above 0")
+    for one in ("mscale", "mscale_all_dim"):
+        if rule.get(one, 0) < 0:
+            raise ValueError(f"rope_scaling.{one}: {rule[one]} should be at least 0")
     magnitude = rule.get("attention_factor", 0.0)
     if not magnitude and rule.get("mscale") and rule.get("mscale_all_dim"):
         above, below = (yarn_magnitude(factor, rule[one]) for one in ("mscale", "mscale_all_dim"))

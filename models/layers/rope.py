@@ -60,7 +60,8 @@ def yarn_frequencies(
     def index(turns: float) -> float:
         """Solve theta^(-2 i / head_dim) * length = 2 pi turns for i, the pair that turns so often."""
         ratio = original_max_seq_len / (2 * math.pi * turns)
-        return head_dim / 2 * math.log(ratio) / math.log(theta)
+        # Far outside of all pairs the ratio may be 0 or infinite.
+        return head_dim / 2 * math.log(min(max(ratio, 1e-300), 1e300)) / math.log(theta)
 
     first, last = index(beta_fast), index(beta_slow)
     if truncate:
@@ -118,11 +119,13 @@ class RopeFields:
     rope_long_factors: tuple[float, ...] = ()
     """longrope: divisors above that length. They are kept for export, and not used here."""
 
-    def check_rope(self, pairs: int) -> None:
-        """Raise ValueError if a field is out of its range; so many pairs of a head are rotated."""
+    def check_rope(self, pairs: int, theta: float) -> None:
+        """Raise ValueError if a field is out of its range.
+
+        So many pairs of a head are rotated, with frequencies of this base.
+        """
         check_above_0(self, "rope_scaling")
-        if not 0 <= self.rope_magnitude < 2**31:
-            raise ValueError(f"rope_magnitude: {self.rope_magnitude} should be at least 0, below 2^31")
+        check_at_least(self, 0, "rope_scaling", "rope_magnitude")
         if self.rope_rule not in RULES:
             raise ValueError(f'rope_rule: "{self.rope_rule}" is none of {", ".join(RULES)}')
         if not self.rope_stretches:
@@ -133,7 +136,10 @@ class RopeFields:
         fast, slow = self.rope_beta_fast, self.rope_beta_slow
         if self.rope_rule == "yarn" and not 0 < slow <= fast:
             raise ValueError(f"rope_beta_slow: {slow} should be above 0, at most {fast}")
-        check_at_least(self, 1, "rope_original_seq_len")
+        if self.rope_rule == "yarn" and not theta > 1:
+            raise ValueError(f"rope_theta: {theta} should be above 1 with the rule yarn")
+        # longrope divides by the logarithm of the length.
+        check_at_least(self, 2 if self.rope_rule == "longrope" else 1, "rope_original_seq_len")
         for name in ("rope_short_factors", "rope_long_factors") if self.rope_rule == "longrope" else ():
             factors = getattr(self, name)
             if len(factors) != pairs or not all(0 < factor < 2**31 for factor in factors):

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from compose.ops.layers import wide_linear
 
+from .checks import check_above_0, check_at_least
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -60,18 +62,15 @@ class MoEConfig:
     """Rows of a sequence that an expert takes, over an even share; the rest is dropped. 0: no limit."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.n_experts < 2**16:
-            raise ValueError(f"n_experts: {self.n_experts} should be at least 0, below 2^16")
+        check_at_least(self, 0, "n_experts", bits=16)
         for factor in ("balance_weight", "z_weight", "bias_rate", "capacity_factor"):
             if not getattr(self, factor) >= 0:
                 raise ValueError(f"{factor}: {getattr(self, factor)} should be at least 0")
         if not self.n_experts:
             return
-        for size in ("top_k", "expert_dim", "n_groups", "top_groups", "group_best"):
-            if not 1 <= getattr(self, size) < 2**31:
-                raise ValueError(f"{size}: {getattr(self, size)} should be at least 1, below 2^31")
-        if not self.route_scale > 0:
-            raise ValueError(f"route_scale: {self.route_scale} should be above 0")
+        sizes = ("top_k", "expert_dim", "n_groups", "top_groups", "group_best")
+        check_at_least(self, 1, *sizes)
+        check_above_0(self, "route_scale")
         if self.n_experts % self.n_groups:
             raise ValueError(f"n_groups: {self.n_groups} does not divide n_experts {self.n_experts}")
         if self.n_groups > 1 and self.n_experts // self.n_groups < self.group_best:
@@ -247,11 +246,9 @@ class Router(nn.Module):
 
         Returns:
             True where a row is taken (B, L, k), and the margin (B, L, k), relative to the greater
-                score. For a
-            taken row it is how far the row is ahead of the first one beyond the capacity. For another
-                row it is
-            how far it is behind the last one within the capacity. It is inf if the expert has room for
-                all.
+            score. For a taken row it is how far the row is ahead of the first one beyond the capacity.
+            For another row it is how far it is behind the last one within the capacity. It is inf if
+            the expert has room for all.
         """
         c = self.config
         scores_BSK = self.gather_sequence(scores_BLK)

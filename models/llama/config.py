@@ -91,7 +91,7 @@ class LlamaConfig(RopeFields):
             raise ValueError(f'layer_pattern: "{self.layer_pattern}" should be letters w, f, W and F')
         check_eps(self)
         self._check_heads()
-        self.check_rope((self.rotary_dim or self.head_width) // 2)
+        self.check_rope((self.rotary_dim or self.head_width) // 2, self.rope_theta)
         if not (self.norm_before or self.norm_after):
             raise ValueError("norm_before: False leaves no norm; set norm_after")
         if self.parallel_block and (self.norm_after or not self.norm_before):

@@ -11,10 +11,12 @@ from ..layers.published import (
     layer_types,
     number,
     only,
-    rope_rule,
+    rope,
+    share,
     shortest_pattern,
     shown,
     size,
+    table,
     truth,
 )
 from ..layers.published_rope import LENGTH, positions, read_rule, written_rule
@@ -23,7 +25,6 @@ from .architectures import ARCHITECTURES, Architecture
 from .config import LlamaConfig
 
 MODEL_TYPES = tuple(ARCHITECTURES)
-KEYS = {name: row.keys for name, row in ARCHITECTURES.items()}
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _WORDS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -154,13 +155,17 @@ def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if name == "hunyuan_v1_dense" and kind == "dynamic" and rule.get("alpha"):
         # A factor on the base, whatever the length. The other keys are not read by transformers.
         base = number(values, "rope_theta", number(rule, "rope_theta", 10_000.0))
-        width = size(
-            values, "head_dim", size(values, "hidden_size") // size(values, "num_attention_heads")
-        )
-        stretched = base * number(rule, "alpha") ** (width / (width - 2))
+        heads, alpha = max(size(values, "num_attention_heads"), 1), number(rule, "alpha")
+        width = size(values, "head_dim", size(values, "hidden_size") // heads)
+        if not 0 < alpha < 2**31:
+            raise ValueError(f"{place}.alpha: {alpha} should be above 0, below 2^31")
+        if width <= 2:
+            raise ValueError(f"head_dim: {width} should be above 2, with {place}.alpha")
+        stretched = base * alpha ** (width / (width - 2))
         values |= {"rope_theta": stretched, place: None}
     if name == "olmo3" and {_LOCAL, _GLOBAL} & rule.keys():
-        local, whole = (dict(rule.get(one) or {}) for one in (_LOCAL, _GLOBAL))
+        rules = {f"{place}.{one}": rule.get(one) for one in (_LOCAL, _GLOBAL)}
+        local, whole = (table(rules, one) for one in rules)
         only({f"{place}.{_LOCAL}": local.get("rope_type")}, f"{place}.{_LOCAL}", "default")
         only({"rope_theta": local.get("rope_theta")}, "rope_theta", whole.get("rope_theta"))
         values[place] = whole
@@ -169,11 +174,12 @@ def _older(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[str, Any]:
     part = "rotary_dim" not in row.fixed
-    theta, kind, rule = rope_rule(values, RULES, default=row.theta, part=part)
+    kinds = ("longrope",) if LENGTH in row.keys.read else RULES
+    theta, kind, rule = rope(values, kinds, default=row.theta, part=part)
     result = {"rope_theta": theta, **read_rule(values, kind, rule)}
     if part:
         given = rule.get("partial_rotary_factor")
-        fraction = number(values, "partial_rotary_factor", row.part if given is None else given)
+        fraction = share(values, "partial_rotary_factor", row.part if given is None else given)
         only({"partial_rotary_factor": given}, "partial_rotary_factor", fraction)
         rotated = int(head * fraction)
         if not 2 <= rotated <= head or rotated % 2:
@@ -190,6 +196,8 @@ def _written_rope(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": c.rope_theta, "max_position_embeddings": length}
     rule = written_rule(c)
     if rule and LENGTH in row.keys.read:  # versions before 5 want it there, and three keys of the rule
+        if c.rope_rule != "longrope":
+            raise _unfit("rope_rule", row, "longrope alone")
         values[LENGTH] = rule.pop(LENGTH)
         rule = {"type": rule.pop("rope_type")} | rule
         if rule["factor"] == length / values[LENGTH]:

@@ -36,7 +36,6 @@ KIND = Kind(
     null=("window",),
     writes={"hidden_act": "silu", "router_jitter_noise": 0.0, "max_position_embeddings": 32_768},
 )
-KEYS = {"mixtral": KIND.keys}
 
 
 def hf_name(name: str, config: MixtralConfig | None = None) -> str:
@@ -67,7 +66,7 @@ def config_from_hf(values: Mapping[str, Any]) -> MixtralConfig:
     """
     only(values, "model_type", *MODEL_TYPES)
     KIND.keys.check(values)
-    theta, _ = rope(values, default=MixtralConfig.rope_theta)
+    theta, *_ = rope(values, (), default=MixtralConfig.rope_theta)
     result = KIND.read(MixtralConfig, with_experts(values))
     config = KIND.keys.build(MixtralConfig, **result, rope_theta=theta)
     only(values, "head_dim", config.head_dim)

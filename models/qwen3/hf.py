@@ -22,7 +22,7 @@ from ..layers.hf_names import (
     in_layer,
 )
 from ..layers.kinds import Kind, kind_of, with_experts
-from ..layers.published import keys, number, only, rope_rule, size, truth
+from ..layers.published import keys, number, only, rope, share, size, truth
 from ..layers.published_rope import positions, read_rule, written_rule
 from ..layers.rope import RULES
 from .model import Qwen3Config
@@ -249,7 +249,6 @@ KINDS = {
         besides=_PREDICTION,
     ),
 }
-KEYS = {name: kind.keys for name, kind in KINDS.items()}
 MODEL_TYPES = tuple(KINDS)
 # RoPE's base where config.json has none.
 _THETAS = {"flex_olmo": 5e5, "minimax_m2": 5e6}
@@ -354,7 +353,7 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     part = "rotary_dim" in kind.keys.fields
     stretched = name in _STRETCHED
     rules = RULES if stretched else ()
-    theta, stretch, rule = rope_rule(values, rules, default=_THETAS.get(name, 10_000.0), part=part)
+    theta, stretch, rule = rope(values, rules, default=_THETAS.get(name, 10_000.0), part=part)
     if stretched:
         result |= read_rule(values, stretch, rule)
     if part:
@@ -372,7 +371,7 @@ def _rotary_dim(values: Mapping[str, Any], rule: Mapping[str, Any], head_dim: in
     else:
         default = 0.5 if values.get("model_type") == "glm4_moe" else 1.0
         inner = rule.get("partial_rotary_factor", default)
-        width = int(head_dim * number(values, "partial_rotary_factor", inner))
+        width = int(head_dim * share(values, "partial_rotary_factor", inner))
     if not 1 <= width <= head_dim:
         raise ValueError(f"partial_rotary_factor: leaves {width} of {head_dim} to rotate")
     return 0 if width == head_dim else width

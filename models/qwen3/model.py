@@ -96,7 +96,7 @@ class Qwen3Config(RopeFields, MoEConfig):
         check_even(self, "head_dim", "rotary_dim")
         if not 0 <= self.rotary_dim <= self.head_dim:
             raise ValueError(f"rotary_dim: {self.rotary_dim} is no part of head_dim {self.head_dim}")
-        self.check_rope((self.rotary_dim or self.head_dim) // 2)
+        self.check_rope((self.rotary_dim or self.head_dim) // 2, self.rope_theta)
         check_kv_heads(self)
 
     @property

@@ -25,13 +25,17 @@ from tests.support.hugging_face import FOLDERS
 from tests.support.transformers_models import OLMOE, QWEN2_MOE, YARN, compare, published, randomize
 
 GEMMA3, OSS, DEEPSEEK = find_hf("gemma3"), find_hf("gpt_oss"), find_hf("deepseek_v3")
+
+
+def rows(folder: str) -> dict[str, Any]:
+    """The architectures of a model's hf.py: its table, or its one."""
+    hf: Any = find_hf(folder)
+    table = getattr(hf, "KINDS", None) or getattr(hf, "ARCHITECTURES", None)
+    return table or {hf.MODEL_TYPES[0]: hf.KIND}
+
+
 # The folder of each kind of config.json; kimi_k2 is deepseek_v3 by another name.
-KINDS = {
-    kind: folder
-    for folder in FOLDERS
-    for kind in find_hf(folder).KEYS  # type: ignore[attr-defined]
-    if kind != "kimi_k2"
-}
+KINDS = {kind: folder for folder in FOLDERS for kind in rows(folder) if kind != "kimi_k2"}
 WITHOUT_ROPE = ("gpt2", "gpt_bigcode", "opt")
 PRESETS = {
     "gpt2": "124m",
@@ -78,8 +82,8 @@ LITE = {"model_type": "glm4_moe_lite", "mlp_layer_types": 3 * ["dense"] + 58 * [
 
 
 def known(kind: str) -> Keys:
-    keys: dict[str, Keys] = find_hf(KINDS[kind]).KEYS  # type: ignore[attr-defined]
-    return keys[kind]
+    keys: Keys = rows(KINDS[kind])[kind].keys
+    return keys
 
 
 def values_of(kind: str) -> dict[str, Any]:
@@ -346,7 +350,18 @@ def test_a_model_without_global_layers_is_read() -> None:
 
 RULE = find_hf("gpt_oss").hf_config(FOLDERS["gpt_oss"].PRESETS["20b"])["rope_scaling"]
 NO = "cannot be expressed here"
+LENGTH = "original_max_position_embeddings"
+R: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, LENGTH: 64}
+LONG = {"type": "longrope", "short_factor": 64 * [1.0], "long_factor": 64 * [1.0]}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 EVERY = "full_attention in every so many layers, here {}, and sliding_attention in the others"
+
+
+def cut(value: object) -> str:
+    """A value as a message shows it."""
+    return json.dumps(value)[:60] + "..."
+
+
 # Key, value, and the line behind the key; a row may have other keys beside.
 WRONG: dict[str, list[tuple[Any, ...]]] = {
     "llama": [
@@ -359,7 +374,34 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ("rope_scaling", "llama3", ': expected an object, got "llama3"'),
         ("rope_theta", [1], ": expected a number, got [1]"),
         ("tie_word_embeddings", "no", ': expected true or false, got "no"'),
+        ("rope_theta", 1, ": 1.0 should be above 1 with the rule yarn", {"rope_scaling": R}),
+        ("rope_scaling", R | {"mscale": -1}, ".mscale: -1.0 should be at least 0"),
+        ("rope_scaling", R | {"factor": 2**31}, ": 2147483648.0 should be at least 0, below 2^31"),
     ],
+    "phi3": [
+        (LENGTH, 0, ": 0 should be at least 2", {"rope_scaling": LONG}),
+        (LENGTH, 1, ": 1 should be at least 2", {"rope_scaling": LONG | {"factor": 2.0}}),
+        ("partial_rotary_factor", 8e307, ": 8e+307 should be above 0, at most 1"),
+        ("rope_scaling", R | {"rope_type": "linear"}, f": {cut(R | {'rope_type': 'linear'})} {NO}"),
+    ],
+    "olmo3": [
+        (
+            "rope_parameters",
+            {LOCAL: [2], GLOBAL: {}},
+            ".sliding_attention: expected an object, got [2]",
+            {"rope_scaling": None},
+        ),
+    ],
+    "hunyuan_v1_dense": [
+        ("num_attention_heads", 0, ": 0 should be at least 1, below 2^31", {"rope_scaling": ALPHA}),
+        ("head_dim", 2, ": 2 should be above 2, with rope_scaling.alpha", {"rope_scaling": ALPHA}),
+        (
+            "rope_scaling",
+            ALPHA | {"alpha": 8e307},
+            ".alpha: 8e+307 should be above 0, below 2^31",
+        ),
+    ],
+    "glm4_moe": [("partial_rotary_factor", 8e307, ": 8e+307 should be above 0, at most 1")],
     "qwen3": [("num_hidden_layers", 10**6, ": 1000000 should be at least 1, below 2^12")],
     "qwen3_moe": [("num_experts", 2**20, ": 1048576 should be at least 0, below 2^16")],
     "deepseek_v3": [
@@ -441,7 +483,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         (
             "rope_scaling",
             RULE | {"rope_type": "linear"},
-            f": {json.dumps(RULE | {'rope_type': 'linear'})[:60]}... {NO}",
+            f": {cut(RULE | {'rope_type': 'linear'})} {NO}",
         ),
         ("rope_scaling", RULE | {"mscale": 0.7}, f".mscale: 0.7 {NO}"),
         (
@@ -460,6 +502,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
             f': "chunked_attention" {NO}, only "sliding_attention" or "full_attention"',
         ),
         ("layer_types", [GLOBAL], ': expected a list of 24 names, got ["full_attention"]'),
+        ("layer_types", 24 * [None], f": expected a list of 24 names, got {cut(24 * [None])}"),
         ("sliding_window", None, ": is missing"),
         ("sliding_window", 0, ": 0 should be at least 1, below 2^31"),
         (
@@ -482,6 +525,14 @@ def test_a_wrong_value_has_this_line(
     with pytest.raises(ValueError, match=r".") as caught:
         find_hf(KINDS[kind]).config_from_hf(values | more | {key: value})
     assert str(caught.value) == key + line
+
+
+def test_arithmetic_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values_of("llama")))
+    monkeypatch.setattr("models.llama.hf.size", lambda *_: 1 / 0)
+    line = f"{tmp_path}/config.json: division by zero"
+    assert refusal(described_model, tmp_path) == line
+    assert config_problems(tmp_path, "llama", llama.Config()) == [line]
 
 
 ODD: list[Any] = [

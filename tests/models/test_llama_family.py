@@ -145,6 +145,14 @@ def test_what_config_json_leaves_out_is_as_in_transformers(name: str) -> None:
             {"rope_rule": "yarn", "rope_scaling": 2.0, "rope_beta_slow": 40.0},
             "rope_beta_slow: 40.0 should be above 0, at most 32.0",
         ),
+        (
+            {"rope_theta": 1.0, "rope_rule": "yarn", "rope_scaling": 2.0},
+            "rope_theta: 1.0 should be above 1 with the rule yarn",
+        ),
+        (
+            {"rope_original_seq_len": 1, "rope_rule": "longrope", "rope_scaling": 2.0},
+            "rope_original_seq_len: 1 should be at least 2, below 2^31",
+        ),
     ],
 )
 def test_config_errors(fields: dict[str, Any], line: str) -> None:
@@ -158,6 +166,10 @@ def test_config_errors(fields: dict[str, Any], line: str) -> None:
         ({"qkv_bias": True}, "qkv_bias: LlamaForCausalLM has the same value for qkv_bias, wo_bias"),
         ({"architecture": "qwen2"}, "qkv_bias: Qwen2ForCausalLM has True alone"),
         ({"qk_norm": "head"}, "qk_norm: LlamaForCausalLM has none"),
+        (
+            {"architecture": "phi3", "rope_rule": "linear", "rope_scaling": 2.0},
+            "rope_rule: Phi3ForCausalLM has longrope alone",
+        ),
     ],
 )
 def test_what_an_architecture_cannot_have_is_not_written(fields: dict[str, Any], line: str) -> None:

@@ -39,3 +39,7 @@ def test_yarn_keeps_what_turns_fast_and_slows_what_turns_slowly() -> None:
     between = ratio[(turns < 15) & (turns > 1.1)]
     assert ((between > 1.01) & (between < 39)).all()
     assert (between.diff() > 0).all()
+    # Turns that no pair has leave the whole range between them.
+    odd = yarn_frequencies(64, 1e4, 40.0, 4096, 8e307, 1e-320)
+    assert ((plain / odd)[1:] < 40).all()
+    assert odd.diff().max() < 0

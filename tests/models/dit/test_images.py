@@ -100,14 +100,13 @@ def test_shapes(channels: int) -> None:
 
 def test_a_folder_of_classes(tmp_path: Path) -> None:
     names = ["top.png", "a/1.png", "b/deep/2.jpg", "b/3.JPEG"]
-    folder = folder_of(tmp_path, names)
+    folder = folder_of(tmp_path, [*names, ".ipynb_checkpoints/1.png", "b/.cache/3.png", "._top.png"])
     (folder / "b" / "notes.txt").write_text("no image")
     config = config_of(data__path=folder)
     (images,) = (each.images for each in open_data(config).sets)  # type: ignore[attr-defined]
     assert isinstance(images, Images)
-    results = [
-        (round(float((image.mean() + 1) * 127.5)), label) for image, label in map(images.read, range(4))
-    ]
+    read = map(images.read, range(len(images)))
+    results = [(round(float((image.mean() + 1) * 127.5)), label) for image, label in read]
     assert results == [(0, 0), (40, 0), (120, 1), (80, 1)]
     assert images.read(0)[0].shape == (3, 6, 6)
     grey = config_of(data__path=folder, model__channels=1)
