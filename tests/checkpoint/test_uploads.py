@@ -317,7 +317,9 @@ def test_a_run_in_s3_is_killed_thrice_and_goes_on_on_another_mesh(
     """Bitwise the run in a folder that nobody kills, and the same samples; no start has what the last
     one left on the disk."""
     small = [f"--{key.replace('__', '.')}={value}" for key, value in SMALL.items()]
-    run, chance = as_path("s3://bucket/runs/mine"), random.Random()
+    run, seed = as_path("s3://bucket/runs/mine"), random.randrange(2**32)
+    print(f"seed {seed}")  # another in each run: a failure shows which
+    chance = random.Random(seed)
 
     def start(steps: int, *words: str) -> list["subprocess.Popen[str]"]:
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)

@@ -85,7 +85,7 @@ def test_stages_far_too_many_to_list_are_refused() -> None:
 
 
 def test_a_stage_that_trains_nothing_is_refused() -> None:
-    given = replace(config(), parallel=Parallel(pp=2, pp_layers=[0, 5]))
+    given = replace(config(), parallel=Parallel(pp=2, pp_layers=(0, 5)))
     model = Model(replace(given.model.config, tie_embeddings=False))
     assert rules.check(given, 2, model=model)
     model.tok_embeddings.requires_grad_(False)

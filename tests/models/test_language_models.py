@@ -392,8 +392,6 @@ def test_published_sizes(folder: Any, preset: str, what: str, billions: float, d
 
 
 AT_LEAST_1 = "should be at least 1, below 2^31"
-SHARED = "needs an expert that every token goes to; set shared_dim"
-BEST_3 = "group_best = 3 are scored"
 CAP = "should be above 0, or 0 for none"
 # Models, fields, and the line behind the first field and its value.
 CONFIG_ERRORS: list[tuple[str, dict[str, Any], str]] = [

@@ -115,16 +115,20 @@ def test_what_config_json_leaves_out_is_as_in_transformers(name: str) -> None:
 
     whole = hf_config(draw(name, random.Random(f"{name} 0")))
     # HunYuan's class asks for head_dim where it has a rule.
-    for key in whole.keys() - {"model_type", "architectures", *(["head_dim"] * ("hunyuan" in name))}:
+    keys = whole.keys() - {"model_type", "architectures", *(["head_dim"] * ("hunyuan" in name))}
+    refused = []
+    for key in keys:
         values = {one: value for one, value in whole.items() if one != key}
         try:
             ours = config_from_hf(values)
         except ValueError:
+            refused.append(key)
             continue
         theirs: Any = AutoConfig.for_model(**values)
         if name == "hyperclovax" and key == "attention_multiplier":
             theirs.attention_multiplier = None  # it is resolved to what ours takes without one
         assert config_from_hf(theirs.to_dict()) == ours, key
+    assert 2 * len(refused) <= len(keys), refused
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,9 @@ def test_a_wrong_matrix_is_named(pool: Pool, fault: str) -> None:
     matrices = {name for name in errors if name.startswith("layers.") and "norm" not in name}
     assert len(matrices) == 14
     assert min(errors[name] for name in matrices) > 0.2, errors
-    assert all(row.ok for row in report.rows if row.quantity == "gradient")
+    gradients = {row.name: row.ok for row in report.rows if row.quantity == "gradient"}
+    assert matrices < gradients.keys()
+    assert all(gradients.values()), gradients
 
 
 def test_copies_rounded_otherwise_are_named(pool: Pool) -> None:

@@ -4,6 +4,7 @@ import gc
 import math
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.config.toml import tomllib
+from compose.config.rules import check
+from compose.config.toml import load
 from compose.optim.lr_schedule import learning_rate
 from compose.train import trainer as trainer_module
 from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError
@@ -21,7 +23,7 @@ from compose.train.readings import Reading, StepClock, read_step
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
 from tests.support.command_lines import QUICK, answered, begin, command, execute, launch
-from tests.support.helpers import ROOT, SMALL
+from tests.support.helpers import ROOT, make_job
 from tests.support.pool import Pool
 from tests.support.training import (
     keys_for,
@@ -96,11 +98,12 @@ def test_no_steps_follow_the_schedules_last(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_config_snapshot_runs_again(pool: Pool, tmp_path: Path) -> None:
-    pool.run(train, 2, keys_for(tmp_path / "run", train__steps=2, parallel__tp=2))
-    snapshot = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert snapshot["parallel"]["dp_shard"] == 1, "degrees are resolved"
-    assert snapshot["model"]["dim"] == SMALL["model.dim"]
-    assert snapshot["train"]["steps"] == 2
+    keys = keys_for(tmp_path / "run", train__steps=2, parallel__tp=2)
+    pool.run(train, 2, keys)
+    snapshot = load(str(tmp_path / "run" / "config.toml"))
+    assert snapshot.parallel.dp_shard == 1, "degrees are resolved"
+    assert snapshot == replace(make_job(2, **keys).config, source=snapshot.source)
+    assert check(snapshot, 2).config == snapshot
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
