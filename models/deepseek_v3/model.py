@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from compose.ops.layers import RMSNorm
 
 from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
-from ..layers.checks import check_above_0, check_at_least, check_eps, check_even
+from ..layers.checks import check_at_least, check_eps, check_even
 from ..layers.feed_forward import FeedForward
 from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+from ..layers.rope import YarnFields, rotate, rotation, yarn_magnitude
 from ..layers.router import MoEConfig
 
 
 @dataclass(frozen=True)
-class DeepSeekV3Config(MoEConfig):
+class DeepSeekV3Config(YarnFields, MoEConfig):
     """The config of a DeepSeek-V3 or V2."""
 
     vocab_size: int = 257
@@ -55,14 +55,6 @@ class DeepSeekV3Config(MoEConfig):
     """Epsilon of the latents' norms, 1e-6 in published models; 0: norm_eps."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    rope_factor: float = 1.0
-    """Factor of YaRN on the context's length; 1 is none."""
-    rope_original_len: int = 4096
-    """Length the model was trained at before rope_factor."""
-    rope_beta_fast: float = 32.0
-    """Frequencies that turn more often within rope_original_len are kept."""
-    rope_beta_slow: float = 1.0
-    """Frequencies that turn less often within rope_original_len are divided by rope_factor."""
     rope_mscale: float = 1.0
     """Weight of YaRN's growth of the rotated part of queries and keys, over rope_mscale_all_dim's."""
     rope_mscale_all_dim: float = 1.0
@@ -89,19 +81,14 @@ class DeepSeekV3Config(MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("vocab_size", "dim", "n_heads", "kv_rank", "nope_dim", "rope_dim", "v_dim")
-        check_at_least(self, 1, *sizes, "hidden_dim", "rope_original_len", "rope_factor")
+        check_at_least(self, 1, *sizes, "hidden_dim")
         check_at_least(self, 1, "n_layers", bits=12)
         check_at_least(self, 0, "n_dense_layers", "q_rank", "n_shared_experts")
         check_at_least(self, 0, "rope_mscale", "rope_mscale_all_dim")
         check_eps(self)
         if self.latent_norm_eps:
             check_eps(self, "latent_norm_eps")
-        check_above_0(self, "rope_beta_slow")
-        if not self.rope_theta > 1:
-            raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
-        fast, slow = self.rope_beta_fast, self.rope_beta_slow
-        if not fast >= slow:
-            raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")
+        self.check_yarn(self.rope_theta)
         check_even(self, "rope_dim")
         if self.n_dense_layers > self.n_layers:
             raise ValueError(
@@ -296,15 +283,7 @@ class DeepSeekV3(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         # It is computed, and no buffer, which would have no values if the model is built on meta.
-        frequency = yarn_frequencies(
-            c.rope_dim,
-            c.rope_theta,
-            c.rope_factor,
-            c.rope_original_len,
-            c.rope_beta_fast,
-            c.rope_beta_slow,
-            device=tokens.device,
-        )
+        frequency = c.yarn(c.rope_dim, c.rope_theta, True, tokens.device)
         x_BLD = self.tok_embeddings(tokens)
         cosine, sine = rotation(positions, frequency, x_BLD.dtype)
         growth = yarn_magnitude(c.rope_factor, c.rope_mscale)

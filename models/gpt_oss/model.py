@@ -20,12 +20,12 @@ from ..layers.checks import check_above_0, check_at_least, check_eps, check_even
 from ..layers.clamped_experts import ClampedExperts
 from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.rope import rotate, rotation, yarn_frequencies, yarn_magnitude
+from ..layers.rope import YarnFields, rotate, rotation, yarn_magnitude
 from ..layers.router import MoEConfig
 
 
 @dataclass(frozen=True)
-class GptOssConfig(MoEConfig):
+class GptOssConfig(YarnFields, MoEConfig):
     """The config of a gpt-oss."""
 
     vocab_size: int = 257
@@ -56,14 +56,6 @@ class GptOssConfig(MoEConfig):
     """Epsilon of RMSNorm."""
     rope_theta: float = 150_000.0
     """Base of the rotary frequencies."""
-    rope_factor: float = 1.0
-    """Factor of YaRN on the context's length; 1 is none."""
-    rope_original_len: int = 4096
-    """Length the model was trained at before rope_factor."""
-    rope_beta_fast: float = 32.0
-    """Frequencies that turn more often within rope_original_len are kept."""
-    rope_beta_slow: float = 1.0
-    """Frequencies that turn less often within rope_original_len are divided by rope_factor."""
     rope_truncate: bool = False
     """Round the bounds between these frequencies to whole pairs."""
     tie_embeddings: bool = False
@@ -72,15 +64,11 @@ class GptOssConfig(MoEConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("vocab_size", "dim", "n_heads", "n_kv_heads", "head_dim", "n_experts", "window")
-        check_at_least(self, 1, *sizes, "rope_original_len", "rope_factor")
+        check_at_least(self, 1, *sizes)
         check_at_least(self, 1, "n_layers", bits=12)
-        check_above_0(self, "swiglu_alpha", "swiglu_limit", "rope_beta_slow")
+        check_above_0(self, "swiglu_alpha", "swiglu_limit")
         check_eps(self)
-        if not self.rope_theta > 1:
-            raise ValueError(f"rope_theta: {self.rope_theta} should be above 1")
-        fast, slow = self.rope_beta_fast, self.rope_beta_slow
-        if not fast >= slow:
-            raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")
+        self.check_yarn(self.rope_theta)
         if not self.layer_pattern or set(self.layer_pattern) - set("wf"):
             raise ValueError(f'layer_pattern: "{self.layer_pattern}" should be letters w and f')
         check_even(self, "head_dim")
@@ -202,16 +190,7 @@ class GptOss(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         # It is computed, and no buffer, which would have no values if the model is built on meta.
-        frequency = yarn_frequencies(
-            c.head_dim,
-            c.rope_theta,
-            c.rope_factor,
-            c.rope_original_len,
-            c.rope_beta_fast,
-            c.rope_beta_slow,
-            c.rope_truncate,
-            device=tokens.device,
-        )
+        frequency = c.yarn(c.head_dim, c.rope_theta, c.rope_truncate, tokens.device)
         x_BLD = self.tok_embeddings(tokens)
         cosine, sine = rotation(positions, frequency, x_BLD.dtype)
         growth = yarn_magnitude(c.rope_factor, 1.0)

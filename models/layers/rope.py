@@ -185,6 +185,36 @@ class RopeFields:
         return yarn_magnitude(factor, 1.0) if self.rope_rule == "yarn" else 1.0
 
 
+@dataclass(frozen=True)
+class YarnFields:
+    """The fields of a model's config on YaRN, where there is no other rule."""
+
+    rope_factor: float = 1.0
+    """Factor of YaRN on the context's length; 1 is none."""
+    rope_original_len: int = 4096
+    """Length the model was trained at before rope_factor."""
+    rope_beta_fast: float = 32.0
+    """Frequencies that turn more often within rope_original_len are kept."""
+    rope_beta_slow: float = 1.0
+    """Frequencies that turn less often within rope_original_len are divided by rope_factor."""
+
+    def check_yarn(self, theta: float) -> None:
+        """Raise ValueError if a field is out of its range; the frequencies are of this base."""
+        check_at_least(self, 1, "rope_original_len", "rope_factor")
+        check_above_0(self, "rope_beta_slow")
+        if not theta > 1:
+            raise ValueError(f"rope_theta: {theta} should be above 1")
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if not fast >= slow:
+            raise ValueError(f"rope_beta_fast: {fast} is less than rope_beta_slow {slow}")
+
+    def yarn(self, dim: int, theta: float, truncate: bool, device: torch.device) -> Tensor:
+        """Return the frequencies of a head's part of width ``dim``."""
+        bounds = (self.rope_beta_fast, self.rope_beta_slow, truncate)
+        length = self.rope_original_len
+        return yarn_frequencies(dim, theta, self.rope_factor, length, *bounds, device=device)
+
+
 def rotation(
     positions_BL: Tensor, inverse_frequency: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
