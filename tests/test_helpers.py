@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support import pool
 from tests.support.command_lines import execute
 from tests.support.helpers import UNKNOWN_CASES
 from tests.support.pool import Pool
@@ -97,7 +98,8 @@ def _hang(until: int, count: Path) -> int:
     return dist.get_rank()
 
 
-def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE", 1.0)  # the other rank never ends
     ranks = Pool(3)
     with pytest.warns(UserWarning, match=r"rank 0 failed:(?s:.*) runs again\n\nrank 1 is here:\n"):
         assert ranks.run(_hang, 2, 2, tmp_path / "one") == [0, 1]

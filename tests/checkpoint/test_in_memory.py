@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable
@@ -455,6 +454,9 @@ def test_a_part_is_read_whole(tmp_path: Path) -> None:
     assert tensor.tolist() == [*range(10, 50)]
 
 
+NOBODY = 2**22 + 1  # a number that Linux gives to no process
+
+
 def leftovers(root: Path, free: int = 0) -> list[str]:
     """Copies of other runs that a start leaves, if it needs 1,000 bytes."""
     usage = mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=free))
@@ -466,9 +468,7 @@ def leftovers(root: Path, free: int = 0) -> list[str]:
 def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
     """A locked folder is in use. While a launcher lives, it may start its ranks again. What is younger
     than an hour stays if there is room."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for name, pid in {"dead": ended.pid, "own": ended.pid, "restarting": os.getpid()}.items():
+    for name, pid in {"dead": NOBODY, "own": NOBODY, "restarting": os.getpid()}.items():
         (tmp_path / f"dtensor-compose-{name}").mkdir()
         (tmp_path / f"dtensor-compose-{name}" / f"{pid}-abc-00000-0").touch()
     (tmp_path / "of-another").mkdir()
@@ -492,10 +492,8 @@ def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
 def test_what_another_container_has_left_stays_for_an_hour(tmp_path: Path) -> None:
     """Its processes have numbers of their own, so nobody here knows whether they live."""
     here = os.stat("/proc/self/ns/pid").st_ino
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    owners = {"dead": (ended.pid, here), "lives": (os.getpid(), here)}
-    owners |= {"old": (os.getpid(), here + 1), "young": (ended.pid, here + 1)}
+    owners = {"dead": (NOBODY, here), "lives": (os.getpid(), here)}
+    owners |= {"old": (os.getpid(), here + 1), "young": (NOBODY, here + 1)}
     for name, (process, space) in owners.items():
         copies = tmp_path / f"dtensor-compose-{name}" / f"{process}.{space}-abc-00000-0"
         copies.parent.mkdir()

@@ -61,7 +61,8 @@ def test_bfloat16_is_as_near_to_float64_as_transformers(tmp_path: Path) -> None:
         assert torch.equal(stream, other.model.embed_tokens(tokens))
         norm = model.get_submodule("layers.0.attention_norm")
         its = other.model.layers[0].input_layernorm
-        assert torch.equal(norm(stream), its(stream))
+        # Kernels sum squares in another order; a rounded 1 + weight would change a quarter of them.
+        assert float((norm(stream) != its(stream)).double().mean()) < 0.05
         result, expected = model(tokens).double(), other(tokens).logits.double()
         exact = model.double()(tokens)
     mine, yours = (float((x - exact).norm() / exact.norm()) for x in (result, expected))

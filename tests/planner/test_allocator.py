@@ -101,10 +101,11 @@ def slow_replay(events: Events, expandable: bool) -> Peaks:
     for name, amount in events:
         if amount > 0:
             memory.allocate(name, amount)
+            # Neither rises when a block is freed.
+            allocated = max(allocated, memory.allocated())
+            reserved = max(reserved, memory.reserved())
         else:
             memory.free(name)
-        allocated = max(allocated, memory.allocated())
-        reserved = max(reserved, memory.reserved())
     return Peaks(allocated, reserved)
 
 
@@ -237,12 +238,18 @@ def test_refused() -> None:
 
 
 def test_fast() -> None:
-    """200,000 events with thousands of blocks take a second or two; the limit is for a busy machine."""
+    """200,000 events with thousands of blocks: about 3 times as long as two million stores in a dict,
+    on whatever processor."""
     events = drawn(0, "powers", 200_000, 5000)
     start = time.process_time()
+    known: dict[int, int] = {}
+    for _ in range(10):
+        for block, size in events:
+            known[block] = size
+    between = time.process_time()
     replay(events)
     replay(events, expandable=True)
-    assert time.process_time() - start < 8
+    assert time.process_time() - between < 20 * (between - start)
 
 
 def test_constants_are_pytorch_s() -> None:

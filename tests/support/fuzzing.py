@@ -135,22 +135,30 @@ def _snapshot(folder: Path) -> list[tuple[Any, ...]]:
 
 
 @contextlib.contextmanager
-def limits(seconds: float, memory: int) -> Iterator[None]:
-    """Raises TooSlow, or MemoryError, where more is taken of either than this."""
+def limits(seconds: float, wait: float, memory: int) -> Iterator[None]:
+    """Raises TooSlow, or MemoryError, where more is taken than this.
+
+    ``seconds`` are of this process's work, so that a busy machine changes nothing; ``wait`` is of the
+    clock, for what hangs and does no work.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, stop)
+    timers = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, wait))
+    before = [signal.signal(number, stop) for _, number, _ in timers]
     bounds = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + memory, bounds[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, if it came within a finalizer
+    for timer, _, limit in timers:
+        signal.setitimer(timer, limit, 1.0)  # again, if it came within a finalizer
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer, _, _ in timers:
+            signal.setitimer(timer, 0)
+        for (_, number, _), handler in zip(timers, before, strict=True):
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, bounds)
 
 

@@ -32,9 +32,9 @@ from compose.train.workers import divide
 
 TIMEOUT = timedelta(seconds=120)
 MOST_THREADS = 100  # of a rank, each group having three
-PATIENCE = 3.0  # seconds in which a process writes its stacks, unless it is stopped
+PATIENCE = 15.0  # seconds in which a process writes its stacks, unless it is stopped
 LOST = "Timed out waiting"  # gloo's words
-GRACE = 1.0  # seconds in which other ranks may end too when one has failed
+GRACE = 5.0  # seconds in which other ranks may end too when one has failed
 
 
 def forks() -> ForkServerContext:
@@ -119,7 +119,9 @@ class Pool:
 
     def _crash(self) -> str:
         """Name the first rank whose process has ended, with its code; "" if none has."""
-        wait([process.sentinel for process, _ in self.workers], timeout=0.5)
+        # A connection comes to its end a little before the process; an idle one has nothing to read.
+        dead = [process for process, connection in self.workers if _at_its_end(connection)]
+        wait([process.sentinel for process in dead], timeout=5.0 if dead else 0.0)
         codes = [(rank, process.exitcode) for rank, (process, _) in enumerate(self.workers)]
         return next((f"rank {r} ended with exit code {c}" for r, c in codes if c is not None), "")
 
@@ -155,6 +157,16 @@ class Pool:
         if self.folder:
             self.folder.cleanup()
         self.workers, self.store, self.folder = [], None, None
+
+
+def _at_its_end(connection: Connection) -> bool:
+    """Whether the process at the other end has closed it, and will answer nothing more."""
+    try:
+        while connection.poll():
+            connection.recv_bytes()
+    except (EOFError, OSError):
+        return True
+    return False
 
 
 def _worker(connection: Connection, port: int, timeout: timedelta, stacks: Path) -> None:

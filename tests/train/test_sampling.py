@@ -171,7 +171,7 @@ def _half(keys: Keys) -> tuple[float, float]:
 def test_bfloat16(pool: Pool, name: str) -> None:
     """Kernels round one row in another way than many; neither is further from float32."""
     of_whole, of_cached = pool.run(_half, 1, MODELS[name])[0]
-    assert of_cached == pytest.approx(of_whole, rel=0.3)
+    assert of_whole / 2 < of_cached < 2 * of_whole
 
 
 def _work(keys: Keys) -> tuple[list[int], dict[int, int], list[int]]:

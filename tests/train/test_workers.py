@@ -382,8 +382,8 @@ def test_a_spare_ends_with_the_code_of_the_run() -> None:
         codes += [Spares(shared, 1).wait() for _ in range(2)]
     assert codes == [2, 2]
     begun = time.monotonic()
-    run.release(0)
-    assert time.monotonic() - begun < 2
+    run.release(0, patience=60.0)
+    assert time.monotonic() - begun < 30
 
 
 def test_a_signal_to_a_spare_reaches_the_run() -> None:
@@ -400,12 +400,12 @@ def test_a_signal_to_a_spare_reaches_the_run() -> None:
                 time.sleep(0.01)
         assert not got
         handlers[signal.SIGUSR1](signal.SIGUSR1, None)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not got and time.monotonic() < end:
             time.sleep(0.05)
         assert got == [signal.SIGUSR1]
         Spares(shared, 1).release(0)
-        spare.join(20)
+        spare.join(60)
         assert not spare.is_alive()
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -91,8 +91,8 @@ def test_context_of_one_process() -> None:
     result = shown_here("context", "--device", "cpu", "--length", "128")[-1]
     assert result["time_to_flash"] > 0
     # Both are as far from float64 as bfloat16 is.
-    assert 1e-3 < result["error"] < 1e-2
-    assert 1e-3 < result["error_of_flash"] < 1e-2
+    assert 1e-3 < result["error"] < 2e-2
+    assert 1e-3 < result["error_of_flash"] < 2e-2
 
 
 def test_moe_of_one_process() -> None:
