@@ -98,7 +98,7 @@ def check_stages(stages: int, pp: int, n_layers: int) -> None:
 
 
 def _made_to_fit(layers: Sequence[int], n_layers: int) -> list[int]:
-    fitted = list(layers)
+    fitted = [min(count, n_layers) for count in layers]
     while sum(fitted) != n_layers:
         more = sum(fitted) < n_layers
         stage = fitted.index(min(fitted) if more else max(fitted))
