@@ -389,7 +389,11 @@ def test_layers_by_hand() -> None:
         ([3, 2], 4, "[3, 2] is for 2 stages; this pipeline has 4"),
         ([3, 3], 2, "[3, 3] adds up to 6 layers; the model has 5; nearest: [2, 3]"),
         ([1, 1], 2, "[1, 1] adds up to 2 layers; the model has 5; nearest: [3, 2]"),
-        ([10**9, 3], 2, "[1000000000, 3] adds up to 1000000003 layers; the model has 5; nearest: [2, 3]"),
+        (
+            [10**9, 3],
+            2,
+            f"{[10**9, 3]} adds up to {10**9 + 3} layers; the model has 5; nearest: [2, 3]",
+        ),
         ([3, 0, 2], 3, "[3, 0, 2] leaves stage 1 nothing to do; give it a layer"),
     ]:
         assert refused(check_layers, layers, stages, 5) == [f"parallel.pp_layers: {problem}"]
