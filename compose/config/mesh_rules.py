@@ -253,7 +253,7 @@ def _activations(setup: Setup) -> Iterator[str]:
 def _block(setup: Setup) -> Iterator[str]:
     block = setup.options.comm.block
     if block < 16 or block & (block - 1):
-        low = 1 << block.bit_length() - 1
+        low = 1 << max(1, block).bit_length() - 1
         nearest = max(16, low if block - low <= 2 * low - block else 2 * low)
         yield f"comm.block: {block} is no power of two from 16; nearest: {nearest}"
 
