@@ -145,8 +145,8 @@ class Checkpointer:
             for line in self.uploads.send_left():
                 self._say(line)
         own = self.peers.candidates(self.kept) if self.rank == 0 else []
-        lacks = [p for p in own if isinstance(p, Path) and not there(p / store.MANIFEST)]
-        for part in lacks if self.uploads else ():
+        sent = own if self.uploads else []
+        for part in [p for p in sent if isinstance(p, Path) and not there(p / store.MANIFEST)]:
             self._say(f"{part}: was not sent whole, and is passed over")
             own.remove(part)
         folders = self._agreed(own)
@@ -340,7 +340,7 @@ class Checkpointer:
             if result[0]:
                 shutil.rmtree(target, ignore_errors=True)
         result = self._agreed(result)
-        if self.uploads and result[0]:  # of each node's own folder
+        if self.uploads and result[0]:  # each node has a folder of its own
             shutil.rmtree(target, ignore_errors=True)
         elif self.uploads:
             result[0] = self.uploads.send_checkpoint(target, files, self.group)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
+_TORCHAO = {"rowwise_gw_hp": "rowwise_with_gw_hp"}  # torchao's name, where it is another
 
 # The kernels need rows of a multiple of 16 bytes.
 _MULTIPLE = 16
@@ -151,7 +152,7 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     before = {name: m for name, m in model.named_modules() if name in choice.converted}
-    base = Float8LinearConfig.from_recipe_name(choice.recipe.replace("_gw", "_with_gw"))
+    base = Float8LinearConfig.from_recipe_name(_TORCHAO.get(choice.recipe, choice.recipe))
     # A weight's gradient is a sum over tokens, which may be any number.
     base = replace(base, emulate=choice.emulated, pad_inner_dim=not choice.emulated)
     _pad_where_needed()

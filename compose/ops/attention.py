@@ -68,8 +68,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Attent
     if len(q) != len(k) or k.shape[:2] != v.shape[:2]:
         sizes = ", ".join(f"{len(x)} x {x.shape[1]}" for x in (q, k, v))
         raise ConfigError(
-            f"attention: q, k and v are of {sizes} tokens; give all as many rows, and k and v one"
-            " length"
+            f"attention: q, k and v are of {sizes} tokens; they need equal rows, and k and v equal"
+            " lengths"
         )
     if options.causal and q.shape[1] != k.shape[1]:
         raise ConfigError(

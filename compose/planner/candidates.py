@@ -246,7 +246,7 @@ def _of_mesh(
                 if micro in sure or not _divides(one, shape):
                     continue
                 rough = quick(shape, one, space.cluster, most)
-                if math.isinf(rough.memory):  # it is not possible so, but may be with others
+                if math.isinf(rough.memory):  # another micro-batch may be possible
                     continue
                 if rough.memory > most:
                     break  # a larger micro-batch takes more

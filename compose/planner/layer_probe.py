@@ -311,7 +311,7 @@ def _of_shards(
 
 
 _KEPT_BY = {"product": "matmul", "attention": "attention"}
-# Of a whole operator.
+# These results are of a whole operator.
 RESULTS = ("attention kept", "attention alone", "matmul kept", "matmul alone")
 
 

@@ -388,6 +388,10 @@ class Report:
         if crossing := crosses_nodes(job.degrees):
             self.say(f"{crossing}, whose links are slow; docs/planning.md")
 
+    def add(self, metrics: StepMetrics) -> None:
+        """Take a step, to be written when its numbers are read."""
+        self.unwritten.append(metrics)
+
     def write(self, reading: Reading) -> None:
         """Write and print the oldest step that is not written, of which these are the numbers."""
         metrics = self.unwritten.popleft().with_numbers(reading)

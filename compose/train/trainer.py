@@ -150,8 +150,7 @@ class Trainer:
             if number == first:
                 set_timeout(timedelta(seconds=self.config.comm.timeout), but=self.checkpointer.groups)
             more = {name: v for hook in self.hooks for name, v in hook.measure(number).items()}
-            more = {**metrics.more, **more}
-            self.report.unwritten.append(replace(metrics, validation_loss=measured, more=more))
+            self.report.add(replace(metrics, validation_loss=measured, more={**metrics.more, **more}))
             if self.read:
                 self.report.write(self.read)
             code, failed, copying = self.said

@@ -110,7 +110,7 @@ class Images:
 def folder_of_images(path: str, model: DiTConfig, skip_unreadable: bool) -> Images:
     """Open a folder: its subfolders are the classes, by name; images beside them are class 0.
 
-    What is hidden, by a name that begins with a dot, is left out.
+    Files and folders whose names begin with a dot are left out.
 
     Raises ConfigError if there are no images, or more classes than the model has.
     """
@@ -126,8 +126,8 @@ def folder_of_images(path: str, model: DiTConfig, skip_unreadable: bool) -> Imag
         )
     files = [(file, 0) for file in inside if _is_image(file)]
     for label, each in enumerate(classes):
-        found = (file for file in sorted(each.rglob("*")) if not _is_hidden(file, folder))
-        files += [(file, label) for file in found if _is_image(file)]
+        visible = (file for file in sorted(each.rglob("*")) if not _is_hidden(file, folder))
+        files += [(file, label) for file in visible if _is_image(file)]
     if not files:
         raise ConfigError(f"{path} has no image ({', '.join(_SUFFIXES)}) in it or in its folders")
     return Images(path, files, model.image_size, model.channels, skip_unreadable)

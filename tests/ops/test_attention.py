@@ -219,10 +219,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "window 0 should be at least 1, or None for all": {"options": AttentionOptions(window=0)},
     "a window needs causal = True": {"options": AttentionOptions(causal=False, window=3)},
     "sinks (3,) should be (4,), one for each query head": {"sinks": torch.zeros(3)},
-    "q, k and v are of 2 x 5, 2 x 5, 2 x 4 tokens; give all as many rows, and k and v one length": {
+    "q, k and v are of 2 x 5, 2 x 5, 2 x 4 tokens; they need equal rows, and k and v equal lengths": {
         "v": torch.randn(2, 4, 2, 8)
     },
-    "q, k and v are of 2 x 5, 1 x 5, 1 x 5 tokens; give all as many rows, and k and v one length": (
+    "q, k and v are of 2 x 5, 1 x 5, 1 x 5 tokens; they need equal rows, and k and v equal lengths": (
         dict.fromkeys("kv", torch.randn(1, 5, 2, 8))
     ),
     "documents of 1 x 6 tokens, and keys of 2 x 5": {"documents": Documents(torch.zeros(1, 6))},
