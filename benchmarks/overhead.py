@@ -77,7 +77,7 @@ class BareLoop:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         self.samples += self.global_batch
         count = (batch["targets"] != -100).sum()
-        total = 0.0
+        total = torch.zeros((), device=self.device)
         for part in zip(*(value.split(self.micro_batch) for value in batch.values()), strict=True):
             micro = dict(zip(batch, part, strict=True))
             targets = micro.pop("targets")
@@ -85,11 +85,11 @@ class BareLoop:
             loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
             loss = (loss.to_local() if isinstance(loss, DTensor) else loss) / count
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return total.item()
 
 
 def bare_model(config: Config, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:

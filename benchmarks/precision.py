@@ -39,7 +39,10 @@ WIDTH, HEIGHT, MARGIN = 720, 300, 50
 def losses(folder: Path, steps: int, overrides: list[str]) -> list[float]:
     """The loss of each step of a run in ``folder``, which is run first if it is not there."""
     metrics = folder / "metrics.jsonl"
-    if not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+    count = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    if count > steps:  # of another schedule
+        raise SystemExit(f"{folder}: holds {count} steps; give another --runs")
+    if count < steps:
         keys = [f"--{key}" for key in overrides]
         command = [sys.executable, "train.py", f"--train.steps={steps}", f"--run.dir={folder}", *keys]
         command += ["--metrics.tensorboard=false", "--checkpoint.interval=100"]

@@ -71,13 +71,18 @@ def run(folder: Path, ranks: int, keys: Sequence[str], code: str = "") -> list[d
         A dict for each step.
     """
     done, metrics = folder / "done", folder / "metrics.jsonl"
+    asked = json.dumps([ranks, *keys, code])
+    if done.exists() and done.read_text() != asked:
+        raise SystemExit(
+            f"{folder}: holds a run of other keys, {done.read_text()}; give another --runs"
+        )
     if not done.exists():
         flags = [f"--{key}" for key in (*keys, f"run.dir={folder}", "metrics.tensorboard=false")]
         code += "\nimport runpy; runpy.run_path('train.py', run_name='__main__')"
         command = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--no-python"]
         whole = [sys.executable, *command, sys.executable, "-c", code, "train.toml", *flags]
         subprocess.run(whole, cwd=ROOT, check=True, stdout=sys.stderr)
-        done.touch()
+        done.write_text(asked)
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 

@@ -263,6 +263,11 @@ def checkpoints(folder: Path, best: bool = False) -> list[Path]:
     outside = [path for path in (root, *result) if leads_out(path, folder)]
     if outside:
         raise ConfigError(*(f"{path}: {LEADS_OUT}" for path in outside))
+    if not result and (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"{COMMAND_LINE}: {folder}: the run has saved no checkpoint; train with checkpoint.interval"
+            " above 0"
+        )
     if not result:
         raise ConfigError(
             f"{COMMAND_LINE}: {folder}: is neither a checkpoint ({store.MANIFEST}) nor Hugging Face's"

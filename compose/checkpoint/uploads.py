@@ -65,15 +65,30 @@ class Uploads:
                 continue
             state = (path.stat().st_size, path.stat().st_mtime_ns)
             if self.sent.get(name) != state:
+                self._check_claim()
                 (self.remote / name).put(path)
                 self.sent[name] = state
+
+    def _taken(self) -> str:
+        """Tell which run has claimed the folder since; "" if none has."""
+        holder = (self.remote / CLAIM).read_text()
+        return "" if holder == self.token else f"was taken by another run ({holder.partition(',')[0]})"
+
+    def _check_claim(self) -> None:
+        if taken := self._taken():
+            raise StoreError(errno.EBUSY, taken, str(self.remote))
 
     def _place(self, name: str) -> Remote:
         return Remote(self.remote / "checkpoints" / name)
 
     def make_room(self, name: str) -> None:
-        """Remove the parts of a checkpoint that was not sent whole; a damaged one gets another name."""
+        """Remove the parts of a checkpoint that was not sent whole; a damaged one gets another name.
+
+        What another run that has claimed the folder wrote stays.
+        """
         target = self._place(name)
+        if self._taken():
+            return
         if (target / store.MANIFEST).exists():
             store.set_aside(target, "damaged")
         elif target.exists():
@@ -88,7 +103,14 @@ class Uploads:
         source = final if final.exists() else target  # a node without the first rank has no final one
         problem = ""
         try:
-            self.send(source, final.name, files)
+            if group.rank() == 0:
+                self._check_claim()
+        except Exception as error:
+            problem = cause_of(error)
+        problem = gathered_objects(problem, group)[0]
+        try:
+            if not problem:
+                self.send(source, final.name, files)
         except Exception as error:
             problem = cause_of(error)
         problem = next(filter(None, gathered_objects(problem, group)), "")
@@ -123,10 +145,7 @@ class Uploads:
         for file, size in store.listed(source).items():
             if sizes.get(file) != size:
                 raise StoreError(errno.EIO, f"{file} was not sent whole", str(target))
-        holder = (self.remote / CLAIM).read_text()
-        if self.token != holder:
-            taken = f"was taken by another run ({holder.partition(',')[0]})"
-            raise StoreError(errno.EBUSY, taken, str(self.remote))
+        self._check_claim()
         (target / store.MANIFEST).put(source / store.MANIFEST)
         store.mark(self.remote)
 

@@ -62,6 +62,7 @@ from compose.planner.search import MOST, Searched, fewest, own, search
 
 _OBJECTIVES = ("time", "memory", "devices", "params")
 _WRITTEN = ("--json", "--report", "--write")
+_OF_A_SEARCH = ("--candidates", "--seconds", "--objective", "--free", "--keep", "--tokens")
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -146,7 +147,7 @@ def _check_flags(given: Words) -> None:
             if key != "model.path":
                 raise flag_error("--against", f"takes the keys of the run; remove --{key}")
         return
-    for flag in ("--candidates", "--seconds", "--free", "--tokens") if "--as-is" in flags else ():
+    for flag in _OF_A_SEARCH if "--as-is" in flags else ():
         if flag in flags:
             raise flag_error("--as-is", f"searches nothing; remove {flag}")
     if "--days" in flags and not devices:

@@ -95,7 +95,9 @@ def _round_into(target: Tensor, value: Tensor, bits: Tensor) -> None:
     # The upper half of a float32 is a bfloat16. The lower half over 2^16 is the probability of rounding
     # up.
     raised = value.view(torch.int32) + (bits & 0xFFFF)
-    target.copy_((raised & ~0xFFFF).view(torch.float32))
+    rounded = (raised & ~0xFFFF).view(torch.float32)
+    # CUDA's NaN has all bits but the sign: a sum with it would wrap around to zero.
+    target.copy_(torch.where(value.isnan(), value, rounded))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -158,19 +158,25 @@ def test_a_store_that_is_down_is_no_damage(run: Path) -> None:
 
 
 def test_another_run_takes_the_place(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What the other run has written since stays as it is."""
     trained(run, 2)
-    real = Uploads.begin
+    real, newer = Uploads.begin, run / "checkpoints" / store.name_of(4)
 
     def begin(self: Uploads) -> None:
         real(self)
         (self.remote / CLAIM).write_bytes(b"process 1 on another, 0")
+        for file in (run / "checkpoints" / store.name_of(2)).glob("*"):
+            (newer / file.name).write_bytes(file.read_bytes())
+        (self.remote / "metrics.jsonl").write_bytes(b"another's")
 
     with mock.patch.object(Uploads, "begin", begin), pytest.raises(TrainingError) as caught:
         trained(run, 4)
     assert "was taken by another run (process 1 on another); it is in" in str(caught.value)
-    assert [s for s in steps_in(run) if not store.problems(run / "checkpoints" / store.name_of(s))] == [
-        2
-    ]
+    assert (run / "metrics.jsonl").read_bytes() == b"another's"
+    names = [store.name_of(step) for step in (2, 4)]
+    assert sorted(folder.name for folder in (run / "checkpoints").glob("*")) == names
+    for file in (run / "checkpoints" / names[0]).glob("*"):
+        assert (newer / file.name).read_bytes() == file.read_bytes(), file
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(
@@ -220,8 +226,9 @@ def test_a_run_keeps_its_name_at_a_service(run: Path, tmp_path: Path) -> None:
     (first / "wandb.id").write_text("x7\n")
     for folder in (first, second):
         assert isinstance(run, Remote)
-        Uploads(folder, run).begin()
-        Uploads(first, run).push()
+        uploads = Uploads(folder, run)
+        uploads.begin()
+        uploads.push()
     assert (second / "wandb.id").read_text() == "x7\n"
 
 

@@ -213,7 +213,9 @@ def test_which_tokenizer(runs: Runs, tmp_path: Path) -> None:
 
 def test_generate_says_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
     run = runs["llama"][0]
-    new = newest(run)[0]
+    new, unsaved = newest(run)[0], tmp_path / "unsaved"
+    unsaved.mkdir()
+    (unsaved / "metrics.jsonl").touch()
     say = ["--prompt", "x"]
     cases: dict[str, Sequence[object]] = {
         "command line: generate: needs one CHECKPOINT, got 0": say,
@@ -229,6 +231,8 @@ def test_generate_says_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
         ],
         "command line: --cache: yes should be 'auto', 'on' or 'off'": [run, *say, "--cache=yes"],
         "command line: gone: no such folder": ["gone", *say],
+        f"command line: {unsaved}: the run has saved no checkpoint; train with checkpoint.interval"
+        " above 0": [unsaved, *say],
         f"command line: {tmp_path}: is neither a checkpoint (manifest.json) nor Hugging Face's folder"
         " (config.json, and model.safetensors or model.safetensors.index.json)": [tmp_path, *say],
         f"{new}/config.toml: parallel: the degrees' product tp 2 does not divide the world size 1;"

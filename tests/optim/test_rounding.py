@@ -86,6 +86,13 @@ def test_what_fits_stays() -> None:
         target = torch.empty_like(values)
         store(target, values.float(), torch.full(values.shape, drawn, dtype=torch.int32))
         assert torch.equal(target, values)
+    nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(
+        torch.float32
+    )  # CUDA's, a CPU's
+    for drawn in (0, 1, 0xFFFF, -1):
+        target = torch.zeros(3, dtype=torch.bfloat16)
+        store(target, nan, torch.full((3,), drawn, dtype=torch.int32))
+        assert target.isnan().all()
     exact = torch.randn(9)
     target = torch.empty(9)
     store(target, exact, random_bits(0, "x", [slice(0, 9)], (9,), target))

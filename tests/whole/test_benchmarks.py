@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import training_runs
 from tests.support.command_lines import execute
 from tests.support.helpers import ROOT
 
@@ -44,6 +45,14 @@ def shown_here(name: str, *words: str) -> list[dict[str, Any]]:
 
 def _rows(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_a_kept_run_of_other_keys_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "done").write_text('[2, "train.steps=1", ""]')
+    assert training_runs.run(tmp_path, 2, ["train.steps=1"]) == [{"step": 1}]
+    with pytest.raises(SystemExit, match=r'holds a run of other keys, \[2, "train.steps=1"'):
+        training_runs.run(tmp_path, 2, ["train.steps=2"])
 
 
 @pytest.mark.slow
