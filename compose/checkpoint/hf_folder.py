@@ -79,10 +79,10 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named
     weight is published by its shape, as a tensor on meta: nobody has its values.
     """
     model = module_of(whole)
-    coded = quantized_layers(model)
+    quantized = quantized_layers(model)
     for name, parameter in whole.named_parameters():
-        if name in coded:
-            parameter = torch.empty(weight_shape(coded[name]), device="meta")
+        if name in quantized:
+            parameter = torch.empty(weight_shape(quantized[name]), device="meta")
         if not is_adapter(name):
             yield name, stored(hf_name(name)), parameter
     for name, buffer in persistent_buffers(model).items():
@@ -106,9 +106,9 @@ def load_hf(
     files = TensorFiles(as_path(folder))
     if problems := differences(files, whole or model, hf_name):
         raise ConfigError(*problems)
-    coded = quantized_layers(module_of(model))  # fill_weights fills them
+    quantized = quantized_layers(module_of(model))  # fill_weights fills them
     for name, place, tensor in published(model, hf_name):
-        if name not in coded:
+        if name not in quantized:
             fill_shard(files, place, local_shard_of(tensor))
 
 

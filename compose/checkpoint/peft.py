@@ -231,7 +231,7 @@ def merged_weights(
         raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
     drawn = {} if base else _drawn(model, known.seed)
     layers = linear_layers(model, ends) if lora.kept != "full" else ()
-    coded = {f"{layer}.weight" for layer in layers}
+    quantized = {f"{layer}.weight" for layer in layers}
     adapters, scale = adapted(model, ends, lora), table_of(lora).scale
 
     def weight(name: str, like: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def merged_weights(
         else:
             part = drawn[name].clone()
         a, b, m = (f"{name.removesuffix('.weight')}.lora.{leaf}" for leaf in ("A", "B", "magnitude"))
-        if name in coded:  # the weights that the adapters were trained with
+        if name in quantized:  # the weights that the adapters were trained with
             part = rounded(part, lora.kept)
         if a in adapters:
             part += scale * (read(b, adapters[b]) @ read(a, adapters[a]))

@@ -1,4 +1,4 @@
-"""The common part of all command lines: words taken apart, help, early checks and exit codes."""
+"""The common part of all command lines: parsing, help, early checks and exit codes."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ keys of one table alone.
 
 
 class Words(NamedTuple):
-    """A command line taken apart."""
+    """A parsed command line."""
 
     plain: list[str]
     """The words that are no option."""
@@ -164,7 +164,7 @@ def launched_ranks() -> int:
 def read_words(
     words: Sequence[str], flags: Mapping[str, str], keys: bool = True, stores: bool = False
 ) -> Words:
-    """Take a command line apart: its flags, --help and -h, and --table.key=value with ``keys``.
+    """Parse a command line: its flags, --help and -h, and --table.key=value with ``keys``.
 
     With ``stores`` a word that is no option may be a URL.
     """

@@ -59,8 +59,8 @@ def _messages(job: Job) -> list[str]:
     ranks = [sent_bytes(job, rank * job.world_size // pp) for rank in range(pp)]
     most = max(ranks, key=lambda sent: sum(sent.values()))
     comm = job.config.comm
-    coded = [f"{name} {getattr(comm, name)}" for name in _PURPOSES if getattr(comm, name) != "off"]
-    lines = [f"bytes that a rank sends in a step ({', '.join(coded)}):"]
+    compressed = [f"{name} {getattr(comm, name)}" for name in _PURPOSES if getattr(comm, name) != "off"]
+    lines = [f"bytes that a rank sends in a step ({', '.join(compressed)}):"]
     for purpose in _PURPOSES:
         levels = {level: size for (what, level), size in most.items() if what == purpose}
         if plain := levels.pop("plain", 0):
@@ -92,8 +92,8 @@ def _table(placed: list[Placed], pp: int) -> list[str]:
     groups: dict[tuple[object, ...], list[Placed]] = {}
     for p in placed:
         pattern = re.sub(r"\.\d+\.", ".*.", p.name)
-        alike = (p.pp, pattern, p.shape, tuple(p.placements.items()), p.local_shape)
-        groups.setdefault(alike, []).append(p)
+        equal = (p.pp, pattern, p.shape, tuple(p.placements.items()), p.local_shape)
+        groups.setdefault(equal, []).append(p)
     rows = [("parameter", *(["pp"] if pp > 1 else []), "shape", *axes, "local shape", "bytes")]
     for group in groups.values():
         p, several = group[0], len(group) > 1

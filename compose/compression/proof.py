@@ -320,7 +320,7 @@ def compare_unwatched(subject: Subject, begin: list[Tensor]) -> None:
     result, error = trained(noting=True) if exact else locals_of(watched), 0.0
     for one, other, before in zip(result, trained(noting=False), begin, strict=True):
         if not torch.equal(one, other):
-            apart, moved = (float((x - other).double().norm()) for x in (one, before))
-            error = max(error, or_infinite(apart / moved) if moved else math.inf)
+            gap, moved = (float((x - other).double().norm()) for x in (one, before))
+            error = max(error, or_infinite(gap / moved) if moved else math.inf)
     tolerance = 0.0 if comparison.device.type == "cpu" else _ON_GPU
     comparison.value("unwatched update", "all parameters", error, tolerance)

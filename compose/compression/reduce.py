@@ -183,7 +183,7 @@ class LowRank(GradientCode):
             self.observer.begins(self, rows)
         wanted = self.feedback.added_to(rows, scale) if self.feedback else at_least_float32(rows)
         pieces = self.layout.pieces(wanted)
-        # (R, m / R, c): a rank's rows lie apart, and a copy would cost as much as a product.
+        # (R, m / R, c): a rank's rows are not contiguous, and a copy would cost as much as a product.
         matrices = {i: pieces[i].unflatten(1, (m // len(rows), c)) for i, (m, c) in self.shapes.items()}
         plain = torch.cat([rows[:, :0], *(p for i, p in enumerate(pieces) if i not in matrices)], 1)
         tall = [(m @ self._factor(i, m)).flatten(0, 1) for i, m in matrices.items()]

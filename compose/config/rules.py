@@ -110,7 +110,7 @@ def _micro_batches(job: Job) -> Iterator[str]:
     "the noise is the difference between the gradient of one micro-batch and that of all",
 )
 def _noise_scale(job: Job) -> Iterator[str]:
-    train, degrees, coded = job.config.train, job.degrees, job.config.comm.gradients
+    train, degrees, quantized = job.config.train, job.degrees, job.config.comm.gradients
     if not job.config.metrics.noise_scale or not job.micro_batches:
         return
     if job.micro_batches == 1:
@@ -118,8 +118,8 @@ def _noise_scale(job: Job) -> Iterator[str]:
         cure = f"train.global_batch = {2 * train.global_batch}"
         if sizes := [size for size in range(1, train.micro_batch) if train.micro_batch % size == 0]:
             cure = f"train.micro_batch = {sizes[-1]}"
-    elif coded != "off":
-        problem = f'reads exact sums, and comm.gradients = "{coded}" rounds them'
+    elif quantized != "off":
+        problem = f'reads exact sums, and comm.gradients = "{quantized}" rounds them'
         cure = 'comm.gradients = "off"'
     elif backward_in_two_parts(job.setup):
         problem = f"reads the gradients of one backward, and {degrees.pp_schedule} runs it in two parts"

@@ -174,8 +174,8 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
         first = len(before)
         sides = [[*before, *side] for side in sides]
     else:  # whole chats
-        alike = [one == other for one, other in zip(*sides, strict=False)]
-        first = min([*(n for n, same in enumerate(alike) if not same), len(alike) - 1])
+        equal = [one == other for one, other in zip(*sides, strict=False)]
+        first = min([*(n for n, same in enumerate(equal) if not same), len(equal) - 1])
     for name, side in zip(SHAPES["chosen"], sides, strict=True):
         if all(message["role"] == _ROLE for message in side):
             raise ValueError(

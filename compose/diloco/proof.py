@@ -268,12 +268,12 @@ def prove_outer_loop(
         for name, flat, copies in rows:
             right = flat.view_as(whole[name])
             parts = [local_shard(right, local[name][0]) for _ in copies]
-            apart = [
+            errors = [
                 or_infinite(float((local_tensor(result).cpu() - part).norm()))
                 for result, part in zip(copies, parts, strict=True)
             ]
             # A value that begins at zero stays there if no message carries it: then none may differ.
-            error = max(apart) / (float(right.norm()) or 1.0) if apart else None
+            error = max(errors) / (float(right.norm()) or 1.0) if errors else None
             limit = _SINGLE if name in one.averaged else comparison.tolerance.update
             comparison.value(quantity, name, error, limit)
     if options.dtype != "float32":

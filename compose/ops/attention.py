@@ -54,7 +54,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Attent
         raise ConfigError(f"attention: q, k and v are {kinds}; give them one floating-point type")
     if q.shape[-1] != k.shape[-1]:
         raise ConfigError(
-            f"attention: queries are {q.shape[-1]} wide and keys {k.shape[-1]}; they should be alike"
+            f"attention: queries are {q.shape[-1]} wide and keys {k.shape[-1]}; they should be equal"
         )
     if heads % groups or v.shape[2] != groups:
         raise ConfigError(

@@ -24,7 +24,7 @@ class Comm:
     """FSDP units (layers) that are gathered ahead of the one that runs, in forward and backward; 0:
     one, in backward, and with experts under ep or tp in forward too."""
     check_every: NonNegative = 0
-    """Steps between comparisons of what ranks must hold bitwise alike; 0 is never."""
+    """Steps between comparisons of what must be bitwise equal on ranks; 0 is never."""
     check_state: bool = False
     """Compare the bytes of weights and optimizer state, before each update and save, with those that
     the last update left, and gradients with those that were clipped."""
@@ -54,8 +54,8 @@ class Comm:
     ] = 0
     """Steps before gradients are compressed; until then they travel plain."""
     measure_every: NonNegative = 0
-    """Steps between measurements of how alike sent and true gradients are, at the cost of sending them
-    plain too; 0 is never."""
+    """Steps between measurements of how close sent gradients are to true ones, at the cost of sending
+    them plain too; 0 is never."""
 
     @property
     def first_step_timeout(self) -> timedelta:

@@ -151,7 +151,7 @@ def corrected(cluster: Cluster, rows: list[MeasuredFigure]) -> Cluster:
     """Return a cluster that would have predicted the run's computation.
 
     Only figures of the device change: the rates of products, of attention and of the memory. Without a
-    profile all three change alike.
+    profile all three change by one factor.
     """
     ratios = {row.name: row.ratio for row in rows if row.unit == "s" and row.measured > 0}
     slower = {

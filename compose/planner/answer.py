@@ -188,8 +188,8 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     ]
     more = replace(space, world_size=space.world_size * 2)
     results = [
-        _variant("twice the devices", more, best, [c for one in wider for c in _near(space, one)]),
-        _variant("twice the memory", roomy, best, _near(space, config)),
+        _variant("twice the devices", more, best, [c for one in wider for c in _around(space, one)]),
+        _variant("twice the memory", roomy, best, _around(space, config)),
     ]
     if space.world_size > 1:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
@@ -207,11 +207,11 @@ def further(space: Space, best: Candidate) -> list[Compared]:
     results, batch = [], {"train.global_batch": best.config.train.global_batch // 2}
     if best.config.train.global_batch % 2 == 0:
         half = replace(space, config=with_keys(space.config, batch))
-        near = _near(space, with_keys(best.config, batch))
-        results.append(_variant("half the batch", half, best, near))
+        around = _around(space, with_keys(best.config, batch))
+        results.append(_variant("half the batch", half, best, around))
     if name := _NEXT.get(space.cluster.name):
         other = replace(space, cluster=load_cluster(name))
-        results.append(_variant(f"as many of {name}", other, best, _near(space, best.config)))
+        results.append(_variant(f"as many of {name}", other, best, _around(space, best.config)))
     return results
 
 
@@ -224,7 +224,7 @@ def further_in_words(best: Candidate, other: Compared) -> str:
     return f"with {other.name}: {seconds(one.step_seconds)} a step, {rate:.2f} times the tokens/s"
 
 
-def _near(space: Space, config: Config) -> list[Config]:
+def _around(space: Space, config: Config) -> list[Config]:
     """Return a composition, and the same with other recomputation or micro-batches."""
     changes = [
         keys

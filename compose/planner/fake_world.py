@@ -195,7 +195,7 @@ def _attention(
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Return rms_norm by one kernel, as CUDA has it; on meta PyTorch would take it apart.
+    """Return rms_norm by one kernel, as CUDA has it; on meta PyTorch has several.
 
     The kernel of layer_norm stands for it. Its bytes are the same, but for the means.
     """

@@ -1,8 +1,8 @@
 """Probes: one layer of each kind and the model's ends, run once on a small mesh of meta tensors.
 
 A probe tells what a unit computes, sends, reads and keeps. Sizes at other degrees follow from few
-probes (probe_scaling.py). What grows with tokens is told apart by a prime number, which divides those
-sizes alone.
+probes (probe_scaling.py). The number of tokens is a prime, which divides only the sizes that grow with
+tokens.
 """
 
 import copy

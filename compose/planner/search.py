@@ -117,7 +117,7 @@ def _mesh(candidate: Candidate) -> _Traits:
 
 
 def _kind(candidate: Candidate) -> _Traits:
-    """Return what quick estimates that err alike have in common."""
+    """Return what candidates share whose quick estimates have the same error."""
     parallel, config = candidate.config.parallel, candidate.config
     return (
         parallel.pp_schedule if parallel.pp > 1 else "",

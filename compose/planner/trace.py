@@ -78,7 +78,7 @@ def trace(step: RankStep) -> Traced:
         if job.degrees.pp > 1:
             layers = step.pp_layers or job.degrees.pp_layers
             options = replace(options, parallel=replace(options.parallel, pp_layers=layers))
-        # A run counts the bytes of a budget on meta tensors too, where norms are taken apart.
+        # A run counts the bytes of a budget on meta tensors too, where norms are several operators.
         with OnMeta(["cuda"], kernels="cpu"):
             composition = apply(model, resolved, mesh, options)
             # Muon's products are in another type on a GPU, and files are not made.

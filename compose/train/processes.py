@@ -66,7 +66,7 @@ def _backstop(nccl: bool) -> timedelta:
 
 
 class TrainingError(Exception):
-    """The run cannot go on, for a reason that fits on one line; every rank raises it alike."""
+    """The run cannot go on, for a reason that fits on one line; every rank raises it."""
 
 
 def pick_device(name: str) -> torch.device:

@@ -229,7 +229,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "4 query heads cannot share 3 heads of keys and 3 of values": dict.fromkeys(
         "kv", torch.randn(2, 5, 3, 8)
     ),
-    "queries are 8 wide and keys 9; they should be alike": {"k": torch.randn(2, 5, 2, 9)},
+    "queries are 8 wide and keys 9; they should be equal": {"k": torch.randn(2, 5, 2, 9)},
     "5 queries and 6 keys are not one sequence; causal attention needs as many": dict.fromkeys(
         "kv", torch.randn(2, 6, 2, 8)
     ),
