@@ -256,14 +256,15 @@ class StageMessages:
         module: nn.Module,
         mesh: DeviceMesh,
         replicas: DeviceMesh | None,
-        dim_of: Callable[[Sequence[int]], int] | None = None,
+        dim_of: Callable[[Sequence[int]], int],
+        own_mesh: bool = False,
     ) -> None:
         """Let FSDP send the unit that begins with ``module`` so."""
-        unit, levels = self.unsent[module], self.owner.levels
+        unit = self.unsent[module]
         if not unit.shapes or not isinstance(module, FSDPModule):
             return
-        if dim_of:  # such units are on other ranks than those of two levels
-            unit.dim_of, levels = dim_of, None
+        levels = None if own_mesh else self.owner.levels  # which are of the data axes
+        unit.dim_of = dim_of
         unit.ranks, unit.replicas = mesh.size(), replicas.get_group() if replicas else None
         # Ranks that share a replica are neighbours, and other replicas are far.
         own = self.owner.traffic.among(unit.ranks if unit.replicas else self.comm.near)

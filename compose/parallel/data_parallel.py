@@ -60,12 +60,14 @@ class UnitMessages(Protocol):
         module: nn.Module,
         mesh: DeviceMesh,
         replicas: DeviceMesh | None,
-        dim_of: Callable[[Sequence[int]], int] | None = None,
+        dim_of: Callable[[Sequence[int]], int],
+        own_mesh: bool = False,
     ) -> None:
         """Let the unit that begins with ``module``, which ``fully_shard`` has cut, send so.
 
         ``mesh`` are the ranks that share it, and ``replicas`` those that hold the same shard, if there
-        are others. ``dim_of`` returns the dim along which a shape is cut; None is the first.
+        are others. ``dim_of`` returns the dim along which a shape is cut. ``own_mesh``: it is of
+        experts that are on a mesh of their own.
         """
         ...
 
@@ -213,16 +215,28 @@ def apply_data_parallel(
     if how.offload:
         where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
+    stacked = partial(_stacked_dim, shards.size())
+
     def shard(
-        modules: nn.Module | list[nn.Module], reshard: bool, mesh: DeviceMesh = data_mesh, **more: Any
+        modules: nn.Module | list[nn.Module],
+        reshard: bool,
+        mesh: DeviceMesh = data_mesh,
+        dim_of: Callable[[Sequence[int]], int] = stacked,
     ) -> None:
         # Only the model's own inputs are cast. A float32 tensor between its parts is so on purpose.
         cast_inputs = modules is model
         policy = MixedPrecisionPolicy(
             how.param_dtype, how.reduce_dtype, cast_forward_inputs=cast_inputs
         )
-        more |= {"mp_policy": policy, "offload_policy": where, "ignored_params": scalars}
-        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **more)  # type: ignore[arg-type]
+        fully_shard(
+            modules,  # type: ignore[arg-type]
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda p: Shard(dim_of(local_tensor(p).shape)),
+            mp_policy=policy,
+            offload_policy=where,
+            ignored_params=scalars,
+        )
         # A list is one unit, with one state.
         unit = cast(FSDPModule, modules[0] if isinstance(modules, list) else modules)
         if mesh.size() > 1:  # else nothing is divided, and a factor would be a pass over all gradients
@@ -245,9 +259,9 @@ def apply_data_parallel(
         free = zero == 3 and not (hpz and hpz.experts_stay)
         for name in experts:
             module = model.get_submodule(name)
-            shard(module, free, over, shard_placement_fn=lambda p: Shard(even(local_tensor(p).shape)))
+            shard(module, free, over, even)
             if messages:
-                messages.attach(module, expert_mesh["expert_shard"], expert_copies, even)
+                messages.attach(module, expert_mesh["expert_shard"], expert_copies, even, own_mesh=True)
             gather_by_hpz(module, hpz and hpz.experts)
 
     for i, unit in enumerate(units):
@@ -256,12 +270,12 @@ def apply_data_parallel(
         keep = is_last_stage and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
         if messages:
-            messages.attach(modules[0], shards, copies)
+            messages.attach(modules[0], shards, copies, stacked)
         if not keep:
             gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
     if messages:
-        messages.attach(model, shards, copies)
+        messages.attach(model, shards, copies, stacked)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in
     # forward the host waits for the sizes of the experts' messages, so it is late for the next unit.
     ahead = how.prefetch or int(expert_mesh is not None)
@@ -292,6 +306,14 @@ def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
 def _even_dim(ranks: int, shape: Sequence[int]) -> int:
     """Return the first dim that ``ranks`` divide: few experts may be left, and FSDP pads only dim 0."""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+
+
+def _stacked_dim(ranks: int, shape: Sequence[int]) -> int:
+    """Return the dim along which a parameter is cut: the first, if it is no stack of matrices.
+
+    A stack, as of experts, may have fewer matrices than there are ranks.
+    """
+    return _even_dim(ranks, shape) if len(shape) == 3 else 0
 
 
 def _only_sums(mesh: DeviceMesh, how: Sharding) -> bool:

@@ -137,7 +137,7 @@ class Size(NamedTuple):
     """Numbers of a unit."""
 
     whole: float
-    """All of a rank without data parallel, with padding."""
+    """All of a rank without data parallel."""
     own: float
     """Those that one rank keeps between steps."""
     trained: float
@@ -149,19 +149,9 @@ def sizes_of(units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
     over, of_experts = shards(config)
     result = {}
     for name, unit in units.items():
-        experts = unit.experts * _padded(unit, config)
-        own = unit.dense / over + experts / of_experts
-        result[name] = Size(unit.dense + experts, own, unit.trained * own)
+        own = unit.dense / over + unit.experts / of_experts
+        result[name] = Size(unit.dense + unit.experts, own, unit.trained * own)
     return result
-
-
-def _padded(unit: Unit, config: Config) -> float:
-    """Return what padding adds: without a mesh of their own, experts are cut along their first dim."""
-    parallel = config.parallel
-    if not unit.number or parallel.ep * parallel.tp > 1 or not parallel.zero:
-        return 1.0
-    over = parallel.dp_shard * parallel.cp
-    return -(-unit.number // over) * over / unit.number
 
 
 class _Moment(NamedTuple):

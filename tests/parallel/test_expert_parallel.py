@@ -15,10 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compose import Options, Parallel, Plan, forward_backward, init_mesh, verify
 from compose.data.samples import random_batch
+from compose.ops.tensors import local_tensor
 from compose.parallel.expert_parallel import ExpertParallel, _transposed, expert_mesh
 from compose.parallel.mesh import meshes
+from compose.proof.report import Report
 from models.layers.moe import Experts
-from tests.support.helpers import built, make_job, prove_case, proved, refused, tier
+from tests.support.helpers import Keys, built, make_job, prove_case, proved, refused, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import AXES, DEEPSEEK, QWEN, Tiny, keys_of
 
@@ -87,6 +89,30 @@ def test_equals_one_process(pool: Pool, model: str, case: str) -> None:
     routers = {row.name for row in report.rows if row.quantity == "routing"}
     assert len(routers) == 2 * (int(str(keys["model__n_layers"])) - (model == "deepseek_v3"))
     assert {"buffer after", "gradient", "update"} <= {row.quantity for row in report.rows}
+
+
+def _in_layers_units(keys: Keys) -> tuple[Report, set[float]]:
+    """The proof, and this rank's parts of the experts' weights."""
+    report, (_, composition) = prove_case(keys), built(keys)
+    weights = [p for name, p in composition.model.named_parameters() if ".experts." in name]
+    return report, {local_tensor(p).numel() / p.numel() for p in weights}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        pytest.param("comm__gradients int8 comm__weights int8", marks=pytest.mark.slow),
+        pytest.param("zero 1 comm__gradients powersgd", marks=pytest.mark.slow),
+        pytest.param("zero3_reshard 2 comm__weights int8", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_without_a_mesh_of_their_own_are_not_padded(pool: Pool, words: str) -> None:
+    """Six experts on four ranks: each rank holds a quarter of each matrix."""
+    ranks, keys = keys_of(QWEN, f"ds 4 model__n_experts 6 {words}")
+    results = pool.run(_in_layers_units, ranks, keys)
+    proved([report for report, _ in results])
+    assert [parts for _, parts in results] == [{0.25}] * 4
 
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
