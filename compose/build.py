@@ -2,13 +2,12 @@
 
 import copy
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.apply import apply
@@ -20,15 +19,14 @@ from compose.config.tables import Config
 from compose.data.datasets import task_of
 from compose.errors import ConfigError, whole_number
 from compose.memory.lora import MAGNITUDE, init_adapter, is_adapter
-from compose.memory.quantized import packed, quantized_layers, rounded, weight_shape
+from compose.memory.quantized import quantized_layers, weight_shape
 from compose.object_storage import Remote, as_path
 from compose.ops.cross_entropy import LossFunction
-from compose.ops.tensors import local_region, local_tensor
 from compose.optim.lr_schedule import set_learning_rate
 from compose.optim.offload_files import remove_left
 from compose.optim.optimizers import OPTIMIZERS, Settings, make_optimizer, stage_group
 from compose.optim.parameter_rules import parameter_rules
-from compose.weights import init_weights, materialize, named_generator
+from compose.weights import fill_from_rows, init_weights, materialize
 
 _NOWHERE = "compose-offload-"  # prefix of temporary folders for files, without a run
 
@@ -82,78 +80,32 @@ def fill_weights(
 
 def _fill_base(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
     config, chosen = job.config, job.config.model
-    if config.checkpoint.load_hf:
-        from compose.checkpoint.hf_folder import load_hf, name_of
-
-        folder = as_path(config.checkpoint.load_hf)
-        if problems := config_problems(folder, chosen.name, chosen.config):
-            raise ConfigError(*problems)
-        materialize(whole, device)
-        load_hf(whole, folder, name_of(chosen.name, chosen.config), job.model)
-        init_weights(whole, init_adapter, config.train.seed, device, only=is_adapter)
-    else:
-        model = cast(InitialisedModel, job.model)
-
-        def fill(name: str, tensor: Tensor, generator: Generator) -> None:
-            (init_adapter if is_adapter(name) else model.init_parameter)(name, tensor, generator)
-
-        quantized = quantized_layers(job.model)
-        init_weights(whole, fill, config.train.seed, device, only=lambda name: name not in quantized)
-    _fill_from_rows(whole, job, device)
-
-
-@torch.no_grad()
-def _fill_from_rows(whole: nn.Module | Composition, job: Job, device: torch.device) -> None:
-    """Fill the bytes of quantized weights, and DoRA's vectors by the norms of first weights' rows."""
-    lora, quantized = job.config.model.lora, quantized_layers(job.model)
-    if not (quantized or lora.dora):
+    if not config.checkpoint.load_hf:
+        init_weights(whole, cast(InitialisedModel, job.model).init_parameter, config.train.seed, device)
         return
-    read = _reader_of_rows(job, device)
-    for name, parameter in whole.named_parameters():
-        norms = name.endswith(MAGNITUDE) and not lora.load
-        if not norms and name not in quantized:
-            continue
-        layer = name.removesuffix(MAGNITUDE if norms else ".weight")
-        rows = read(layer, local_region(parameter)[0])
-        if norms:
-            kept = (
-                rounded(rows, quantized[f"{layer}.weight"].base)
-                if len(rows) and f"{layer}.weight" in quantized
-                else rows
-            )
-            # In float64 a sum's order shows in no bit of the result, so it is that of every mesh.
-            local_tensor(parameter).copy_(kept.double().norm(dim=1).float())
-        elif len(rows):
-            local_tensor(parameter).copy_(packed(rows, lora.base))
-
-
-def _reader_of_rows(job: Job, device: torch.device) -> Callable[[str, slice], Tensor]:
-    """Return what reads or draws rows of a linear layer's first weight, (rows, inputs), in float32."""
-    folder, seed, chosen = job.config.checkpoint.load_hf, job.config.train.seed, job.config.model
-
-    def shape_of(layer: str) -> torch.Size:
-        return weight_shape(job.model.get_submodule(layer))
-
-    def draw(layer: str, rows: slice) -> Tensor:
-        name, drawn = f"{layer}.weight", torch.empty(shape_of(layer), device=device)
-        generator = named_generator(seed, name, device)
-        cast(InitialisedModel, job.model).init_parameter(name, drawn, generator)
-        return drawn[rows]
-
-    if not folder:
-        return draw
-    from compose.checkpoint.hf_folder import TensorFiles, fill_shard, name_of, stored
+    from compose.checkpoint.hf_folder import TensorFiles, fill_shard, load_hf, name_of, stored
     from compose.checkpoint.local_shards import LocalShard
 
-    files, hf_name = TensorFiles(as_path(folder)), name_of(chosen.name, chosen.config)
+    folder, hf_name = as_path(config.checkpoint.load_hf), name_of(chosen.name, chosen.config)
+    if problems := config_problems(folder, chosen.name, chosen.config):
+        raise ConfigError(*problems)
+    materialize(whole, device)
+    load_hf(whole, folder, hf_name, job.model)
+    drawn = lambda name: is_adapter(name) and not name.endswith(MAGNITUDE)  # noqa: E731
+    init_weights(whole, init_adapter, config.train.seed, device, only=drawn)
+    if not (quantized_layers(job.model) or chosen.lora.dora):
+        return
+    files = TensorFiles(folder)
 
     def read(layer: str, rows: slice) -> Tensor:
-        shape, place = shape_of(layer), stored(hf_name(f"{layer}.weight"))
+        shape = weight_shape(job.model.get_submodule(layer))
         part = torch.empty(rows.stop - rows.start, shape[1], device=device)
+        place = stored(hf_name(f"{layer}.weight"))
         fill_shard(files, place, LocalShard(shape, torch.Size((rows.start, 0)), part))
         return part
 
-    return read
+    loads = bool(chosen.lora.load)
+    fill_from_rows(whole, read, only=lambda name: not (loads and is_adapter(name)))
 
 
 def build_optimizer(

@@ -179,6 +179,18 @@ def _argument(made: Any, name: str) -> Any:
     return held[0] if isinstance(held, tuple) and len(held) == 1 else held
 
 
+def _is_output_of(name: str, value: ast.expr) -> bool:
+    """Return whether an expression is a call of ``name``, at most in float32 or contiguous."""
+    while isinstance(value, ast.Call) and ast.unparse(value.func) != name:
+        func = value.func
+        if not isinstance(func, ast.Attribute) or func.attr not in ("float", "contiguous"):
+            return False
+        if value.args or value.keywords:
+            return False
+        value = func.value
+    return isinstance(value, ast.Call)
+
+
 class _Decoder:
     """The parts of a decoder of transformers, by their names in the model."""
 
@@ -246,14 +258,14 @@ class _Decoder:
         except OSError:  # it was typed, and is in no file
             return ""
         values = [
-            ast.unparse(node.value)
+            node.value
             for node in ast.walk(ast.parse(textwrap.dedent(source)))
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if ast.unparse(target) == "logits"
         ]
         name = self._name_of(head)
-        return name if len(values) == 1 and values[0].startswith(f"self.{name}(") else ""
+        return name if len(values) == 1 and _is_output_of(f"self.{name}", values[0]) else ""
 
     def tensor(
         self, sharded: bool

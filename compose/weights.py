@@ -9,7 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition, module_of
 from compose.errors import ConfigError
-from compose.ops.tensors import local_shard, local_tensor, tie, tied_names
+from compose.memory.lora import MAGNITUDE, init_adapter, is_adapter, row_norms
+from compose.memory.quantized import packed, quantized_layers, rounded, weight_shape
+from compose.ops.tensors import local_region, local_shard, local_tensor, tie, tied_names
 
 
 @torch.no_grad()
@@ -51,12 +53,12 @@ def init_weights(
 
     The weights are bitwise the same on every mesh. One whole parameter is in memory at a time. For a
     stack (3 dims) it is one slice, and only slices of which the rank has a part are drawn. Buffers keep
-    their values.
+    their values. Adapters (LoRA) begin as peft's, and quantized weights are drawn and then quantized.
 
     Args:
         whole: A model that was not cut, or what ``compose.apply`` returned.
         init_parameter: ``init_parameter(name, tensor, generator)`` fills ``tensor``, the whole float32
-            parameter; a rank then keeps its own part.
+            parameter; a rank then keeps its own part. Adapters' parameters are not asked of it.
         seed: The seed of all weights. Each weight is drawn by the seed and its own name.
         device: The device for drawing, and for the parameters unless they are offloaded.
         only: Returns whether to fill a parameter, by its name.
@@ -65,21 +67,59 @@ def init_weights(
         ConfigError: As in :func:`materialize`.
     """
     materialize(whole, device)
+    model = module_of(whole)
+    quantized = quantized_layers(model)
+
+    def draw(name: str, shape: torch.Size, of: str = "") -> Tensor:
+        drawn = torch.empty(shape, dtype=torch.float32, device=device)
+        init = init_adapter if is_adapter(name) else init_parameter
+        init(name, drawn, named_generator(seed, of or name, device))
+        return drawn
+
+    def rows_of(layer: str, rows: slice) -> Tensor:
+        name = f"{layer}.weight"
+        held = quantized.get(name)
+        return draw(name, weight_shape(held) if held else model.get_parameter(name).shape)[rows]
+
+    fill_from_rows(whole, rows_of, only)
     for name, parameter in whole.named_parameters():
-        if not only(name):
+        if not only(name) or name in quantized or name.endswith(MAGNITUDE):
             continue
         local = local_tensor(parameter)
         if parameter.ndim < 3:
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            init_parameter(name, drawn, named_generator(seed, name, device))
-            local.copy_(local_shard(drawn, parameter))
+            local.copy_(local_shard(draw(name, parameter.shape), parameter))
             continue
         numbers = torch.arange(len(parameter)).view(-1, *[1] * (parameter.ndim - 1))
         held = local_shard(numbers.expand(parameter.shape), parameter)
         for place, number in enumerate(held.flatten(1)[:, :1].flatten().tolist()):
-            drawn = torch.empty(parameter.shape[1:], dtype=torch.float32, device=device)
-            init_parameter(name, drawn, named_generator(seed, f"{name}.{number}", device))
+            drawn = draw(name, parameter.shape[1:], f"{name}.{number}")
             local[place].copy_(local_shard(drawn.expand(parameter.shape), parameter)[place])
+
+
+@torch.no_grad()
+def fill_from_rows(
+    whole: nn.Module | Composition,
+    read: Callable[[str, slice], Tensor],
+    only: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Fill the bytes of quantized weights, and DoRA's vectors with the norms of first weights' rows.
+
+    ``read`` returns rows of a linear layer's first weight by its name, (rows, inputs), in float32.
+    """
+    quantized = quantized_layers(module_of(whole))
+    for name, parameter in whole.named_parameters():
+        norms = name.endswith(MAGNITUDE)
+        if not (norms or name in quantized) or not only(name):
+            continue
+        layer = name.removesuffix(MAGNITUDE if norms else ".weight")
+        rows, held = read(layer, local_region(parameter)[0]), quantized.get(f"{layer}.weight")
+        if not len(rows):
+            continue
+        if norms:
+            value = row_norms(rounded(rows, held.base) if held else rows)
+        else:
+            value = packed(rows, quantized[name].base)
+        local_tensor(parameter).copy_(value)
 
 
 def named_generator(seed: int, name: str, device: torch.device | str = "cpu") -> Generator:

@@ -1,5 +1,6 @@
 """The plan of models of transformers as they are: its text, what it refuses, and the proof of it."""
 
+import inspect
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -176,6 +177,35 @@ def test_refusals() -> None:
         "plan_of: LlamaForCausalLM has no ModuleList of num_hidden_layers = 7; write its Plan"
         " (docs/plan.md)"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "is_output"),
+    [
+        ("self.lm_head(h[:, -1:])", True),
+        ("self.lm_head(h).float().contiguous()", True),
+        ("self.lm_head(h) * scale", False),
+        ("self.lm_head(h).mul(scale)", False),
+        ("self.lm_head(h).float(scale)", False),
+        ("self.lm_head.other(h)", False),
+        ("torch.tanh(self.lm_head(h))", False),
+    ],
+)
+def test_what_forward_does_to_logits(value: str, is_output: bool) -> None:
+    """A loss in chunks computes the projection itself, and would leave a factor out."""
+    with torch.device("meta"):
+        llama = built("LlamaForCausalLM")
+    with mock.patch.object(inspect, "getsource", return_value=f"logits = {value}"):
+        assert plan_of(llama).output == ("lm_head" if is_output else "")
+
+
+def test_logits_with_a_factor_are_no_output() -> None:
+    import transformers
+
+    sizes: dict[str, Any] = CLASSES["LlamaForCausalLM"] | _TOKENS | {"logits_scaling": 10.0}
+    with torch.device("meta"):
+        model = transformers.HyperCLOVAXForCausalLM(transformers.HyperCLOVAXConfig(**sizes))
+    assert plan_of(model).output == ""
 
 
 def test_a_class_that_is_in_no_file_has_no_output() -> None:

@@ -5,10 +5,13 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Generator, Tensor, nn
 
-from compose import init_weights
+from compose import Plan, init_weights
 from compose.build import build
+from compose.memory.lora import Lora, adapt
+from compose.memory.quantized import Base
+from compose.parallel.lora_parallel import Adapter
 from compose.proof.comparison import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
@@ -83,6 +86,50 @@ def test_scale_of_llama_weights() -> None:
         else:
             scale = 0.02 / 10**0.5 if key.endswith(("wo.weight", "w2.weight")) else 0.02
             assert float(parameter.detach().std()) == pytest.approx(scale, rel=0.05)
+
+
+class Linears(nn.Module):
+    """A model of one's own, whose init knows no adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        assert ".lora." not in name
+        tensor.normal_(generator=generator)
+
+
+@pytest.mark.parametrize("base", ["full", "int8", "nf4"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_adapters_change_nothing_at_first(
+    monkeypatch: pytest.MonkeyPatch, device: str, base: Base
+) -> None:
+    """In a loop of one's own ``init_weights`` fills a model on meta, and ``adapt`` one with values."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with torch.device(device):
+        model = Linears()
+    try:
+        torch.use_deterministic_algorithms(True)  # memory without values has NaN
+        adapt(model, Plan(), Lora(rank=3, targets="all-linear", dora=True, base=base))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if device == "meta":
+        init_weights(model, model.init_parameter, 0, torch.device("cpu"))
+    x = torch.randn(5, 64)
+    with_adapters = model(x)
+    first = set[float]()
+    for layer in (model.up, model.down):
+        adapter = layer.get_submodule("lora")
+        assert isinstance(adapter, Adapter)
+        assert 0.9 < float(adapter.A.detach().abs().max()) * layer.in_features**0.5 <= 1
+        first.add(float(adapter.A.detach()[0, 0]))
+        adapter.off = True
+    assert len(first) == 2
+    torch.testing.assert_close(with_adapters, model(x), rtol=1e-5, atol=1e-5)
 
 
 class Buffered(nn.Module):

@@ -6,6 +6,7 @@ This is done once, to the model on meta, before anything else reads model or pla
 dry run and planner see one model whose weights are frozen but for the adapters.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -79,7 +80,8 @@ def is_adapter(name: str) -> bool:
 def adapt(model: nn.Module, plan: "Plan", lora: Lora, tp: int = 1) -> "Plan":
     """Give each target of ``lora`` an adapter, and freeze all other parameters, in place.
 
-    A model that has its adapters already gets no others.
+    A model that has its adapters already gets no others. Adapters of layers that have values, which are
+    not on meta, are filled: the model computes what it did before.
     """
     if not lora.rank:
         if lora != Lora():
@@ -96,6 +98,8 @@ def adapt(model: nn.Module, plan: "Plan", lora: Lora, tp: int = 1) -> "Plan":
         assert isinstance(layer, nn.Linear)
         if not hasattr(layer, CHILD):
             adapter = Adapter(layer, lora.rank, lora.scale, lora.dropout, lora.dora)
+            if not layer.weight.is_meta:
+                _fill(adapter, layer, f"{name}.{CHILD}")
             layer.add_module(CHILD, adapter)
             adapter.attach(layer)
         layer.get_submodule(CHILD).requires_grad_(True)
@@ -218,10 +222,29 @@ def init_adapter(name: str, tensor: torch.Tensor, generator: torch.Generator) ->
     """Fill a whole parameter of an adapter as peft does: A as nn.Linear's weight, B with zeros.
 
     A is uniform in +-1 / in_features^0.5 (He et al. 2015, arXiv:1502.01852, with a = 5^0.5). DoRA's
-    vector follows the weights: ``compose.build.fill_weights`` fills it.
+    vector follows the weights: ``compose.weights.fill_from_rows`` fills it.
     """
     if name.endswith(".A"):
         bound = tensor.shape[1] ** -0.5
         tensor.uniform_(-bound, bound, generator=generator)
     else:
         tensor.zero_()
+
+
+def row_norms(weight: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row, (N,) of (N, D), in float32.
+
+    In float64 a sum's order shows in no bit of the result, so it is that of every mesh.
+    """
+    return weight.double().norm(dim=1).float()
+
+
+@torch.no_grad()
+def _fill(adapter: Adapter, layer: nn.Linear, name: str) -> None:
+    """Fill a new adapter of a layer with values; A follows from the name, as ranks must agree on it."""
+    generator = torch.Generator(layer.weight.device).manual_seed(zlib.crc32(name.encode()))
+    init_adapter(f"{name}.A", adapter.A, generator)
+    init_adapter(f"{name}.B", adapter.B, generator)
+    if adapter.magnitude is not None:
+        kept = isinstance(layer, QuantizedLinear)
+        adapter.magnitude.copy_(row_norms(layer.dequantized(torch.float32) if kept else layer.weight))

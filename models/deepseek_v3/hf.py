@@ -73,8 +73,8 @@ _V3 = Kind(
     keys(_FIELDS | _GROUPS, _READ, _THIRD, _PREDICTION),
     {"scoring": "sigmoid", "group_best": 2},
     _MODULES,
-    # V3's report gives the weight, and its config.json does not: section 4.2 of arXiv:2412.19437.
-    _DEFAULTS | {"balance_weight": 1e-4, "bias_rate": 1e-3},
+    # transformers moves no bias, and V3's training ended with 0: section 4.2 of arXiv:2412.19437.
+    _DEFAULTS | {"balance_weight": 0.0, "bias_rate": 0.0},
     writes=_WRITES,
 )
 KINDS = {

@@ -198,6 +198,14 @@ class Block(nn.Module):
         return x_BLD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
 
 
+class RoundedScale(Scale):
+    """A constant factor, rounded to the type of what it multiplies, as for the published weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return x * torch.full((), self.factor, dtype=x.dtype, device=x.device)
+
+
 class Gemma3(nn.Module):
     """The model."""
 
@@ -205,7 +213,7 @@ class Gemma3(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.embedding_scale = Scale(config.dim**0.5)
+        self.embedding_scale = RoundedScale(config.dim**0.5)
         # The keys are indices, so that a layer keeps its name when others are removed.
         self.layers = nn.ModuleDict(
             {

@@ -54,7 +54,7 @@ KIND = Kind(
         "tie_embeddings": False,
         "swiglu_alpha": GptOssConfig.swiglu_alpha,
         "swiglu_limit": GptOssConfig.swiglu_limit,
-        "balance_weight": 0.0,
+        "balance_weight": 0.001,
         **NOT_TRAINED,
     },
     like={"n_kv_heads": "n_heads"},

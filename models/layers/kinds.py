@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from .published import Keys, number, only, required, size, truth
+from .published import BALANCE, BALANCED, Keys, number, only, required, size, truth
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Kind:
         for ours, theirs in self.keys.fields.items():
             if ours in besides:
                 continue
+            if theirs == BALANCE and not truth(values, BALANCED, False):
+                result[ours] = 0.0
+                continue
             if values.get(theirs) is None:
                 if ours in self.null and (theirs in values or ours not in self.defaults):
                     result[ours] = types[ours](0)  # type: ignore[operator]
@@ -61,6 +64,7 @@ class Kind:
     def write(self, model_type: str, config: object) -> dict[str, Any]:
         """Return the config.json of a model of this kind."""
         given = {ours: getattr(config, ours) for ours in self.keys.fields}
+        balance = next((given[ours] for ours, key in self.keys.fields.items() if key == BALANCE), None)
         return {
             "architectures": [self.architecture],
             "model_type": model_type,
@@ -68,6 +72,7 @@ class Kind:
                 theirs: None if ours in self.null and not given[ours] else given[ours]
                 for ours, theirs in self.keys.fields.items()
             },
+            **({} if balance is None else {BALANCED: balance > 0}),
             **self.writes,
         }
 

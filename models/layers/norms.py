@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from compose.ops.layers import RMSNorm
@@ -17,7 +16,7 @@ NORMS: Mapping[str, Callable[[int, float], nn.Module]] = {
 
 
 class Scale(nn.Module):
-    """A constant factor, rounded to the type of what it multiplies, as for the published weights.
+    """A constant factor.
 
     It is a module, so that a stage of a pipeline without the embedding has no factor either.
     """
@@ -27,6 +26,5 @@ class Scale(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product."""
-        # A number would be multiplied in float32, unrounded.
-        return x * torch.full((), self.factor, dtype=x.dtype, device=x.device)
+        """Return the product; a number is multiplied in float32, unrounded."""
+        return x * self.factor

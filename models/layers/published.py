@@ -16,6 +16,8 @@ from compose.errors import shown
 C = TypeVar("C")
 
 _CODED = "quantization_config"
+BALANCE, BALANCED = "router_aux_loss_coef", "output_router_logits"
+"""The key of the balancing loss's weight, and the key without which transformers does not use it."""
 # Features that no model here has. The values say that a published model lacks them too.
 _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -117,7 +119,9 @@ def keys(
 
     The arguments are as in :class:`Keys`; ``rope`` is whether the model has rotary embeddings.
     """
-    read, besides = {"model_type", *(_ROPE if rope else ()), *read}, {*besides}
+    balance = (BALANCED,) if BALANCE in fields.values() else ()
+    read = {"model_type", *(_ROPE if rope else ()), *balance, *read}
+    besides = {*besides}
     none_here = {key: one for key, one in _NONE_HERE.items() if key not in read | besides}
     return Keys(
         fields,

@@ -176,6 +176,10 @@ def _read_rope(values: Mapping[str, Any], row: Architecture, head: int) -> dict[
     part = "rotary_dim" not in row.fixed
     kinds = ("longrope",) if LENGTH in row.keys.read else RULES
     theta, kind, rule = rope(values, kinds, default=row.theta, part=part)
+    if not row.fixed.get("rope_scale_windows", True):
+        # The key is within an object of a kind of layers, and transformers reads it beside these.
+        place = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+        only({f"{place}.truncate": rule.get("truncate")}, f"{place}.truncate", True)
     result = {"rope_theta": theta, **read_rule(values, kind, rule)}
     if part:
         given = rule.get("partial_rotary_factor")
@@ -207,7 +211,10 @@ def _written_rope(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
         if int(c.head_width * fraction) < c.rotary_dim:
             fraction = math.nextafter(fraction, 1)
         values["partial_rotary_factor"] = fraction
-    if row.fixed.get("rope_scale_windows", True) or c.rope_theta == row.theta:
+    one_rule = row.fixed.get("rope_scale_windows", True)
+    if not one_rule and rule and not rule.get("truncate", True):
+        raise _unfit("rope_truncate", row, "True alone")
+    if one_rule or c.rope_theta == row.theta:
         return values | {"rope_scaling": rule}
     # Without such objects transformers takes rope_theta for some of the layers alone.
     rules = {_LOCAL: {"rope_type": "default"}, _GLOBAL: rule or {"rope_type": "default"}}

@@ -31,7 +31,7 @@ KIND = Kind(
     ),
     {},
     _MODULES,
-    {"tie_embeddings": False, "balance_weight": 0.0, **NOT_TRAINED},
+    {"tie_embeddings": False, "balance_weight": 0.001, **NOT_TRAINED},
     like={"n_kv_heads": "n_heads"},
     null=("window",),
     writes={"hidden_act": "silu", "router_jitter_noise": 0.0, "max_position_embeddings": 32_768},

@@ -142,7 +142,7 @@ KINDS = {
         "Qwen3MoeForCausalLM",
         _EXPERTS | _WEIGHTS,
         {"qk_norm": "head"},
-        defaults={"normalize_weights": False},
+        defaults={"normalize_weights": False, "balance_weight": 0.001},
         read=_LENGTH,
         # The last three are in files of Qwen3-Coder, and not in transformers' class.
         only=_NO_WINDOW
@@ -202,7 +202,8 @@ KINDS = {
         {"qk_norm": "head", **_SIGMOID},
         SHARED_EXPERTS | _BIAS,
         _SIGMOID_DEFAULTS | {"n_dense_layers": 0, "n_shared_experts": 0, "normalize_weights": False},
-        only={"sliding_window": (), **_SIGMOID_ONLY},
+        ("max_window_layers",),
+        {"sliding_window": (), **_SIGMOID_ONLY},
         besides=_PREDICTION,
         writes={"sliding_window": None},
     ),
@@ -243,7 +244,8 @@ KINDS = {
         _SIGMOID,
         SHARED_EXPERTS | _BIAS,
         _SIGMOID_DEFAULTS
-        | {"n_dense_layers": 1, "n_shared_experts": 1, "normalize_weights": True, "qkv_bias": False},
+        | {"n_dense_layers": 1, "n_shared_experts": 1, "normalize_weights": True, "qkv_bias": False}
+        | {"norm_eps": 1e-5},
         ("attention_bias", "partial_rotary_factor"),
         _SIGMOID_ONLY,
         besides=_PREDICTION,
@@ -338,6 +340,8 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     values = with_experts(values, experts) if experts else values
     special = ("qk_norm", "rotary_dim", "logit_scale", "head_dim")
     result = kind.read(Qwen3Config, values, special)
+    if name == "dots1":
+        _check_no_window(values, result["n_layers"])
     own_head_dim = name in ("qwen3", "qwen3_moe")
     width = result["dim"] // max(result["n_heads"], 1)
     result["head_dim"] = size(values, "head_dim", None if own_head_dim else width)
@@ -364,14 +368,31 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
     return config
 
 
+def _check_no_window(values: Mapping[str, Any], n_layers: int) -> None:
+    """Raise ValueError if transformers gives layers of a dots.llm1 its default window, 4096."""
+    first = size(values, "max_window_layers", 62)
+    named = "sliding_window" in values or values.get("layer_types") is not None
+    if not named and first < n_layers:
+        raise ValueError(
+            f"sliding_window: is absent, which is 4096 from layer {first} (max_window_layers) on, and"
+            " no layer here has one; write null if theirs have none"
+        )
+
+
 def _rotary_dim(values: Mapping[str, Any], rule: Mapping[str, Any], head_dim: int) -> int:
     """Return the width that is rotated: 0 if it is the whole head."""
+    key = "partial_rotary_factor"
+    if values.get(key) is not None:
+        only({key: rule.get(key)}, key, share(values, key))
+    default = 0.5 if values.get("model_type") == "glm4_moe" else 1.0
+    factor = share(values, key, rule.get(key, default))
+    width = int(head_dim * factor)
     if values.get("rotary_dim") is not None:
-        width = size(values, "rotary_dim")
-    else:
-        default = 0.5 if values.get("model_type") == "glm4_moe" else 1.0
-        inner = rule.get("partial_rotary_factor", default)
-        width = int(head_dim * share(values, "partial_rotary_factor", inner))
+        given = size(values, "rotary_dim")
+        named = values.get(key) is not None or key in rule
+        if named and given != width and factor != given / max(head_dim, 1):
+            raise ValueError(f"rotary_dim: {given} is another than {width}, by {key} = {factor}")
+        width = given
     if not 1 <= width <= head_dim:
         raise ValueError(f"partial_rotary_factor: leaves {width} of {head_dim} to rotate")
     return 0 if width == head_dim else width

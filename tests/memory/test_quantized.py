@@ -98,7 +98,7 @@ def test_equals_one_process(pool: Pool, case: str) -> None:
 @pytest.mark.slow
 def test_rows_of_another_rank_are_seen(pool: Pool) -> None:
     """Every rank begins with the first rows."""
-    place, old = "compose.build:_fill_from_rows", "local_region(parameter)[0]"
+    place, old = "compose.weights:fill_from_rows", "local_region(parameter)[0]"
     fault = partial(mutated, place, old, "slice(0, len(local_tensor(parameter)))")
     ranks, keys = keys_of(SIZES | INT8, "ds 2")
     report = agreed(pool.run(with_fault, ranks, fault, keys))

@@ -133,8 +133,9 @@ def test_every_key_means_what_the_list_says(kind: str) -> None:
             other = "sequence" if value == "batch" else "batch"
         else:
             other = 2 * value if value else 1
+        used = {"output_router_logits": True} if theirs == "router_aux_loss_coef" else {}
         try:
-            changed = imported(kind, **{theirs: other})
+            changed = imported(kind, **{theirs: other}, **used)
         except ValueError:
             refused.append(theirs)
             continue
@@ -393,6 +394,13 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
             ".sliding_attention: expected an object, got [2]",
             {"rope_scaling": None},
         ),
+        (
+            "rope_parameters",
+            {LOCAL: {"rope_type": "default"}, GLOBAL: R | {"truncate": False}},
+            f".truncate: false {NO}, only true",
+            {"rope_scaling": None, "rope_theta": None},
+        ),
+        ("rope_scaling", R | {"truncate": False}, f".truncate: false {NO}, only true"),
     ],
     "hunyuan_v1_dense": [
         ("num_attention_heads", 0, ": 0 should be at least 1, below 2^31", {"rope_scaling": ALPHA}),
@@ -404,6 +412,29 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         ),
     ],
     "glm4_moe": [("partial_rotary_factor", 8e307, ": 8e+307 should be above 0, at most 1")],
+    "minimax_m2": [
+        (
+            "rotary_dim",
+            8,
+            ": 8 is another than 14, by partial_rotary_factor = 1.0",
+            more,
+        )
+        for more in (
+            {"partial_rotary_factor": 1.0},
+            {
+                "rope_scaling": None,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+            },
+        )
+    ]
+    + [
+        (
+            "partial_rotary_factor",
+            0.5,
+            f": 1.0 {NO}, only 0.5",
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+        )
+    ],
     "qwen3": [("num_hidden_layers", 10**6, ": 1000000 should be at least 1, below 2^12")],
     "qwen3_moe": [("num_experts", 2**20, ": 1048576 should be at least 0, below 2^16")],
     "deepseek_v3": [
@@ -670,6 +701,29 @@ def test_what_config_json_leaves_out_is_as_in_transformers() -> None:
     assert OSS.MODEL_TYPES == ("gpt_oss",)
 
 
+@pytest.mark.parametrize("kind", rows("qwen3"))
+def test_an_absent_epsilon_is_that_of_transformers(kind: str) -> None:
+    from transformers import AutoConfig
+
+    values = values_of(kind)
+    del values["rms_norm_eps"], values["architectures"]
+    theirs: Any = AutoConfig.for_model(**values)
+    assert find_hf("qwen3").config_from_hf(values).norm_eps == theirs.rms_norm_eps
+
+
+def test_layers_with_a_window_by_default_are_refused() -> None:
+    """transformers gives those of dots.llm1 from max_window_layers on a window of 4096."""
+    values = values_of("dots1") | {"max_window_layers": 2, "num_hidden_layers": 3}
+    read, without = find_hf("qwen3").config_from_hf, dict(values)
+    del without["sliding_window"]
+    with pytest.raises(ValueError, match=r"^sliding_window: is absent, which is 4096 from layer 2 "):
+        read(without)
+    types = {"layer_types": 3 * [GLOBAL]}
+    assert read(values) == read(without | {"max_window_layers": None}) == read(without | types)
+    with pytest.raises(ValueError, match=r"^sliding_window: is absent, which is 4096 from layer 62 "):
+        read(without | {"max_window_layers": None, "num_hidden_layers": 63})
+
+
 def test_every_field_of_gemma3_has_a_key() -> None:
     """But rope_theta and rope_scaling, which are read by their rules, and what it always has."""
     fields = {field.name for field in dataclasses.fields(gemma3.Config)}
@@ -801,7 +855,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "DeepSeek-R1": (V3 | OLDER_V3 | {"num_nextn_predict_layers": 1}, {"route_scale": 2.5}, ""),
     "DeepSeek-V3.1": (
         V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}},
-        {"n_dense_layers": 3, "scoring": "sigmoid"},
+        {"n_dense_layers": 3, "scoring": "sigmoid", "bias_rate": 0.0, "balance_weight": 0.0},
         "",
     ),
     "DeepSeek-V3 with another router": (
@@ -817,7 +871,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         ' quant_method "fp8" with weight_block_size; take the folder in bfloat16',
     ),
     "GLM-4.5-Air": (GLM, {"n_experts": 128, "top_k": 8}, ""),
-    "Mixtral-8x7B": (MIXTRAL, {"n_experts": 8, "balance_weight": 0.02, "window": 0}, ""),
+    "Mixtral-8x7B": (MIXTRAL, {"n_experts": 8, "balance_weight": 0.0, "window": 0}, ""),
+    "a Mixtral that is asked for its router's loss": (
+        MIXTRAL | {"output_router_logits": True},
+        {"balance_weight": 0.02},
+        "",
+    ),
     "Mixtral with jitter": (
         MIXTRAL | {"router_jitter_noise": 0.1},
         {},

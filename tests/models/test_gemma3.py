@@ -16,7 +16,7 @@ from compose.ops.layers import RMSNorm
 from compose.planner.few_layers import runs_of
 from models.gemma3 import PRESETS, Config, Model
 from models.gemma3.hf import hf_config, hf_name
-from models.gemma3.model import Scale, Softcap
+from models.gemma3.model import RoundedScale, Softcap
 from tests.support.command_lines import execute
 from tests.support.helpers import make_job, refused
 from tests.support.hugging_face import save_model
@@ -103,7 +103,7 @@ def test_a_stage_scales_and_caps_once() -> None:
     pipeline = make_job(1, model__name="gemma3", model__final_softcap=3.0).resolved.pipeline
     model = Model(dataclasses.replace(PRESETS["debug"], final_softcap=3.0))
     assert pipeline is not None
-    assert isinstance(model.get_submodule(pipeline.first[-1]), Scale)
+    assert isinstance(model.get_submodule(pipeline.first[-1]), RoundedScale)
     assert isinstance(model.get_submodule(pipeline.last[-1]), Softcap)
 
 

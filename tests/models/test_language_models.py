@@ -328,6 +328,17 @@ def test_flops_equal_what_torch_counts(name: str, config: Any) -> None:
     assert config.flops_per_token(seq_len) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_factors_are_not_rounded_in_bfloat16(name: str) -> None:
+    """Granite's are numbers; 1 / 6 would be 0.16699."""
+    folder = find_model(name)
+    debug: Any = folder.presets["debug"]
+    config = dataclasses.replace(debug, embedding_scale=12.1, logit_scale=1 / 6)
+    model, x = folder.Model(config).bfloat16(), torch.randn(1000).bfloat16()
+    for part, factor in (("embedding_scale", 12.1), ("logit_scale", 1 / 6)):
+        assert torch.equal(model.get_submodule(part)(x), (x.float() * factor).bfloat16())
+
+
 def test_a_window_leaves_out_what_those_before_it_would_see() -> None:
     config = debug(gpt_oss)
     narrow = dataclasses.replace(config, window=5)

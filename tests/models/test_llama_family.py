@@ -175,6 +175,12 @@ def test_config_errors(fields: dict[str, Any], line: str) -> None:
             {"architecture": "phi3", "rope_rule": "linear", "rope_scaling": 2.0},
             "rope_rule: Phi3ForCausalLM has longrope alone",
         ),
+        (
+            dict(ARCHITECTURES["olmo3"].fixed)
+            | {"architecture": "olmo3", "rope_rule": "yarn", "rope_scaling": 2.0}
+            | {"rope_original_seq_len": 64, "rope_truncate": False},
+            "rope_truncate: Olmo3ForCausalLM has True alone",
+        ),
     ],
 )
 def test_what_an_architecture_cannot_have_is_not_written(fields: dict[str, Any], line: str) -> None:
