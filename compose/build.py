@@ -91,7 +91,10 @@ def _fill_base(whole: nn.Module | Composition, job: Job, device: torch.device) -
         raise ConfigError(*problems)
     materialize(whole, device)
     load_hf(whole, folder, hf_name, job.model)
-    drawn = lambda name: is_adapter(name) and not name.endswith(MAGNITUDE)  # noqa: E731
+
+    def drawn(name: str) -> bool:
+        return is_adapter(name) and not name.endswith(MAGNITUDE)
+
     init_weights(whole, init_adapter, config.train.seed, device, only=drawn)
     if not (quantized_layers(job.model) or chosen.lora.dora):
         return
