@@ -26,6 +26,8 @@ _READ_WITH: Mapping[str, tuple[str, ...]] = {
 def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int) -> int:
     """Put our keys in the place of facts; return the number of ranks, 0 if nobody says it."""
     filled = "training_arguments" in tables
+    if filled:  # a schedule that DeepSpeed does not name is that of TrainingArguments
+        facts.left |= {"optimizer.schedule", "optimizer.warmup~kind"}
     if facts.auto and not filled:
         named = " ".join([*facts.auto.values(), BATCH if MICRO in facts.auto.values() else ""])
         # Without a scheduler here, theirs is that of TrainingArguments too.
@@ -35,8 +37,8 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
         text = "is read with its converter alone"
         facts.note("changed in meaning", text, "precision.float8~value")
     _switched_on(facts)
-    for table in tables.values():
-        _defaults(facts, table)
+    for name, table in tables.items():
+        _defaults(facts, table, facts.left if name != "training_arguments" else set())
     _switched_on(facts)
     _options(facts)
     _model(facts, tables.values())
@@ -68,11 +70,12 @@ def _switched_on(facts: Facts) -> None:
             facts.put(key, facts.get(f"{key}~value"), f"{key}~on", f"{key}~value")
 
 
-def _defaults(facts: Facts, table: Format) -> None:
+def _defaults(facts: Facts, table: Format, left: set[str]) -> None:
+    """Set what no file says to the program's default; those in ``left`` are another program's."""
     more = [rows for key, rows in table.defaults_with.items() if key in facts]
     for key, value in [pair for rows in (table.defaults, *more) for pair in rows.items()]:
         both = ("train.steps", "train.epochs") if key in ("train.steps", "train.epochs") else (key,)
-        if not any(name in facts for name in both) and key not in facts.waiting:
+        if not any(name in facts for name in both) and key not in facts.waiting | left:
             facts.put(key, value, text=f"{table.title}'s default")
             if key in table.default_notes:
                 facts.note("changed in meaning", table.default_notes[key], key)
@@ -80,6 +83,13 @@ def _defaults(facts: Facts, table: Format) -> None:
 
 def _options(facts: Facts) -> None:
     """Put keys in the place of facts of one table each."""
+    given = {*facts.values, *facts.left}
+    if facts.get("optimizer.warmup~given") == "WarmupLR" and "optimizer.lr~instead" not in given:
+        text = (
+            "scheduler.params.warmup_max_lr is in no file; it is optimizer.params.lr in new DeepSpeed,"
+        )
+        text += " and 0.001 in old, whatever optimizer.params.lr is: set optimizer.lr"
+        facts.note("changed in meaning", text, "optimizer.warmup~given")
     for name in [name for name in facts.values if name.endswith("~instead")]:
         facts.put(name.removesuffix("~instead"), facts.get(name), name)
     if not facts.get("model.lora.rank"):
@@ -232,9 +242,12 @@ def _steps(facts: Facts, given: int) -> None:
     for key in ("train.steps", "train.steps~schedule", "optimizer.warmup~warmup"):
         samples = facts.pop(f"{key}~samples" if "~" not in key else f"{key}_samples")
         if samples and batch:
-            whole = key == "train.steps" or samples % batch == 0
-            count = samples // batch if whole else samples / batch
-            facts.put(key, count, text=f"{samples} samples")
+            count = samples // batch if key == "train.steps" else samples / batch
+            if key == "train.steps~schedule" and count != int(count):
+                text = f"the schedule of {samples} samples has {count:g} steps, and ours are whole:"
+                count = max(1, round(count))
+                facts.note("changed in meaning", f"{text} {count}")
+            facts.put(key, int(count) if count == int(count) else count, text=f"{samples} samples")
     if given:
         facts.pop("train.epochs")
         facts.put("train.steps", given, text="--steps")
@@ -262,7 +275,7 @@ def _schedule(facts: Facts) -> None:
         return
     steps = facts.get("train.steps~schedule") or facts.get("train.steps", 0)
     warmup, ratio = facts.get("optimizer.warmup~warmup", 0), facts.get("optimizer.warmup~ratio", 0)
-    if 0 < warmup < 1:
+    if 0 < warmup < 1 and kind != "megatron":
         warmup, ratio = 0, warmup
     if ratio and not warmup:
         if not steps:
@@ -270,17 +283,18 @@ def _schedule(facts: Facts) -> None:
             names = [f"optimizer.warmup~{each}" for each in ("ratio", "warmup")]
             facts.note("refused", text, next(name for name in names if name in facts))
             return
-        warmup = math.ceil(ratio * steps) if kind == "zero" else ratio * steps
-    if warmup != int(warmup):
-        text = f"warm-up is {warmup:g} steps, and ours are whole: {round(warmup)}"
+        warmup = math.ceil(ratio * steps) if kind == "zero" else round(ratio * steps, 6)
+    whole = max(1, round(warmup)) if warmup else 0  # of a shorter one the first step has a rate of 0
+    if warmup != whole:
+        text = f"warm-up is {warmup:g} steps, and ours are whole: {whole}"
         facts.note("changed in meaning", text)
-    warmup, curve = round(warmup), facts.get("optimizer.schedule", "linear")
+    warmup, curve = whole, facts.get("optimizer.schedule", "linear")
     decay, end = facts.get("optimizer.decay~schedule", 0), facts.get("train.steps~schedule", 0)
     share = facts.get("optimizer.decay~ratio")
     if share is not None:
         decay = round(steps * share)
     began = -1  # the rate that the first step has is not 0
-    if kind == "zero":
+    if kind in ("zero", "megatron"):
         began = 0 if warmup else -1
     elif kind == "torchtitan":
         whole = min(warmup, steps)

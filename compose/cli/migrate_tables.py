@@ -31,7 +31,7 @@ FORMATS = ("deepspeed", "training_arguments", "accelerate", "torchtitan", "megat
 _COUNTS = ("accumulation", "machines", "microbatch", "per_machine", "per_rank", "processes")
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_COUNTS, Positive),
-    **dict.fromkeys(("samples", "schedule", "warmup_samples"), NonNegative),
+    **dict.fromkeys(("samples", "schedule", "schedule_samples", "warmup_samples"), NonNegative),
     **dict.fromkeys(("absolute", "minutes", "warmup", "steps"), float),
     **dict.fromkeys(("group", "layers"), Positive),
     "ratio": Fraction,
@@ -74,13 +74,12 @@ class Row(NamedTuple):
         return next(fitting, None)
 
     @property
-    def keys(self) -> str:
-        """The keys of ours that the first case with any sets."""
+    def keys(self) -> Sequence[str]:
+        """The keys of ours, and the facts, that the first case with any sets."""
         if self.section == "only":
-            return ""
+            return []
         cases = ([key for key in case if "." in key] for case in self.cases.values())
-        keys = next(filter(None, cases), [])
-        return " ".join(dict.fromkeys(key.partition("~")[0] for key in keys))
+        return next(filter(None, cases), [])
 
 
 @dataclass(frozen=True)
@@ -169,6 +168,8 @@ class Facts:
     entries: list[Entry] = field(default_factory=list)
     auto: dict[str, str] = field(default_factory=dict)
     """Where "auto" stands, and the keys of ours that a program fills in."""
+    left: set[str] = field(default_factory=set)
+    """Keys of ours, and facts, whose default is TrainingArguments'."""
     waiting: set[str] = field(default_factory=set)
     """Keys of ours that "auto" gives, and whose program's file is not there."""
 
@@ -206,7 +207,8 @@ class Facts:
             elif value is None or value in ("", {}, []):
                 self.note("not needed", f"{where}: is not set")
             elif value == "auto" and row.section not in _LISTS and "auto" not in row.cases:
-                self.auto[where] = row.keys
+                self.auto[where] = " ".join(dict.fromkeys(key.partition("~")[0] for key in row.keys))
+                self.left.update(row.keys, (key.removesuffix("~instead") for key in row.keys))
             elif row.section == "only" and name.startswith(off):
                 self.note("not needed", f"{where}: its part is off")
             elif row.section == "only" and len(row.cases) == 1:

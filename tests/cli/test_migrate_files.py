@@ -68,6 +68,10 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", f"{MEGATRON} --optimizer sgd", "--optimizer = sgd: no such optimizer here; nearest: adam"),
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-siz 2", "--tensor-model-parallel-siz = 2: Megatron-LM has no such key; the nearest known key is --tensor-model-parallel-size, or remove it"),
     ("a.sh", f"{MEGATRON} --lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-decay-style: the decay at the end is exponential by default, and linear here; nearest: --lr-wsd-decay-style linear"),
+    *(
+        ("a.sh", f"{MEGATRON} --global-batch-size 8 --lr-decay-samples {value}", f"--lr-decay-samples: expected a whole number, got {said}")
+        for value, said in (("1 2", "[1, 2]"), ("abc", '"abc"'))
+    ),
     ("a.sh", f"{MEGATRON} --global-batch-size $GBS", "--global-batch-size: $GBS has no value in this script; write a value in its place"),
     ("a.sh", f"{MEGATRON}{SHAPE.replace('64', '4,096', 1)}", '--hidden-size: expected a whole number, got "4,096"'),
     ("a.json", DEEPSPEED % '"stage": 3, "mics_shard_size": "many"', 'zero_optimization.mics_shard_size: expected a whole number, got "many"'),
@@ -263,13 +267,16 @@ SET = [
         HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % '"4"',
         ["zero = 3", "dp_shard = 4", "dp_replicate = 2"],
     ),
+    ("a.json", HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % -1, ["zero = 3"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), SET)
 def test_what_a_mesh_becomes(tmp_path: Path, name: str, text: str, expected: list[str]) -> None:
     (tmp_path / name).write_text(text)
-    lines = migrated([tmp_path / name], 8)[0].split("[parallel]\n")[1].split("\n\n")[0].splitlines()
+    whole, entries = migrated([tmp_path / name], 8)
+    lines = whole.split("[parallel]\n")[1].split("\n\n")[0].splitlines()
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
     assert [line.partition("  #")[0] for line in lines] == expected
 
 
@@ -278,6 +285,48 @@ TRAPS = [
     ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
     ("a.toml", TITAN + "[parallelism]\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n", "so that this run is in float32"),
 ]  # fmt: skip
+
+
+WARMUP = '"warmup_type": "linear", "warmup_num_steps": 4, "total_num_steps": 10'
+SCHEDULE = (
+    '{"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": %s}},'
+    ' "scheduler": {"type": "%s", "params": {%s}}, "gradient_clipping": "auto"}'
+)
+AUTOS = (
+    SCHEDULE.partition(', "scheduler"')[0] % '"auto", "betas": "auto"'
+    + ', "gradient_clipping": "auto"}'
+)
+LEFT = ARGUMENTS.replace(', "learning_rate": 1e-4', "") + "}"
+ALONE = '{"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}'
+SAMPLES = MEGATRON.replace("--train-iters 100", "--train-samples 1000000 --global-batch-size 512")
+# Files, lines of the [optimizer] and [train] tables that they give, and words of a note on them.
+GIVES: list[tuple[dict[str, str], list[str], str]] = [
+    ({"a.json": AUTOS, "b.json": LEFT}, ["lr = 5e-05", 'schedule = "linear"', "beta2 = 0.999"], ""),
+    ({"a.json": ALONE, "b.json": f'{ARGUMENTS}, "optim": "adamw_torch"}}'}, ['schedule = "linear"', "max_norm = 1.0"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", WARMUP)}, ["lr = 0.001", 'schedule = "linear"'], "WarmupDecayLR's is 0.001"),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": 1e-4')}, ["lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ('"auto"', "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": "auto"'), "b.json": f"{ARGUMENTS}}}"}, ["lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupLR", WARMUP)}, ["lr = 5e-05"], "in new DeepSpeed, and 0.001 in old"),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupCosineLR", WARMUP)}, ["lr = 5e-05", "min_lr = 0.0001"], ""),
+    ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
+    ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
+    ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "expected", "noted"), GIVES)
+def test_the_rate_that_the_files_mean(
+    tmp_path: Path, files: dict[str, str], expected: list[str], noted: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    text, entries = migrated([tmp_path / name for name in files], 8)
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
+    assert set(expected) <= {line.partition("  #")[0] for line in text.splitlines()}, text
+    changed = "\n".join(entry.line for entry in entries if entry.kind == "changed in meaning")
+    assert noted in changed
+    assert noted or "_lr is in no file" not in changed
+    assert "gradient_clipping is in no file" not in changed
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), TRAPS)
