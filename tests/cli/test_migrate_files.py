@@ -57,6 +57,12 @@ BAD: list[tuple[str, str, str]] = [
     ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HALF}\n", "fsdp_config.fsdp_sharding_strategy: HALF is not known here; nearest: one of full_shard, 1, shard_grad_op, 2, no_shard, 3, hybrid_shard, 4, hybrid_shard_zero2, _hybrid_shard_zero2, 5"),
     ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: z.json}\n", "deepspeed_config_file: z.json is not here; give that file too"),
     *(
+        ("a.json", f'{ARGUMENTS}, "{key}": "x/z.json"}}', f"{key}: x/z.json is not here; give that file too")
+        for key in ("deepspeed", "fsdp_config", "config_file")
+    ),
+    ("a.sh", "accelerate launch --config_file z.yaml train.py --learning_rate 1 --max_steps 2", "config_file: z.yaml is not here; give that file too"),
+    ("a.json", f'{ARGUMENTS}, "beta": 0.1, "loss_type": "ipo"}}', "loss_type = ipo: no such loss here; nearest: sigmoid, which is DPO's"),
+    *(
         ("a.yaml", f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {value}}}\n", f"deepspeed_config_file: {said} is not here; give that file too")
         for value, said in (("5", "5"), ("yes", "true"), ("[a]", '["a"]'), ("a" * 300, "a" * 57 + "..."))
     ),
@@ -299,7 +305,7 @@ AUTOS = (
 LEFT = ARGUMENTS.replace(', "learning_rate": 1e-4', "") + "}"
 ALONE = '{"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}'
 SAMPLES = MEGATRON.replace("--train-iters 100", "--train-samples 1000000 --global-batch-size 512")
-# Files, lines of the [optimizer] and [train] tables that they give, and words of a note on them.
+# Files, lines of the TOML that they give, and words of a note on them.
 GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"a.json": AUTOS, "b.json": LEFT}, ["lr = 5e-05", 'schedule = "linear"', "beta2 = 0.999"], ""),
     ({"a.json": ALONE, "b.json": f'{ARGUMENTS}, "optim": "adamw_torch"}}'}, ['schedule = "linear"', "max_norm = 1.0"], ""),
@@ -308,6 +314,13 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"a.json": SCHEDULE % ('"auto"', "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": "auto"'), "b.json": f"{ARGUMENTS}}}"}, ["lr = 0.0001"], ""),
     ({"a.json": SCHEDULE % ("5e-5", "WarmupLR", WARMUP)}, ["lr = 5e-05"], "in new DeepSpeed, and 0.001 in old"),
     ({"a.json": SCHEDULE % ("5e-5", "WarmupCosineLR", WARMUP)}, ["lr = 5e-05", "min_lr = 0.0001"], ""),
+    ({"b.json": f'{ARGUMENTS}, "beta": 0.01}}'}, ["[dpo]", "beta = 0.01"], "ORPO, KTO and CPO"),
+    ({"b.json": f'{ARGUMENTS}, "loss_type": "sigmoid", "beta": 0.2}}'}, ["beta = 0.2"], "read as DPO's"),
+    ({"b.json": f'{ARGUMENTS}, "loss_type": "nll"}}'}, ["seed = 42"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "x/z.json"}}'}, ["zero = 3"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "zero2"}}'}, ["zero = 2"], ""),
+    ({"b.json": f'{ARGUMENTS}, "fsdp": "full_shard", "fsdp_config": "x/f.json"}}'}, ['offload = "cpu"'], ""),
+    ({"a.sh": "accelerate launch --config_file z.yaml train.py --learning_rate 1 --per_device_train_batch_size 2 --max_steps 2"}, ["zero = 3"], ""),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
     ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
@@ -315,10 +328,14 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
 
 
 @pytest.mark.parametrize(("files", "expected", "noted"), GIVES)
-def test_the_rate_that_the_files_mean(
+def test_what_files_give(
     tmp_path: Path, files: dict[str, str], expected: list[str], noted: str
 ) -> None:
-    for name, text in files.items():
+    named = {"z.json": ALONE, "f.json": '{"fsdp_offload_params": true}'}
+    named["z.yaml"] = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: y/z.json}\n"
+    )
+    for name, text in (named | files).items():
         (tmp_path / name).write_text(text)
     text, entries = migrated([tmp_path / name for name in files], 8)
     assert not [entry for entry in entries if entry.kind == "refused"], entries
