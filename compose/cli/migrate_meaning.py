@@ -6,6 +6,7 @@ Each function takes facts, as ``train.steps~samples``, and puts our keys in thei
 import math
 from collections.abc import Iterable, Mapping
 
+from compose.cli.migrate_files import shown
 from compose.cli.migrate_tables import Fact, Facts, Format
 from compose.errors import toml_value
 
@@ -98,6 +99,12 @@ def _options(facts: Facts) -> None:
     every = facts.get("metrics.console_every~steps", 0)
     if every >= 1:  # below it is a part of all steps
         facts.put("metrics.console_every", int(every), "metrics.console_every~steps")
+    load = facts.get("checkpoint.load_hf~raw", True)  # a flag alone names nothing
+    if load is not True and (
+        "checkpoint.load_hf~finetune" in facts or load != facts.get("run.dir~raw")
+    ):
+        text = "weights are drawn until checkpoint.load_hf names these as a Hugging Face folder"
+        facts.note("to set", f"{shown(load)}: {text}", "checkpoint.load_hf~raw")
     if facts.get("comm.timeout", 0) > 1800:
         facts.put("comm.start_timeout", facts.get("comm.timeout"), text="at least comm.timeout")
     stages, layers = facts.get("parallel.pp_virtual_stages~layers"), facts.get("model.n_layers")

@@ -41,7 +41,7 @@ _SIZES += ("parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.pp")
 _TEXTS = ("run.dir", "data.path", "data.validation", "checkpoint.load_hf", "optimizer.offload_dir")
 _LISTS = {"unused": "unused", "changed": "note"}
 """Sections of lists of keys by what is said of them, and what that is in a case."""
-_SAID = {"refuse": "refused", "note": "changed in meaning", "unused": "not needed"}
+_SAID = {"refuse": "refused", "note": "changed in meaning", "unused": "not needed", "set": "to set"}
 """Words in a case that set no key, and the kind of their entry."""
 
 
@@ -253,6 +253,9 @@ class Facts:
     def _set(self, where: str, key: str, value: Any) -> None:
         """Set a key or a fact. Raises ValueError if it cannot be, LookupError if it may be left out."""
         own = key if key in _TEXTS else "the number of ranks" if key[:6] == "world~" else ""
+        if key.endswith("~raw"):
+            self.values.setdefault(key, Fact(value, where))
+            return
         if variable := unset(value) or (own and value is True and "a name"):
             line = f"{variable} has no value in this script"
             if own:

@@ -225,6 +225,40 @@ def test_warmup_begins_where_each_trainer_begins_it(tmp_path: Path) -> None:
     assert result == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--save /a --load /a", ""),
+        ("--save $A --load $A --no-load-optim", ""),
+        ("--save /a --load", ""),
+        ("--save /a --load /a --finetune", "--load: /a: "),
+        ("--save /a --load /b", "--load: /b: "),
+        ("--save /a --pretrained-checkpoint $B", "--pretrained-checkpoint = $B: "),
+    ],
+)
+def test_weights_that_megatron_begins_with(tmp_path: Path, flags: str, named: str) -> None:
+    """They are to be set, where --load does more than go on with a run."""
+    (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8 {flags}")
+    _, entries = migrated([tmp_path / "a.sh"], 8)
+    lines = [entry.line for entry in entries if entry.kind == "to set" and "load_hf" in entry.line]
+    text = "weights are drawn until checkpoint.load_hf names these as a Hugging Face folder"
+    assert lines == ([f"a.sh: {named}{text}"] if named else [])
+
+
+def test_dropout_by_default(tmp_path: Path) -> None:
+    """Megatron-LM's is 0.1; a flag of 0 is what models do here."""
+    for flags, count in (
+        ("", 2),
+        (" --hidden-dropout 0.0", 1),
+        (" --hidden-dropout 0 --attention-dropout 0.0", 0),
+    ):
+        (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8{flags}")
+        changed = [
+            e.line for e in migrated([tmp_path / "a.sh"], 8)[1] if e.kind == "changed in meaning"
+        ]
+        assert sum("dropout is in no file" in line for line in changed) == count, flags
+
+
 def test_what_a_script_leaves_open(tmp_path: Path) -> None:
     """A folder's name and the number of ranks are to be set; a list of paths is said once."""
     script = """\
@@ -321,6 +355,9 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"b.json": f'{ARGUMENTS}, "deepspeed": "zero2"}}'}, ["zero = 2"], ""),
     ({"b.json": f'{ARGUMENTS}, "fsdp": "full_shard", "fsdp_config": "x/f.json"}}'}, ['offload = "cpu"'], ""),
     ({"a.sh": "accelerate launch --config_file z.yaml train.py --learning_rate 1 --per_device_train_batch_size 2 --max_steps 2"}, ["zero = 3"], ""),
+    ({"b.json": f"{ARGUMENTS}}}"}, ["interval = 500", "keep_last = 1000000"], ""),
+    ({"a.sh": f"{SAMPLES} --save-interval 9"}, ["interval = 9", "keep_last = 1000000"], ""),
+    ({"a.toml": f"{TITAN}[checkpoint]\nenable = true"}, ["interval = 500", "keep_last = 10"], ""),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
     ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
