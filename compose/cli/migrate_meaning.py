@@ -5,6 +5,8 @@ Each function takes facts, as ``train.steps~samples``, and puts our keys in thei
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from compose.cli.migrate_files import shown
 from compose.cli.migrate_tables import Fact, Facts, Format
@@ -33,13 +35,21 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
         named = " ".join([*facts.auto.values(), BATCH if MICRO in facts.auto.values() else ""])
         # Without a scheduler here, theirs is that of TrainingArguments too.
         named += "" if "optimizer.warmup~given" in facts else " optimizer.schedule"
-        facts.waiting = set(named.split()) - set(facts.values)
+        facts.waiting = dict.fromkeys(set(named.split()) - set(facts.values), f"auto: {_AUTO}")
     if "precision.float8~value" in facts and not facts.get("precision.float8~on"):
         text = "is read with its converter alone"
         facts.note("changed in meaning", text, "precision.float8~value")
     _switched_on(facts)
+    for title, program in facts.programs.items():
+        _defaults(facts, title, program["defaults"], set())
+        for key in [key for key in program["set"] if key not in {*facts.values, *facts.waiting}]:
+            facts.waiting[key] = f"{title} has a default of its own"
+            facts.note("to set", f"{key}: no file says it, and {facts.waiting[key]}")
     for name, table in tables.items():
-        _defaults(facts, table, facts.left if name != "training_arguments" else set())
+        left = facts.left if name != "training_arguments" else set[str]()
+        more = [rows for key, rows in table.defaults_with.items() if key in facts]
+        for rows in (table.defaults, *more):
+            _defaults(facts, table.title, rows, left, table.default_notes)
     _switched_on(facts)
     _options(facts)
     _model(facts, tables.values())
@@ -59,8 +69,8 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
             facts.note("to set", f"{where} = auto: {_AUTO}; set {', '.join(free)}")
         else:
             facts.note("not needed", f"{where} = auto: {_AUTO}, and nothing here waits for it")
-    for key in sorted(facts.waiting - set(facts.values)):
-        facts.values[key] = Fact(None, f"auto: {_AUTO}")
+    for key in sorted(set(facts.waiting) - set(facts.values)):
+        facts.values[key] = Fact(None, facts.waiting[key])
     return world
 
 
@@ -71,25 +81,28 @@ def _switched_on(facts: Facts) -> None:
             facts.put(key, facts.get(f"{key}~value"), f"{key}~on", f"{key}~value")
 
 
-def _defaults(facts: Facts, table: Format, left: set[str]) -> None:
-    """Set what no file says to the program's default; those in ``left`` are another program's."""
-    more = [rows for key, rows in table.defaults_with.items() if key in facts]
-    for key, value in [pair for rows in (table.defaults, *more) for pair in rows.items()]:
+def _defaults(
+    facts: Facts,
+    title: str,
+    rows: Mapping[str, Any],
+    left: set[str],
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Set what no file says to a program's default; those in ``left`` are another program's."""
+    for key, value in rows.items():
         both = ("train.steps", "train.epochs") if key in ("train.steps", "train.epochs") else (key,)
-        if not any(name in facts for name in both) and key not in facts.waiting | left:
-            facts.put(key, value, text=f"{table.title}'s default")
-            if key in table.default_notes:
-                facts.note("changed in meaning", table.default_notes[key], key)
+        if not any(name in facts for name in both) and key not in {*facts.waiting, *left}:
+            facts.put(key, value, text=f"{title}'s default")
+            if key in notes:
+                facts.note("changed in meaning", notes[key], key)
 
 
 def _options(facts: Facts) -> None:
     """Put keys in the place of facts of one table each."""
     given = {*facts.values, *facts.left}
     if facts.get("optimizer.warmup~given") == "WarmupLR" and "optimizer.lr~instead" not in given:
-        text = (
-            "scheduler.params.warmup_max_lr is in no file; it is optimizer.params.lr in new DeepSpeed,"
-        )
-        text += " and 0.001 in old, whatever optimizer.params.lr is: set optimizer.lr"
+        text = "scheduler.params.warmup_max_lr is in no file; it is optimizer.params.lr in new"
+        text += " DeepSpeed, and 0.001 in old, whatever optimizer.params.lr is: set optimizer.lr"
         facts.note("changed in meaning", text, "optimizer.warmup~given")
     for name in [name for name in facts.values if name.endswith("~instead")]:
         facts.put(name.removesuffix("~instead"), facts.get(name), name)
@@ -218,7 +231,7 @@ def _batch(facts: Facts, world: int) -> None:
             facts.pop(BATCH)
             facts.put(f"{BATCH}~accumulation", local // facts.get(MICRO), MICRO)
     micro, given, whole = facts.get(MICRO), facts.get(f"{BATCH}~accumulation"), facts.get(BATCH)
-    if not (micro or whole) or world % inner or facts.waiting & {MICRO, BATCH}:
+    if not (micro or whole) or world % inner or facts.waiting.keys() & {MICRO, BATCH}:
         return
     ranks = world // inner
     if not ranks:
@@ -272,13 +285,15 @@ def _schedule(facts: Facts) -> None:
     lowest = facts.pop("optimizer.min_lr~absolute")
     if lowest is not None and lr:
         facts.put("optimizer.min_lr", lowest / lr, text=f"{lowest:g} of {lr:g}")
+    elif lowest:
+        facts.note("to set", f"optimizer.min_lr: {lowest:g} as a part of optimizer.lr")
     if "optimizer.warmup~off" in facts:
         facts.put("optimizer.warmup~warmup", 0, "optimizer.warmup~off")
         facts.pop("optimizer.warmup~ratio")
     if facts.pop("optimizer.decay~wsd") and not facts.pop("optimizer.decay~linear"):
         text = "the decay at the end is exponential by default, and linear here; nearest:"
         facts.note("refused", f"{text} --lr-wsd-decay-style linear", "optimizer.schedule")
-    if not kind or facts.waiting & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:
+    if not kind or facts.waiting.keys() & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:
         return
     steps = facts.get("train.steps~schedule") or facts.get("train.steps", 0)
     warmup, ratio = facts.get("optimizer.warmup~warmup", 0), facts.get("optimizer.warmup~ratio", 0)

@@ -7,7 +7,7 @@ without ``false`` means that nothing is done for false.
 
 A row sets a key to its own value, or to one of the file by a conversion: ``$value`` (one word),
 ``$list`` (all of it), ``$first``, ``$second``, ``$minutes``. ``KEY~on`` sets KEY to ``KEY~value`` if no
-file sets it, and ``KEY~instead`` goes before KEY.
+file sets it, ``KEY~instead`` goes before KEY, and ``KEY~raw`` may hold a variable without a value.
 """
 
 import contextlib
@@ -96,6 +96,7 @@ class Format:
     default_notes: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     typo: float = 0.85  # how much an unknown key must be like a known one to be refused
+    programs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     words: Sequence[str] = ()  # keys whose value is several words
 
     @functools.cached_property
@@ -170,8 +171,10 @@ class Facts:
     """Where "auto" stands, and the keys of ours that a program fills in."""
     left: set[str] = field(default_factory=set)
     """Keys of ours, and facts, whose default is TrainingArguments'."""
-    waiting: set[str] = field(default_factory=set)
-    """Keys of ours that "auto" gives, and whose program's file is not there."""
+    waiting: dict[str, str] = field(default_factory=dict)
+    """Keys of ours that "auto" gives, and whose program's file is not there, and others to set; why."""
+    programs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Programs whose defaults go before those of their file's table."""
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -197,6 +200,10 @@ class Facts:
     def read(self, file: str, table: Format, leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}
+        names = {table.plain(key) for key, value in leaves if value is not None}
+        for title, program in table.programs.items():
+            if any(names.issuperset(keys.split()) for keys in program["by"]):
+                self.programs[title] = program
         off = [name for name, value in leaves if name.endswith(".enabled") and value is False]
         off = tuple(name[: -len("enabled")].removesuffix("shared_parameters.") for name in off)
         for key, value in leaves:

@@ -358,6 +358,10 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"b.json": f"{ARGUMENTS}}}"}, ["interval = 500", "keep_last = 1000000"], ""),
     ({"a.sh": f"{SAMPLES} --save-interval 9"}, ["interval = 9", "keep_last = 1000000"], ""),
     ({"a.toml": f"{TITAN}[checkpoint]\nenable = true"}, ["interval = 500", "keep_last = 10"], ""),
+    ({"b.json": LEFT.replace("}", ', "max_prompt_length": 9}')}, ["# lr = ?", 'schedule = "linear"'], "pairs"),
+    ({"b.json": LEFT.replace("}", ', "beta": 1, "min_lr": 1e-6}')}, ["# lr = ?"], "min_lr: 1e-06 as a part of"),
+    ({"b.json": LEFT.replace("}", ', "train_type": "full"}')}, ["# lr = ?", 'schedule = "cosine"', "beta2 = 0.95", "weight_decay = 0.1"], ""),
+    ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\n"}, ["lr = 0.0002", 'schedule = "cosine"', "epochs = 1.0"], ""),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
     ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
@@ -378,7 +382,7 @@ def test_what_files_give(
     assert not [entry for entry in entries if entry.kind == "refused"], entries
     assert set(expected) <= {line.partition("  #")[0] for line in text.splitlines()}, text
     changed = "\n".join(entry.line for entry in entries if entry.kind == "changed in meaning")
-    assert noted in changed
+    assert noted in changed or noted in text
     assert noted or "_lr is in no file" not in changed
     assert "gradient_clipping is in no file" not in changed
 
