@@ -4,12 +4,11 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from compose.cli.command_line import flag_error, number_of, read_flags, world_size_of
-from compose.cli.migrate_files import Leaves, read_leaves
-from compose.cli.migrate_files import shown as value_shown
+from compose.cli.migrate_files import Leaves, read_leaves, shown
 from compose.cli.migrate_meaning import work_out
 from compose.cli.migrate_tables import FORMATS, Entry, Facts, Format, load_formats
 from compose.config import rules
@@ -26,6 +25,13 @@ _OF_SUFFIX = {
     ".yaml": ("accelerate", "training_arguments"),
     ".yml": ("accelerate", "training_arguments"),
     ".json": ("deepspeed", "training_arguments"),
+}
+# The format of a file that a key names, by the key's last part, and what the keys in it begin with.
+_NAMED = {
+    "deepspeed_config_file": ("deepspeed", ""),
+    "deepspeed": ("deepspeed", ""),
+    "config_file": ("accelerate", ""),
+    "fsdp_config": ("training_arguments", "fsdp_config."),
 }
 _WANTED = {
     "model.name": "and its preset or its fields",
@@ -65,25 +71,38 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     tables, facts = load_formats(), Facts()
     read = {path: read_leaves(path) for path in paths}
     kinds = {path: format_of(path, leaves, tables) for path, leaves in read.items()}
-    for path, kind in kinds.items():
-        named = next((value for key, value in read[path] if key.endswith("deepspeed_config_file")), "")
-        if kind == "accelerate" and named and "deepspeed" not in kinds.values():
-            file = Path(str(named))
-            other = next((p for p in (file, path.parent / file.name) if os.path.isfile(p)), None)
-            if other is None:
-                why = f"{value_shown(named)} is not here; give that file too"
-                raise ConfigError(f"{path}: deepspeed_config_file: {why}")
-            read, kinds = read | {other: read_leaves(other)}, kinds | {other: "deepspeed"}
+    _add_named(read, kinds, tables)
     used = {name: tables[name] for name in FORMATS if name in kinds.values()}
     names = Counter(path.name for path in read)
-    shown = {path: path.name if names[path.name] == 1 else str(path) for path in read}
+    titles = {path: path.name if names[path.name] == 1 else str(path) for path in read}
     for path, kind in kinds.items():
-        facts.read(shown[path], tables[kind], read[path])
+        facts.read(titles[path], tables[kind], read[path])
     world = work_out(facts, used, world, steps)
-    text = _toml(facts, ", ".join(shown.values()), world)
+    text = _toml(facts, ", ".join(titles.values()), world)
     if not any(entry.kind == "refused" for entry in facts.entries):
         _check(text, facts, world)
     return text, list(dict.fromkeys(facts.entries))  # a list of words is said once
+
+
+def _add_named(read: dict[Path, Leaves], kinds: dict[Path, str], tables: Mapping[str, Format]) -> None:
+    """Add the files that keys name, which may be in the folder of the naming file too."""
+    paths = [path for path, kind in kinds.items() if kind in ("accelerate", "training_arguments")]
+    for path in paths:
+        for key, value in read[path]:
+            name = tables[kinds[path]].plain(key)
+            last = name.rpartition(".")[2]
+            kind, above = _NAMED.get(last, ("", ""))
+            row = tables[kinds[path]].row(name)
+            is_set = row is not None and any("." in key for key in row.case(value) or {})
+            if not kind or not value or is_set or (kind in kinds.values() and not above):
+                continue
+            file = Path(str(value))
+            other = next((p for p in (file, path.parent / file.name) if os.path.isfile(p)), None)
+            if other is None:
+                raise ConfigError(f"{path}: {last}: {shown(value)} is not here; give that file too")
+            read[other] = [(f"{above}{inner}", leaf) for inner, leaf in read_leaves(other)]
+            kinds[other] = kind
+            paths.append(other)
 
 
 def format_of(path: Path, leaves: Leaves, tables: dict[str, Format]) -> str:

@@ -5,7 +5,10 @@ Each function takes facts, as ``train.steps~samples``, and puts our keys in thei
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
+from compose.cli.migrate_files import shown
 from compose.cli.migrate_tables import Fact, Facts, Format
 from compose.errors import toml_value
 
@@ -26,17 +29,27 @@ _READ_WITH: Mapping[str, tuple[str, ...]] = {
 def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int) -> int:
     """Put our keys in the place of facts; return the number of ranks, 0 if nobody says it."""
     filled = "training_arguments" in tables
+    if filled:  # a schedule that DeepSpeed does not name is that of TrainingArguments
+        facts.left |= {"optimizer.schedule", "optimizer.warmup~kind"}
     if facts.auto and not filled:
         named = " ".join([*facts.auto.values(), BATCH if MICRO in facts.auto.values() else ""])
         # Without a scheduler here, theirs is that of TrainingArguments too.
         named += "" if "optimizer.warmup~given" in facts else " optimizer.schedule"
-        facts.waiting = set(named.split()) - set(facts.values)
+        facts.waiting = dict.fromkeys(set(named.split()) - set(facts.values), f"auto: {_AUTO}")
     if "precision.float8~value" in facts and not facts.get("precision.float8~on"):
         text = "is read with its converter alone"
         facts.note("changed in meaning", text, "precision.float8~value")
     _switched_on(facts)
-    for table in tables.values():
-        _defaults(facts, table)
+    for title, program in facts.programs.items():
+        _defaults(facts, title, program["defaults"], set())
+        for key in [key for key in program["set"] if key not in {*facts.values, *facts.waiting}]:
+            facts.waiting[key] = f"{title} has a default of its own"
+            facts.note("to set", f"{key}: no file says it, and {facts.waiting[key]}")
+    for name, table in tables.items():
+        left = facts.left if name != "training_arguments" else set[str]()
+        more = [rows for key, rows in table.defaults_with.items() if key in facts]
+        for rows in (table.defaults, *more):
+            _defaults(facts, table.title, rows, left, table.default_notes)
     _switched_on(facts)
     _options(facts)
     _model(facts, tables.values())
@@ -56,8 +69,8 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
             facts.note("to set", f"{where} = auto: {_AUTO}; set {', '.join(free)}")
         else:
             facts.note("not needed", f"{where} = auto: {_AUTO}, and nothing here waits for it")
-    for key in sorted(facts.waiting - set(facts.values)):
-        facts.values[key] = Fact(None, f"auto: {_AUTO}")
+    for key in sorted(set(facts.waiting) - set(facts.values)):
+        facts.values[key] = Fact(None, facts.waiting[key])
     return world
 
 
@@ -68,18 +81,29 @@ def _switched_on(facts: Facts) -> None:
             facts.put(key, facts.get(f"{key}~value"), f"{key}~on", f"{key}~value")
 
 
-def _defaults(facts: Facts, table: Format) -> None:
-    more = [rows for key, rows in table.defaults_with.items() if key in facts]
-    for key, value in [pair for rows in (table.defaults, *more) for pair in rows.items()]:
+def _defaults(
+    facts: Facts,
+    title: str,
+    rows: Mapping[str, Any],
+    left: set[str],
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Set what no file says to a program's default; those in ``left`` are another program's."""
+    for key, value in rows.items():
         both = ("train.steps", "train.epochs") if key in ("train.steps", "train.epochs") else (key,)
-        if not any(name in facts for name in both) and key not in facts.waiting:
-            facts.put(key, value, text=f"{table.title}'s default")
-            if key in table.default_notes:
-                facts.note("changed in meaning", table.default_notes[key], key)
+        if not any(name in facts for name in both) and key not in {*facts.waiting, *left}:
+            facts.put(key, value, text=f"{title}'s default")
+            if key in notes:
+                facts.note("changed in meaning", notes[key], key)
 
 
 def _options(facts: Facts) -> None:
     """Put keys in the place of facts of one table each."""
+    given = {*facts.values, *facts.left}
+    if facts.get("optimizer.warmup~given") == "WarmupLR" and "optimizer.lr~instead" not in given:
+        text = "scheduler.params.warmup_max_lr is in no file; it is optimizer.params.lr in new"
+        text += " DeepSpeed, and 0.001 in old, whatever optimizer.params.lr is: set optimizer.lr"
+        facts.note("changed in meaning", text, "optimizer.warmup~given")
     for name in [name for name in facts.values if name.endswith("~instead")]:
         facts.put(name.removesuffix("~instead"), facts.get(name), name)
     if not facts.get("model.lora.rank"):
@@ -88,6 +112,12 @@ def _options(facts: Facts) -> None:
     every = facts.get("metrics.console_every~steps", 0)
     if every >= 1:  # below it is a part of all steps
         facts.put("metrics.console_every", int(every), "metrics.console_every~steps")
+    load = facts.get("checkpoint.load_hf~raw", True)  # a flag alone names nothing
+    if load is not True and (
+        "checkpoint.load_hf~finetune" in facts or load != facts.get("run.dir~raw")
+    ):
+        text = "weights are drawn until checkpoint.load_hf names these as a Hugging Face folder"
+        facts.note("to set", f"{shown(load)}: {text}", "checkpoint.load_hf~raw")
     if facts.get("comm.timeout", 0) > 1800:
         facts.put("comm.start_timeout", facts.get("comm.timeout"), text="at least comm.timeout")
     stages, layers = facts.get("parallel.pp_virtual_stages~layers"), facts.get("model.n_layers")
@@ -201,7 +231,7 @@ def _batch(facts: Facts, world: int) -> None:
             facts.pop(BATCH)
             facts.put(f"{BATCH}~accumulation", local // facts.get(MICRO), MICRO)
     micro, given, whole = facts.get(MICRO), facts.get(f"{BATCH}~accumulation"), facts.get(BATCH)
-    if not (micro or whole) or world % inner or facts.waiting & {MICRO, BATCH}:
+    if not (micro or whole) or world % inner or facts.waiting.keys() & {MICRO, BATCH}:
         return
     ranks = world // inner
     if not ranks:
@@ -232,9 +262,12 @@ def _steps(facts: Facts, given: int) -> None:
     for key in ("train.steps", "train.steps~schedule", "optimizer.warmup~warmup"):
         samples = facts.pop(f"{key}~samples" if "~" not in key else f"{key}_samples")
         if samples and batch:
-            whole = key == "train.steps" or samples % batch == 0
-            count = samples // batch if whole else samples / batch
-            facts.put(key, count, text=f"{samples} samples")
+            count = samples // batch if key == "train.steps" else samples / batch
+            if key == "train.steps~schedule" and count != int(count):
+                text = f"the schedule of {samples} samples has {count:g} steps, and ours are whole:"
+                count = max(1, round(count))
+                facts.note("changed in meaning", f"{text} {count}")
+            facts.put(key, int(count) if count == int(count) else count, text=f"{samples} samples")
     if given:
         facts.pop("train.epochs")
         facts.put("train.steps", given, text="--steps")
@@ -252,17 +285,19 @@ def _schedule(facts: Facts) -> None:
     lowest = facts.pop("optimizer.min_lr~absolute")
     if lowest is not None and lr:
         facts.put("optimizer.min_lr", lowest / lr, text=f"{lowest:g} of {lr:g}")
+    elif lowest:
+        facts.note("to set", f"optimizer.min_lr: {lowest:g} as a part of optimizer.lr")
     if "optimizer.warmup~off" in facts:
         facts.put("optimizer.warmup~warmup", 0, "optimizer.warmup~off")
         facts.pop("optimizer.warmup~ratio")
     if facts.pop("optimizer.decay~wsd") and not facts.pop("optimizer.decay~linear"):
         text = "the decay at the end is exponential by default, and linear here; nearest:"
         facts.note("refused", f"{text} --lr-wsd-decay-style linear", "optimizer.schedule")
-    if not kind or facts.waiting & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:
+    if not kind or facts.waiting.keys() & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:
         return
     steps = facts.get("train.steps~schedule") or facts.get("train.steps", 0)
     warmup, ratio = facts.get("optimizer.warmup~warmup", 0), facts.get("optimizer.warmup~ratio", 0)
-    if 0 < warmup < 1:
+    if 0 < warmup < 1 and kind != "megatron":
         warmup, ratio = 0, warmup
     if ratio and not warmup:
         if not steps:
@@ -270,17 +305,18 @@ def _schedule(facts: Facts) -> None:
             names = [f"optimizer.warmup~{each}" for each in ("ratio", "warmup")]
             facts.note("refused", text, next(name for name in names if name in facts))
             return
-        warmup = math.ceil(ratio * steps) if kind == "zero" else ratio * steps
-    if warmup != int(warmup):
-        text = f"warm-up is {warmup:g} steps, and ours are whole: {round(warmup)}"
+        warmup = math.ceil(ratio * steps) if kind == "zero" else round(ratio * steps, 6)
+    whole = max(1, round(warmup)) if warmup else 0  # of a shorter one the first step has a rate of 0
+    if warmup != whole:
+        text = f"warm-up is {warmup:g} steps, and ours are whole: {whole}"
         facts.note("changed in meaning", text)
-    warmup, curve = round(warmup), facts.get("optimizer.schedule", "linear")
+    warmup, curve = whole, facts.get("optimizer.schedule", "linear")
     decay, end = facts.get("optimizer.decay~schedule", 0), facts.get("train.steps~schedule", 0)
     share = facts.get("optimizer.decay~ratio")
     if share is not None:
         decay = round(steps * share)
     began = -1  # the rate that the first step has is not 0
-    if kind == "zero":
+    if kind in ("zero", "megatron"):
         began = 0 if warmup else -1
     elif kind == "torchtitan":
         whole = min(warmup, steps)

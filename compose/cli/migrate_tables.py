@@ -7,7 +7,7 @@ without ``false`` means that nothing is done for false.
 
 A row sets a key to its own value, or to one of the file by a conversion: ``$value`` (one word),
 ``$list`` (all of it), ``$first``, ``$second``, ``$minutes``. ``KEY~on`` sets KEY to ``KEY~value`` if no
-file sets it, and ``KEY~instead`` goes before KEY.
+file sets it, ``KEY~instead`` goes before KEY, and ``KEY~raw`` may hold a variable without a value.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ FORMATS = ("deepspeed", "training_arguments", "accelerate", "torchtitan", "megat
 _COUNTS = ("accumulation", "machines", "microbatch", "per_machine", "per_rank", "processes")
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_COUNTS, Positive),
-    **dict.fromkeys(("samples", "schedule", "warmup_samples"), NonNegative),
+    **dict.fromkeys(("samples", "schedule", "schedule_samples", "warmup_samples"), NonNegative),
     **dict.fromkeys(("absolute", "minutes", "warmup", "steps"), float),
     **dict.fromkeys(("group", "layers"), Positive),
     "ratio": Fraction,
@@ -41,7 +41,7 @@ _SIZES += ("parallel.dp_replicate", "parallel.cp", "parallel.tp", "parallel.pp")
 _TEXTS = ("run.dir", "data.path", "data.validation", "checkpoint.load_hf", "optimizer.offload_dir")
 _LISTS = {"unused": "unused", "changed": "note"}
 """Sections of lists of keys by what is said of them, and what that is in a case."""
-_SAID = {"refuse": "refused", "note": "changed in meaning", "unused": "not needed"}
+_SAID = {"refuse": "refused", "note": "changed in meaning", "unused": "not needed", "set": "to set"}
 """Words in a case that set no key, and the kind of their entry."""
 
 
@@ -74,13 +74,12 @@ class Row(NamedTuple):
         return next(fitting, None)
 
     @property
-    def keys(self) -> str:
-        """The keys of ours that the first case with any sets."""
+    def keys(self) -> Sequence[str]:
+        """The keys of ours, and the facts, that the first case with any sets."""
         if self.section == "only":
-            return ""
+            return []
         cases = ([key for key in case if "." in key] for case in self.cases.values())
-        keys = next(filter(None, cases), [])
-        return " ".join(dict.fromkeys(key.partition("~")[0] for key in keys))
+        return next(filter(None, cases), [])
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ class Format:
     default_notes: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     typo: float = 0.85  # how much an unknown key must be like a known one to be refused
+    programs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     words: Sequence[str] = ()  # keys whose value is several words
 
     @functools.cached_property
@@ -169,8 +169,12 @@ class Facts:
     entries: list[Entry] = field(default_factory=list)
     auto: dict[str, str] = field(default_factory=dict)
     """Where "auto" stands, and the keys of ours that a program fills in."""
-    waiting: set[str] = field(default_factory=set)
-    """Keys of ours that "auto" gives, and whose program's file is not there."""
+    left: set[str] = field(default_factory=set)
+    """Keys of ours, and facts, whose default is TrainingArguments'."""
+    waiting: dict[str, str] = field(default_factory=dict)
+    """Keys of ours that "auto" gives, and whose program's file is not there, and others to set; why."""
+    programs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Programs whose defaults go before those of their file's table."""
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -196,6 +200,10 @@ class Facts:
     def read(self, file: str, table: Format, leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}
+        names = {table.plain(key) for key, value in leaves if value is not None}
+        for title, program in table.programs.items():
+            if any(names.issuperset(keys.split()) for keys in program["by"]):
+                self.programs[title] = program
         off = [name for name, value in leaves if name.endswith(".enabled") and value is False]
         off = tuple(name[: -len("enabled")].removesuffix("shared_parameters.") for name in off)
         for key, value in leaves:
@@ -206,7 +214,8 @@ class Facts:
             elif value is None or value in ("", {}, []):
                 self.note("not needed", f"{where}: is not set")
             elif value == "auto" and row.section not in _LISTS and "auto" not in row.cases:
-                self.auto[where] = row.keys
+                self.auto[where] = " ".join(dict.fromkeys(key.partition("~")[0] for key in row.keys))
+                self.left.update(row.keys, (key.removesuffix("~instead") for key in row.keys))
             elif row.section == "only" and name.startswith(off):
                 self.note("not needed", f"{where}: its part is off")
             elif row.section == "only" and len(row.cases) == 1:
@@ -251,6 +260,9 @@ class Facts:
     def _set(self, where: str, key: str, value: Any) -> None:
         """Set a key or a fact. Raises ValueError if it cannot be, LookupError if it may be left out."""
         own = key if key in _TEXTS else "the number of ranks" if key[:6] == "world~" else ""
+        if key.endswith("~raw"):
+            self.values.setdefault(key, Fact(value, where))
+            return
         if variable := unset(value) or (own and value is True and "a name"):
             line = f"{variable} has no value in this script"
             if own:

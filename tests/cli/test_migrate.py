@@ -103,6 +103,9 @@ def check(folder: Path, kind: str, name: str) -> None:
     if row.get("with"):
         (folder / "arguments.json").write_text(json.dumps(ARGUMENTS))
         paths.append(folder / "arguments.json")
+    named = row["config"].get("deepspeed") or row["config"].get("--deepspeed")
+    if named and kind == "training_arguments":  # it names a file, which is in the same folder
+        (folder / Path(named).name).write_text('{"gradient_clipping": "auto"}')
     text, entries = command.migrated(paths, row["world"], row["steps"])
     lines = [entry.line for entry in entries]
     for key in row["config"]:  # every key is accounted for

@@ -57,6 +57,12 @@ BAD: list[tuple[str, str, str]] = [
     ("a.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HALF}\n", "fsdp_config.fsdp_sharding_strategy: HALF is not known here; nearest: one of full_shard, 1, shard_grad_op, 2, no_shard, 3, hybrid_shard, 4, hybrid_shard_zero2, _hybrid_shard_zero2, 5"),
     ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: z.json}\n", "deepspeed_config_file: z.json is not here; give that file too"),
     *(
+        ("a.json", f'{ARGUMENTS}, "{key}": "x/z.json"}}', f"{key}: x/z.json is not here; give that file too")
+        for key in ("deepspeed", "fsdp_config", "config_file")
+    ),
+    ("a.sh", "accelerate launch --config_file z.yaml train.py --learning_rate 1 --max_steps 2", "config_file: z.yaml is not here; give that file too"),
+    ("a.json", f'{ARGUMENTS}, "beta": 0.1, "loss_type": "ipo"}}', "loss_type = ipo: no such loss here; nearest: sigmoid, which is DPO's"),
+    *(
         ("a.yaml", f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {value}}}\n", f"deepspeed_config_file: {said} is not here; give that file too")
         for value, said in (("5", "5"), ("yes", "true"), ("[a]", '["a"]'), ("a" * 300, "a" * 57 + "..."))
     ),
@@ -68,6 +74,10 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", f"{MEGATRON} --optimizer sgd", "--optimizer = sgd: no such optimizer here; nearest: adam"),
     ("a.sh", f"{MEGATRON} --tensor-model-parallel-siz 2", "--tensor-model-parallel-siz = 2: Megatron-LM has no such key; the nearest known key is --tensor-model-parallel-size, or remove it"),
     ("a.sh", f"{MEGATRON} --lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-decay-style: the decay at the end is exponential by default, and linear here; nearest: --lr-wsd-decay-style linear"),
+    *(
+        ("a.sh", f"{MEGATRON} --global-batch-size 8 --lr-decay-samples {value}", f"--lr-decay-samples: expected a whole number, got {said}")
+        for value, said in (("1 2", "[1, 2]"), ("abc", '"abc"'))
+    ),
     ("a.sh", f"{MEGATRON} --global-batch-size $GBS", "--global-batch-size: $GBS has no value in this script; write a value in its place"),
     ("a.sh", f"{MEGATRON}{SHAPE.replace('64', '4,096', 1)}", '--hidden-size: expected a whole number, got "4,096"'),
     ("a.json", DEEPSPEED % '"stage": 3, "mics_shard_size": "many"', 'zero_optimization.mics_shard_size: expected a whole number, got "many"'),
@@ -215,6 +225,40 @@ def test_warmup_begins_where_each_trainer_begins_it(tmp_path: Path) -> None:
     assert result == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--save /a --load /a", ""),
+        ("--save $A --load $A --no-load-optim", ""),
+        ("--save /a --load", ""),
+        ("--save /a --load /a --finetune", "--load: /a: "),
+        ("--save /a --load /b", "--load: /b: "),
+        ("--save /a --pretrained-checkpoint $B", "--pretrained-checkpoint = $B: "),
+    ],
+)
+def test_weights_that_megatron_begins_with(tmp_path: Path, flags: str, named: str) -> None:
+    """They are to be set, where --load does more than go on with a run."""
+    (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8 {flags}")
+    _, entries = migrated([tmp_path / "a.sh"], 8)
+    lines = [entry.line for entry in entries if entry.kind == "to set" and "load_hf" in entry.line]
+    text = "weights are drawn until checkpoint.load_hf names these as a Hugging Face folder"
+    assert lines == ([f"a.sh: {named}{text}"] if named else [])
+
+
+def test_dropout_by_default(tmp_path: Path) -> None:
+    """Megatron-LM's is 0.1; a flag of 0 is what models do here."""
+    for flags, count in (
+        ("", 2),
+        (" --hidden-dropout 0.0", 1),
+        (" --hidden-dropout 0 --attention-dropout 0.0", 0),
+    ):
+        (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8{flags}")
+        changed = [
+            e.line for e in migrated([tmp_path / "a.sh"], 8)[1] if e.kind == "changed in meaning"
+        ]
+        assert sum("dropout is in no file" in line for line in changed) == count, flags
+
+
 def test_what_a_script_leaves_open(tmp_path: Path) -> None:
     """A folder's name and the number of ranks are to be set; a list of paths is said once."""
     script = """\
@@ -263,13 +307,16 @@ SET = [
         HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % '"4"',
         ["zero = 3", "dp_shard = 4", "dp_replicate = 2"],
     ),
+    ("a.json", HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % -1, ["zero = 3"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), SET)
 def test_what_a_mesh_becomes(tmp_path: Path, name: str, text: str, expected: list[str]) -> None:
     (tmp_path / name).write_text(text)
-    lines = migrated([tmp_path / name], 8)[0].split("[parallel]\n")[1].split("\n\n")[0].splitlines()
+    whole, entries = migrated([tmp_path / name], 8)
+    lines = whole.split("[parallel]\n")[1].split("\n\n")[0].splitlines()
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
     assert [line.partition("  #")[0] for line in lines] == expected
 
 
@@ -278,6 +325,66 @@ TRAPS = [
     ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
     ("a.toml", TITAN + "[parallelism]\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n", "so that this run is in float32"),
 ]  # fmt: skip
+
+
+WARMUP = '"warmup_type": "linear", "warmup_num_steps": 4, "total_num_steps": 10'
+SCHEDULE = (
+    '{"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": %s}},'
+    ' "scheduler": {"type": "%s", "params": {%s}}, "gradient_clipping": "auto"}'
+)
+AUTOS = (
+    SCHEDULE.partition(', "scheduler"')[0] % '"auto", "betas": "auto"'
+    + ', "gradient_clipping": "auto"}'
+)
+LEFT = ARGUMENTS.replace(', "learning_rate": 1e-4', "") + "}"
+ALONE = '{"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}'
+SAMPLES = MEGATRON.replace("--train-iters 100", "--train-samples 1000000 --global-batch-size 512")
+# Files, lines of the TOML that they give, and words of a note on them.
+GIVES: list[tuple[dict[str, str], list[str], str]] = [
+    ({"a.json": AUTOS, "b.json": LEFT}, ["lr = 5e-05", 'schedule = "linear"', "beta2 = 0.999"], ""),
+    ({"a.json": ALONE, "b.json": f'{ARGUMENTS}, "optim": "adamw_torch"}}'}, ['schedule = "linear"', "max_norm = 1.0"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", WARMUP)}, ["lr = 0.001", 'schedule = "linear"'], "WarmupDecayLR's is 0.001"),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": 1e-4')}, ["lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ('"auto"', "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": "auto"'), "b.json": f"{ARGUMENTS}}}"}, ["lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupLR", WARMUP)}, ["lr = 5e-05"], "in new DeepSpeed, and 0.001 in old"),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupCosineLR", WARMUP)}, ["lr = 5e-05", "min_lr = 0.0001"], ""),
+    ({"b.json": f'{ARGUMENTS}, "beta": 0.01}}'}, ["[dpo]", "beta = 0.01"], "ORPO, KTO and CPO"),
+    ({"b.json": f'{ARGUMENTS}, "loss_type": "sigmoid", "beta": 0.2}}'}, ["beta = 0.2"], "read as DPO's"),
+    ({"b.json": f'{ARGUMENTS}, "loss_type": "nll"}}'}, ["seed = 42"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "x/z.json"}}'}, ["zero = 3"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "zero2"}}'}, ["zero = 2"], ""),
+    ({"b.json": f'{ARGUMENTS}, "fsdp": "full_shard", "fsdp_config": "x/f.json"}}'}, ['offload = "cpu"'], ""),
+    ({"a.sh": "accelerate launch --config_file z.yaml train.py --learning_rate 1 --per_device_train_batch_size 2 --max_steps 2"}, ["zero = 3"], ""),
+    ({"b.json": f"{ARGUMENTS}}}"}, ["interval = 500", "keep_last = 1000000"], ""),
+    ({"a.sh": f"{SAMPLES} --save-interval 9"}, ["interval = 9", "keep_last = 1000000"], ""),
+    ({"a.toml": f"{TITAN}[checkpoint]\nenable = true"}, ["interval = 500", "keep_last = 10"], ""),
+    ({"b.json": LEFT.replace("}", ', "max_prompt_length": 9}')}, ["# lr = ?", 'schedule = "linear"'], "pairs"),
+    ({"b.json": LEFT.replace("}", ', "beta": 1, "min_lr": 1e-6}')}, ["# lr = ?"], "min_lr: 1e-06 as a part of"),
+    ({"b.json": LEFT.replace("}", ', "train_type": "full"}')}, ["# lr = ?", 'schedule = "cosine"', "beta2 = 0.95", "weight_decay = 0.1"], ""),
+    ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\n"}, ["lr = 0.0002", 'schedule = "cosine"', "epochs = 1.0"], ""),
+    ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
+    ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
+    ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "expected", "noted"), GIVES)
+def test_what_files_give(
+    tmp_path: Path, files: dict[str, str], expected: list[str], noted: str
+) -> None:
+    named = {"z.json": ALONE, "f.json": '{"fsdp_offload_params": true}'}
+    named["z.yaml"] = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: y/z.json}\n"
+    )
+    for name, text in (named | files).items():
+        (tmp_path / name).write_text(text)
+    text, entries = migrated([tmp_path / name for name in files], 8)
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
+    assert set(expected) <= {line.partition("  #")[0] for line in text.splitlines()}, text
+    changed = "\n".join(entry.line for entry in entries if entry.kind == "changed in meaning")
+    assert noted in changed or noted in text
+    assert noted or "_lr is in no file" not in changed
+    assert "gradient_clipping is in no file" not in changed
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), TRAPS)
