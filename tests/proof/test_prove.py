@@ -103,13 +103,15 @@ def _frozen(by_the_class: bool) -> Report:
         init(self, config)
         freeze(self)
 
-    keys = keys_in("dp_shard=2 offload=cpu train.global_batch=4 model.n_layers=2")
+    keys = keys_in(
+        "dp_shard=2 offload=cpu precision.param=bfloat16 train.global_batch=4 model.n_layers=2"
+    )
     with mock.patch.object(Llama, "__init__", freezes) if by_the_class else nullcontext():
         job = make_job(2, **keys)
         if not by_the_class:
             freeze(job.model)
         with small_ones_move():
-            return prove(job, make_mesh(job.degrees), torch.device("cpu"), 1, False)
+            return prove(job, make_mesh(job.degrees), torch.device("cpu"), 1)
 
 
 @pytest.mark.parametrize("by_the_class", [True, False])
