@@ -295,10 +295,10 @@ def _printed_with_a_broken_trace(keys: dict[str, Any], fault: str) -> str:
         with record_function('a "name"'):
             pass
 
-    other = {"write": small} if fault == "no room" else {"start": named}
+    where, other = ("write", small) if fault == "no room" else ("start", named)
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        mock.patch.multiple(Recording, **other),
+        mock.patch.object(Recording, where, other),
     ):
         _trainer(keys).run()
     return printed.getvalue()
