@@ -322,7 +322,8 @@ class OuterLoop(Hook):
             kind, *numbers = name.split(".")
             first, *others = map(int, numbers)
             if kind == "lost":
-                self.residuals[first] = value
+                home = next((weight.device for weight in self.weights.values()), value.device)
+                self.residuals[first] = value.to(home)
                 continue
             due, worker = others
             messages[worker] = value

@@ -197,6 +197,7 @@ def ended(messages: list[Tensor | None]) -> "Future[list[Tensor | None]]":
 
 Misses = Callable[[str, int], bool]
 _LOOK = 0.02  # seconds between two looks into the store
+_MISSES = 2  # exchanges in a row that go on without a worker, which has not read their messages
 
 
 def nobody(unused_name: str, unused_worker: int) -> bool:
@@ -215,6 +216,7 @@ class Exchange:
         self.sent = 0  # bytes that this rank has sent since the last metrics
         # With their destinations: memory must stay until a message is read.
         self._unread: list[tuple[int, dist.Work, Tensor]] = []
+        self._missed = [0] * worker.count  # exchanges in a row by worker, on which all agree
         if worker.count > 1:
             store = dist.PrefixStore(f"between {rank}", worker.store)
             self._group: Any = dist.ProcessGroupGloo(store, worker.index, worker.count, timeout)
@@ -236,6 +238,7 @@ class Exchange:
     def _run(self, name: str, message: Tensor, grace: float) -> list[Tensor | None]:
         index, count = self.worker.index, self.worker.count
         present = self._present(name, grace)
+        self._missed = [0 if i in present else misses + 1 for i, misses in enumerate(self._missed)]
         others = [other for other in range(count) if other != index]
         received: list[Tensor | None] = [None] * count
         waits = []
@@ -273,11 +276,15 @@ class Exchange:
             return {other for other in range(count) if not self.misses(name, other)}
         begun, key = time.monotonic(), f"there/{name}"
         while not store.check([key]):
-            ready = [i for i in range(count) if store.check([f"ready/{name}/{i}"])]
-            late = time.monotonic() - begun > grace
-            if self.rank == 0 and (len(ready) == count or (late and 2 * len(ready) >= count)):
-                # The first to propose decides for all.
-                store.compare_set(key, "", " ".join(map(str, ready)))
+            if self.rank == 0:
+                ready = [i for i in range(count) if store.check([f"ready/{name}/{i}"])]
+                # Messages to a worker that stays slower would fill the memory, so it is waited for.
+                enough = 2 * len(ready) >= count and all(
+                    i in ready or misses < _MISSES for i, misses in enumerate(self._missed)
+                )
+                if len(ready) == count or (enough and time.monotonic() - begun > grace):
+                    # The first to propose decides for all.
+                    store.compare_set(key, "", " ".join(map(str, ready)))
             time.sleep(_LOOK)
         return set(map(int, store.get(key).decode().split()))
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 KEPT = "reference.txt"
 """The file in run.dir that says which weights the reference has."""
+_ADAPTERS = ", adapters "  # comes before the digest of those that were loaded, if there are any
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Preferences(Hook):
         if self.speaks:
             own = base_identity(*self.where)
             if self.adapters:
-                own += f", adapters {digest_of(TensorFiles(as_path(self.adapters), WEIGHTS))}"
+                own += f"{_ADAPTERS}{digest_of(TensorFiles(as_path(self.adapters), WEIGHTS))}"
             imported = store.newest_first(self.path.parent / "checkpoints") if not done else []
             if imported and self.copied and not self._is_of(imported[0]):
                 problem = [
@@ -137,7 +138,7 @@ class Preferences(Hook):
             elif not done:
                 write_whole(self.path, own.encode())
             elif (kept := _read(self.path)) != own:
-                problem = [f"{self.path.parent}: {_why(kept, self.where)}"]
+                problem = [f"{self.path.parent}: {_why(kept, own, self.where, self.adapters)}"]
         dist.broadcast_object_list(problem, src=0)
         if problem[0]:
             raise ConfigError(problem[0])
@@ -172,7 +173,10 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def _why(kept: str, where: tuple[str, int]) -> str:
+def _why(kept: str, own: str, where: tuple[str, int], adapters: str) -> str:
     if not kept:
         return f"its run was no DPO, or {KEPT} is gone; begin a new run.dir, with checkpoint.load_hf"
+    if kept.partition(_ADAPTERS)[0] == own.partition(_ADAPTERS)[0]:
+        key = f'model.lora.load = "{adapters}"'
+        return f"its reference had other adapters than {key} now gives; give it what the run began with"
     return f"its reference had other weights than {name_of_base(*where)} now has; give it those again"

@@ -96,7 +96,7 @@ class Profiler(Hook):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 result |= self.recording.write(self.folder / f"{steps}_rank{dist.get_rank()}")
-            except OSError as error:  # this must not end a run
+            except (OSError, ValueError) as error:  # this must not end a run
                 result["problem"] = str(error)
             self.recording = None  # this frees all that was recorded
         results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -193,14 +193,24 @@ class Recording:
     def write(self, path: Path) -> dict[str, Any]:
         """Write the trace and the memory's snapshot beside ``path``, and return the summary."""
         plain, memory = (path.with_name(f"{path.name}{end}") for end in (".json", "_memory.pickle"))
-        for old in (plain, Path(f"{plain}.gz"), memory):
+        unfinished = Path(f"{plain}.tmp")  # Kineto's, which it leaves if it fails
+        for old in (plain, unfinished, Path(f"{plain}.gz"), memory):
             old.unlink(missing_ok=True)  # a link could lead anywhere
-        self.profile.export_chrome_trace(str(plain))
-        content = plain.read_bytes()
-        plain.unlink()
+        try:
+            self.profile.export_chrome_trace(str(plain))
+            if not plain.exists():
+                raise OSError(f"{plain}: the trace could not be written; the disk may be full")
+            content = plain.read_bytes()
+        finally:
+            for old in (plain, unfinished):
+                old.unlink(missing_ok=True)
+        try:
+            events = json.loads(content)
+        except ValueError as error:  # Kineto escapes no quote in a name
+            raise ValueError(f"the trace is no JSON, which a range's name may cause: {error}") from None
         with gzip.open(f"{plain}.gz", "xb", _GZIP) as file:
             file.write(content)
-        trace = Trace(json.loads(content), self.cuda)
+        trace = Trace(events, self.cuda)
         result = allocations(trace, self.noted)
         if self.memory:
             with memory.open("xb") as file:

@@ -223,8 +223,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
     """Return the whole gradient of a parameter, zeros if it has none; a collective."""
-    if parameter.grad is None:
-        return torch.zeros(parameter.shape, device=parameter.device)
+    if parameter.grad is None:  # its part may be in host memory, as that of a gradient
+        placed = isinstance(parameter, DTensor)
+        device = parameter.device_mesh.device_type if placed else parameter.device
+        return torch.zeros(parameter.shape, device=device)
     return whole(parameter.grad)
 
 

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import build_optimizer, fill_weights, loss_function, parallelize
 from compose.composition import Composition
 from compose.config.job import Job
+from compose.config.models import find_model
 from compose.config.tables import TABLES, Config
 from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
-from compose.memory.lora import ALL_LINEAR, Lora, linear_layers
+from compose.memory.lora import ALL_LINEAR, linear_layers
 from compose.memory.precision import Precision, first_scale
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.optim.muon import product_dtype
 from compose.optim.optimizers import Optimizer
-from compose.plan import Plan
 from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT
 from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
@@ -106,7 +106,7 @@ def prove(
     loss = loss_function(config)
     trial = Trial(train.micro_batch, loss, max_norm=train.max_norm, shares=job.shares)
     report = prove_both(whole, batches, config.precision, setup, trial, logic)
-    rows = [*report.rows, _trained(whole, job.plan, config.model.lora)]
+    rows = [*report.rows, _trained(whole, job)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))
 
 
@@ -138,12 +138,12 @@ def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
     return [min(first, steps - 1), *later]
 
 
-def _trained(model: nn.Module, plan: Plan, lora: Lora) -> Row:
+def _trained(model: nn.Module, job: Job) -> Row:
     """Return the row that says whether just the parameters are trained that the config means."""
-    meant = {name for name, _ in model.named_parameters()}
+    lora = job.config.model.lora
     if lora.rank:
         all_of_them = lora.targets == ALL_LINEAR
-        every, named = (linear_layers(model, plan), ()) if all_of_them else ((), lora.targets)
+        every, named = (linear_layers(model, job.plan), ()) if all_of_them else ((), lora.targets)
         layers = [
             name
             for name, module in model.named_modules()
@@ -151,6 +151,9 @@ def _trained(model: nn.Module, plan: Plan, lora: Lora) -> Row:
         ]
         parts = ["A", "B", *(["magnitude"] if lora.dora else [])]
         meant = {f"{name}.lora.{part}" for name in layers for part in parts}
+    else:  # the model's own class may freeze some, and nothing else may
+        own = find_model(job.config.model.name).on_meta(job.config.model.config)
+        meant = {name for name, p in own.named_parameters() if p.requires_grad}
     wrong = sorted({name for name, p in model.named_parameters() if p.requires_grad} ^ meant)
     return Row("trained", wrong[0] if wrong else "all that should be", float(len(wrong)), 0.0, 0)
 

@@ -309,7 +309,8 @@ def compare(
                 reference.clip_at(limit)
         messages, sent = MessageEffects(), None
         if rounds:
-            got = {name: gradient_of(some[0]) / loss_scale for name, some in held.items()}
+            own = {name: some[0] for name, some in held.items() if name in trained}
+            got = {name: gradient_of(parameter) / loss_scale for name, parameter in own.items()}
             for observer in observers:
                 messages = observer.after_backward(got) or messages
             sent = FromComposition(messages.received, shared(got, comparison.device))

@@ -1,7 +1,6 @@
 """Texts that the model continues while it is trained, for a person to look at."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from compose.errors import ConfigError
 from compose.object_storage import as_path
 from compose.train.heartbeat import report_phase
 from compose.train.hooks import Hook
-from compose.train.sampling import Sampling, chat_ids, obstacle, sample, text_of
+from compose.train.sampling import Cache, NotFinite, Sampling, chat_ids, obstacle, sample_with, text_of
 
 if TYPE_CHECKING:
     from compose.train.trainer import Trainer
@@ -67,7 +66,7 @@ class Samples(Hook):
 
     def __init__(self, trainer: "Trainer") -> None:
         options, train = trainer.config.metrics, trainer.config.train
-        self.composition = trainer.composition
+        self.composition, self.say = trainer.composition, trainer.worker.say
         self.prompts = Prompts(trainer.config, trainer.batches.sets)
         self.every, self.last = options.samples_every, train.last_step
         self.sampling = Sampling(
@@ -76,20 +75,32 @@ class Samples(Hook):
             seed=train.seed,
             repetition_penalty=self.prompts.repetition_penalty,
         )
+        self.cached: bool | None = None
+        """Whether keys and values are kept; the first texts decide, as the weights must not."""
 
     def measure(self, step: int) -> dict[str, Any]:
-        """Return the continuation of each prompt as ``texts``; nothing of training is changed."""
+        """Return the continuation of each prompt as ``texts``; nothing of training is changed.
+
+        A line takes the place of a text whose logits are not finite.
+        """
         if step % self.every and step != self.last:
             return {}
         texts: dict[str, str] = {}
         # torch.compile would make a graph for each length.
         with torch.compiler.set_stance("force_eager"):
-            if self.sampling.cache == "auto":
-                cache = "off" if obstacle(self.composition) else "on"
-                self.sampling = replace(self.sampling, cache=cache)
+            if self.cached is None:
+                self.cached = not obstacle(self.composition)
             for prompt, ids in self.prompts.ids.items():
                 report_phase(step, "samples")
-                tokens = [*sample(self.composition, ids, self.sampling, self.prompts.ends)]
+                cache = Cache(self.composition) if self.cached else None
+                try:
+                    tokens = [
+                        *sample_with(self.composition, ids, self.sampling, cache, self.prompts.ends)
+                    ]
+                except NotFinite as error:
+                    self.say(f"metrics.prompts: step {step}: {prompt!r} has no text: {error}")
+                    self.cached = None  # numbers that are not finite decide nothing
+                    continue
                 _, *pieces = text_of(self.prompts.tokenizer, ids, tokens)
                 texts[prompt] = "".join(pieces)
-        return {"texts": texts}
+        return {"texts": texts} if texts else {}

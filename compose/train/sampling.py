@@ -42,6 +42,12 @@ from compose.weights import named_generator
 Wanted = Literal["auto", "on", "off"]
 """Whether to keep keys and values: where it can be done, or else refuse, or never."""
 Forward = Callable[..., Tensor]
+_NOT_FINITE = sys.maxsize
+"""What a rank sends in place of a token if its logits are not finite; greater than each token."""
+
+
+class NotFinite(ConfigError):
+    """The model's logits are not finite; every rank raises it at the same token."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,8 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
             cache = KeyValues(core.options)
             cache.append(k_BLGK, v_BLGV)
             whole = former(q_BLHK, k_BLGK, v_BLGV, documents, sinks)
-            differs = differs or _differ(whole[:, -1:], cache.query(q_BLHK[:, -1:], sinks))
+            far = _distance(whole[:, -1:], cache.query(q_BLHK[:, -1:], sinks))
+            differs = differs or far > torch.finfo(whole.dtype).eps ** 0.5  # of another kernel
         return v_BLGV.repeat_interleave(q_BLHK.shape[2] // v_BLGV.shape[2], 2)
 
     def _routed(router: nn.Module, inputs: Any, routing: Any) -> None:
@@ -273,8 +280,11 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
         other = next_logits(composition, [len(one) - 1, 0])
         assert other is not None
     problems += [f"{name} does not run in the model's forward" for name in cores if not calls[name]]
+    # The same kernels at the same shapes give the same bits, unless experts get more or fewer tokens.
+    most = (8 if routers(composition.model) else 1) * torch.finfo(one.dtype).eps
+    mixes = _distance(one, other) > most
     # Ranks hold other heads, and round in other ways, and must agree.
-    result = torch.tensor([int(differs), int(_differ(one, other))]).to(composition.mesh.device_type)
+    result = torch.tensor([int(differs), int(mixes)], device=composition.mesh.device_type)
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
     differs, mixes = result.tolist()
     if differs:
@@ -284,10 +294,9 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
     return next(iter(problems), "")
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors differ by more than rounding in different kernels."""
-    difference = float((one - other).double().norm() / one.double().norm())
-    return difference > torch.finfo(one.dtype).eps ** 0.5
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the relative difference of two tensors."""
+    return float((one - other).double().norm() / one.double().norm())
 
 
 def sample(
@@ -297,7 +306,18 @@ def sample(
 
     This is a collective: every rank must take all tokens, and gets the same ones.
     """
-    known, cache = list(tokens), open_cache(composition, sampling.cache)
+    yield from sample_with(composition, tokens, sampling, open_cache(composition, sampling.cache), ends)
+
+
+def sample_with(
+    composition: Composition,
+    tokens: Sequence[int],
+    sampling: Sampling,
+    cache: Cache | None,
+    ends: Collection[int] = (),
+) -> Iterator[int]:
+    """Do what :func:`sample` does, with an empty cache or none; ``sampling.cache`` does not count."""
+    known = list(tokens)
     for _ in range(sampling.max_tokens):
         logits = next_logits(composition, known, cache)
         result = -1
@@ -308,6 +328,11 @@ def sample(
         chosen = torch.tensor(result, device=composition.mesh.device_type)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
         token = int(chosen)
+        if token == _NOT_FINITE:
+            raise NotFinite(
+                f"token {len(known)}: the model's logits are not finite: its weights are damaged, or"
+                " too large for precision.param"
+            )
         if token in ends:
             return
         known.append(token)
@@ -324,12 +349,12 @@ def penalized(logits: Tensor, known: Sequence[int], penalty: float) -> Tensor:
 
 
 def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:
-    """Return a token by logits (V,): the likeliest one, or one drawn by the seed and its position."""
+    """Return a token by logits (V,): the likeliest one, or one drawn by the seed and its position.
+
+    If they are not finite, it is none of the vocabulary: the greatest integer.
+    """
     if not bool(logits.max().isfinite()):  # NaN is the greatest; -inf forbids a token
-        raise ConfigError(
-            f"token {position}: the model's logits are not finite: its weights are damaged, or too"
-            " large for precision.param"
-        )
+        return _NOT_FINITE
     if sampling.temperature == 0:
         return int(logits.argmax())
     # Subtract the greatest logit: a temperature near 0 would make others infinite.

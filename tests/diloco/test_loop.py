@@ -19,7 +19,7 @@ from compose.train import trainer as trainer_module
 from compose.train.metrics import StepMetrics
 from compose.train.processes import TrainingError
 from compose.train.step import forward_backward
-from compose.train.workers import this_worker
+from compose.train.workers import Worker, this_worker
 from tests.diloco.cases import BATCH, INSIDE, STREAMING, loop_of, outer, proof
 from tests.support.helpers import Keys, built, parallel, ranks_in, tiered
 from tests.support.mutation import mutated
@@ -211,3 +211,19 @@ def test_islands_that_differ_stop_the_run(pool: Pool) -> None:
     """The next exchange of that fragment sees it."""
     line = "the outer weights of islands differ: silent corruption; go on from the last checkpoint"
     assert pool.run(_one_island_alone, 2, islands=2) == [line] * 2
+
+
+def _home_of_what_is_loaded(keys: Keys) -> list[str]:
+    """The devices of a residual that was loaded, where the outer weights are on meta."""
+    job, composition = built(keys)
+    options = Outer(every=2, fragments=1, dtype="top_k", offload=False)
+    loop = loop_of(job, composition, options, Worker(), 2)
+    loop.weights = {name: weight.to("meta") for name, weight in loop.weights.items()}
+    shape, dtype = loop._forms(0)["lost.1"]
+    loop.load({"outer.lost.1": torch.zeros(shape, dtype=dtype)}, (), 0)
+    return [residual.device.type for residual in loop.residuals.values()]
+
+
+def test_residuals_are_loaded_to_the_outer_weights(pool: Pool) -> None:
+    """Their norms are stacked, and those of a checkpoint come in host memory."""
+    assert pool.run(_home_of_what_is_loaded, 1, BATCH) == [["meta"]]

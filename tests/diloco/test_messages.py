@@ -1,19 +1,23 @@
 """Messages of DiLoCo workers: codes by their definitions, and the bytes that a dry run foretells."""
 
+import time
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from compose.build import build
 from compose.cli.dry_run import describe
 from compose.compression.codec import Blocks
-from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, TopK, code_of
+from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, Exchange, TopK, code_of
 from compose.diloco.options import ROW, Outer
 from compose.diloco.proof import received
 from compose.proof.observers import allowed
-from compose.train.workers import this_worker
+from compose.train.workers import Worker, this_worker
 from tests.diloco.cases import INSIDE, loop_of, outer
 from tests.support.helpers import Keys, make_job, ranks_in, tiered
 from tests.support.pool import Pool, make_mesh
@@ -162,3 +166,38 @@ def test_as_sent_from_each_mesh(pool: Pool, inside: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize("code", CODES)
 def test_as_sent_in_each_code(pool: Pool, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     _compare(pool, "zero 3", code, capsys)
+
+
+def _slower(exchanges: int) -> tuple[list[list[int]], int]:
+    """The workers of each exchange, and the most messages that wait to be read; the last is slower."""
+    worker, most, took_part = this_worker(), 0, []
+    exchange = Exchange(worker, dist.get_rank(), timedelta(seconds=60), grace=0.05)
+    for number in range(exchanges):
+        if worker.index == worker.count - 1:
+            time.sleep(0.5)
+            if number % 3 < 2:  # the others go on
+                worker.store.wait([f"there/{number}"], timedelta(seconds=60))
+        message = torch.full((8,), worker.index, dtype=torch.uint8)
+        received = exchange.begin(str(number), message).result()
+        took_part.append([i for i, m in enumerate(received) if m is not None])
+        assert all(m is None or bool((m == i).all()) for i, m in enumerate(received))
+        most = max(most, len(exchange._unread))
+    exchange.close()
+    return took_part, most
+
+
+def test_a_slower_island_is_waited_for_after_two_exchanges(pool: Pool) -> None:
+    """Or what it has not read would need more memory with each exchange."""
+    first, last = pool.run(_slower, 2, 6, islands=2)
+    assert first == ([[0], [0], [0, 1]] * 2, 3)  # with the message of the last exchange of both
+    assert last == (first[0], 1)
+
+
+def test_other_ranks_only_ask_for_what_the_first_decides() -> None:
+    store = mock.Mock()
+    store.check.side_effect = [False, False, True]
+    store.get.return_value = b"0 2"
+    exchange = Exchange(Worker(0, 1, store), 1, timedelta(seconds=1), grace=0.05)
+    exchange.worker.count = 3
+    assert exchange._present("name", 0.05) == {0, 2}
+    assert store.check.call_args_list == [mock.call(["there/name"])] * 3

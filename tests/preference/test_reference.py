@@ -192,7 +192,15 @@ def test_adapters_that_were_loaded_are_the_references_too(pool: Pool, tmp_path: 
     pool.run(train, 1, first | {"train__stop_after": 2})
     assert main(["convert", str(tmp_path / "first/run"), str(adapters)]) == 0
     (line,) = pool.run(_refused, 1, keys | {"train__stop_after": 3})
-    assert "its reference had other weights than " in line
+    run, had = tmp_path / "second/run", "its reference had other"
+    cure = "give it what the run began with"
+    assert line == f'{run}: {had} adapters than model.lora.load = "{adapters}" now gives; {cure}'
+    (run / KEPT).write_text("another" + (run / KEPT).read_text())
+    (line,) = pool.run(_refused, 1, keys | {"train__stop_after": 3})
+    assert (
+        line
+        == f"{run}: {had} weights than weights drawn by train.seed = 0 now has; give it those again"
+    )
 
 
 def test_a_note_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:

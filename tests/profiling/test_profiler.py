@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._memory_viz import trace as listed
+from torch.profiler import record_function
 
 from compose.config import rules
 from compose.data.batches import Batches
 from compose.data.datasets import open_data, with_steps
 from compose.ops.tensors import local_tensor
+from compose.profiling.profiler import Recording
 from compose.profiling.summary import CATEGORIES, KINDS
 from compose.profiling.trace import Trace
 from compose.train.processes import TrainingError
@@ -272,6 +275,49 @@ def test_what_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
     keys = keys_for(tmp_path, train__steps=3, profile__steps=[2, 2])
     printed = pool.run(_printed_without_a_folder, 1, keys, tmp_path)[0]
     assert f"rank 0: not written: [Errno 17] File exists: '{tmp_path}/traces'\n" in printed
+    assert len(lines(tmp_path)) == 3
+
+
+def _printed_with_a_broken_trace(keys: dict[str, Any], fault: str) -> str:
+    """The same of the run's second start, where Kineto's trace is no JSON, or has no room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, begin = Recording.write, Recording.start
+
+    def small(self: Recording, path: Path) -> dict[str, Any]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            return write(self, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def named(self: Recording) -> None:
+        begin(self)
+        with record_function('a "name"'):
+            pass
+
+    where, other = ("write", small) if fault == "no room" else ("start", named)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(Recording, where, other),
+    ):
+        _trainer(keys).run()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("fault", ["no room", "no JSON"])
+def test_a_trace_that_is_not_whole_ends_no_run(pool: Pool, tmp_path: Path, fault: str) -> None:
+    """Nothing of it stays, nor of an earlier one; other ranks do not wait."""
+    keys = keys_for(tmp_path, train__steps=3, profile__steps=[2, 2], profile__ranks=[0])
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces/step2-2_rank0.json.tmp").touch()
+    said = pool.run(_printed_with_a_broken_trace, 2, keys, fault)[0]
+    no_room = (
+        f"{tmp_path}/traces/step2-2_rank0.json: the trace could not be written; the disk may be full"
+    )
+    no_json = "the trace is no JSON, which a range's name may cause: Expecting"
+    line = next(line for line in said.splitlines() if "not written" in line)
+    assert line.startswith(f"  rank 0: not written: {no_room if fault == 'no room' else no_json}")
+    assert files(tmp_path) == ["step2-2_summary.json"]
     assert len(lines(tmp_path)) == 3
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from compose import (
@@ -33,7 +34,7 @@ from compose.__main__ import main
 from compose.data.samples import random_batch
 from compose.optim.optimizers import Optimizer
 from compose.parallel.expert_parallel import ExpertParallel
-from compose.proof.comparison import Comparison
+from compose.proof.comparison import Comparison, gradient_of
 from compose.proof.one_process import OneProcess
 from compose.proof.prove import proved_steps
 from compose.proof.references import Expected
@@ -101,6 +102,22 @@ def _refused(change: str) -> str:
 )
 def test_what_proves_nothing_is_refused(pool: Pool, change: str, message: str) -> None:
     assert pool.run(_refused, 2, change) == [message] * 2
+
+
+def _without_gradient() -> tuple[str, str]:
+    """The devices of the gradients of parameters that have none; only the first one is a DTensor."""
+    mesh = make_mesh(Parallel(dp_shard=2))["dp_shard"]
+    kept = torch.ones(2, 3, device="meta")
+    placed = nn.Parameter(DTensor.from_local(kept, mesh, [Shard(0)], run_check=False))
+    assert placed.device.type == "meta"
+    gradient = gradient_of(placed)
+    assert gradient.shape == (4, 3)
+    return gradient.device.type, gradient_of(nn.Parameter(kept)).device.type
+
+
+def test_a_gradient_that_is_none_is_where_messages_are(pool: Pool) -> None:
+    """With parallel.offload a part is in host memory, which NCCL does not send; here meta's place."""
+    assert pool.run(_without_gradient, 2) == [("cpu", "meta")] * 2
 
 
 def _mean_unseen() -> Report:

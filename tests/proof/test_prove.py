@@ -1,9 +1,17 @@
 """Techniques of memory and speed together, on meshes of several axes: each equals one process."""
 
-import pytest
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
-from tests.support.helpers import keys_in, prove_case, proved, ranks_in, tier
-from tests.support.pool import Pool
+import pytest
+import torch
+
+from compose.proof.prove import prove
+from compose.proof.report import Report
+from models.llama.model import Llama
+from tests.support.helpers import keys_in, make_job, prove_case, proved, ranks_in, small_ones_move, tier
+from tests.support.pool import Pool, make_mesh
 
 BATCH = keys_in("train.global_batch=8 train.micro_batch=2")
 # Sides of parts that float8 takes, for models that bring none of their own.
@@ -81,3 +89,37 @@ def test_a_bias_of_all_keys_is_in_both_errors(pool: Pool, kind: str) -> None:
     shape = "model.name=gpt2 model.dim=128 model.n_layers=5 train.seq_len=64 train.global_batch=4"
     keys = keys_in(f"{shape} precision.param={kind}")
     proved(pool.run(prove_case, 1, keys))
+
+
+def _frozen(by_the_class: bool) -> Report:
+    """The proof of a model whose first layer and embedding are frozen: by its class, or later."""
+    init = Llama.__init__
+
+    def freeze(model: Any) -> None:
+        model.layers["0"].requires_grad_(False)
+        model.tok_embeddings.requires_grad_(False)
+
+    def freezes(self: Any, config: Any) -> None:
+        init(self, config)
+        freeze(self)
+
+    keys = keys_in(
+        "dp_shard=2 offload=cpu precision.param=bfloat16 train.global_batch=4 model.n_layers=2"
+    )
+    with mock.patch.object(Llama, "__init__", freezes) if by_the_class else nullcontext():
+        job = make_job(2, **keys)
+        if not by_the_class:
+            freeze(job.model)
+        with small_ones_move():
+            return prove(job, make_mesh(job.degrees), torch.device("cpu"), 1)
+
+
+@pytest.mark.parametrize("by_the_class", [True, False])
+def test_what_a_model_freezes_itself_is_meant(pool: Pool, by_the_class: bool) -> None:
+    report = pool.run(_frozen, 2, by_the_class)[0]
+    assert {row.name for row in report.rows if row.quantity == "frozen weight"} >= {
+        "tok_embeddings.weight"
+    }
+    wrong = [row.quantity for row in report.rows if not row.ok]
+    assert wrong == ([] if by_the_class else ["trained"]), str(report)
+    assert report.ok == by_the_class

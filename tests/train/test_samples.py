@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
 
 from compose.config.tables import Checkpoint
 from compose.data.datasets import open_data
@@ -28,7 +31,7 @@ from tests.support.helpers import (
 )
 from tests.support.pool import Pool
 from tests.support.tokenizers_made import save_tokenizer
-from tests.support.training import keys_for, lines, train
+from tests.support.training import keys_for, lines, train, trainer_of
 
 PROMPTS = ["def f(", "import "]
 SAMPLING: Keys = {
@@ -111,6 +114,48 @@ def _train_and_listen(keys: dict[str, Any]) -> list[str]:
     return [line for line in said if "continues" in line]
 
 
+def _sampled_while_weights_change(keys: dict[str, Any]) -> list[str]:
+    """Train; the model mixes tokens at step 2, and at step 3 it gives no numbers."""
+    trainer, step = trainer_of(keys), 0
+    composition, measure = trainer.composition, Samples.measure
+
+    def changed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *others = inputs
+        return x * {2: 1 + x[:, :1], 3: torch.nan}.get(step, 1), *others
+
+    def measured(self: Samples, number: int) -> dict[str, Any]:
+        nonlocal step
+        step = number
+        try:
+            return measure(self, number)
+        finally:
+            step = 0
+
+    stages = composition.pipeline.stages if composition.pipeline else ()
+    for whole in (composition.model, *(stage.module for stage in stages)):
+        for layer in whole.get_submodule("layers").children():
+            layer.register_forward_pre_hook(changed)
+    with printed() as said, mock.patch.object(Samples, "measure", measured):
+        trainer.run()
+    return [line for line in said if line.startswith("metrics.prompts")]
+
+
+@pytest.mark.parametrize("keys", ["", "pp=2 train.micro_batch=1"], ids=["one rank", "pp 2"])
+def test_no_sample_ends_a_run(pool: Pool, tmp_path: Path, keys: str) -> None:
+    """Neither weights that mix tokens since the first one, nor logits that are not finite."""
+    more = BASE | SAMPLING | {"metrics__samples_every": 1, "metrics__sample_tokens": 3} | keys_in(keys)
+    said = pool.run(_sampled_while_weights_change, ranks_in(more), keys_for(tmp_path, **more))
+    assert said == [
+        [
+            f"metrics.prompts: step 3: {prompt!r} has no text: token {len(prompt)}: the model's logits"
+            " are not finite: its weights are damaged, or too large for precision.param"
+            for prompt in PROMPTS
+        ],
+        *[[]] * (len(said) - 1),
+    ]
+    assert [list(line.get("texts", {})) for line in lines(tmp_path)] == [PROMPTS, PROMPTS, [], PROMPTS]
+
+
 NEEDS = 'needs texts to continue; set metrics.prompts, as ["Once upon a time"], or 0'
 REFUSED: list[tuple[Keys, str]] = [
     ({"metrics__samples_every": 5}, f"metrics.samples_every: 5 {NEEDS}"),
@@ -187,5 +232,7 @@ def test_repeated_tokens_are_penalized_as_by_generate(tmp_path: Path) -> None:
     ours = replace(config, checkpoint=Checkpoint(load_hf=str(tmp_path)))
     for given, penalty in ((ours, 1.3), (config, 1.0)):
         batches = SimpleNamespace(sets=[] if given is ours else open_data(given).sets)
-        trainer: Any = SimpleNamespace(config=given, batches=batches, composition=None)
+        trainer: Any = SimpleNamespace(
+            config=given, batches=batches, composition=None, worker=SimpleNamespace(say=print)
+        )
         assert Samples(trainer).sampling.repetition_penalty == penalty

@@ -254,9 +254,11 @@ class Own(nn.Module):
             self.core = Biased(options) if kind == "biased" else AttentionCore(options)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedding(tokens) + positions[..., None].float().cos()
+        x = self.embedding(tokens) + positions[..., None].to(self.output.weight).cos()
         if self.kind == "registers":
             x = torch.cat([torch.ones_like(x[:, :1]), x], 1)
+        if self.kind == "shift":  # a twentieth of the token before
+            x = x + 0.05 * F.pad(x, (0, 0, 1, -1))
         if self.kind == "mean":
             x = x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
         if self.kind in ("coreless", "both"):
@@ -284,6 +286,7 @@ KINDS = {
     "biased": "a core with AttentionOptions computes something else than compose.attention",
     "mean": "the model mixes tokens outside of its attention cores",
     "both": "the model mixes tokens outside of its attention cores",
+    "shift": "the model mixes tokens outside of its attention cores",
     "registers": "core has other queries and keys than one for each token",
     "documents": "core attends within documents, of which a token alone does not tell",
     "twice": "core runs more than once in the model's forward",
@@ -297,6 +300,8 @@ def _own() -> list[tuple[str, str, list[list[int]]]]:
     for kind in KINDS:
         torch.manual_seed(0)
         composition = apply(Own(kind), Plan(), mesh)
+        if kind == "shift":
+            composition.model.bfloat16()
         texts = [
             list(sample(composition, [1, 2, 3], Sampling(max_tokens=9, seed=1, cache=how)))
             for how in ("auto", "off")
