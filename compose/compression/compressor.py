@@ -40,6 +40,8 @@ class Compression:
         self.observe: Callable[[Sender], Losses] | None = None
         """Makes the observer of each sender; None in training."""
         self.cosine: float | None = None
+        self.layout: tuple[str, ...] = ()
+        """A mark of how units are cut: residuals of a checkpoint with another one are of no use."""
 
     def styles(
         self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
@@ -265,6 +267,8 @@ class StageMessages:
             return
         levels = None if own_mesh else self.owner.levels  # which are of the data axes
         unit.dim_of = dim_of
+        if not own_mesh and any(map(dim_of, unit.shapes.values())):
+            self.owner.layout = ("stacks",)  # which were cut along their first dim once
         unit.ranks, unit.replicas = mesh.size(), replicas.get_group() if replicas else None
         # Ranks that share a replica are neighbours, and other replicas are far.
         own = self.owner.traffic.among(unit.ranks if unit.replicas else self.comm.near)
@@ -412,7 +416,7 @@ class CompressionHook(Hook):
 
     def __init__(self, compression: Compression, skips: bool = False) -> None:
         """``skips``: whether a step whose numbers are not finite is skipped, and training goes on."""
-        self.compression, self.skips = compression, skips
+        self.compression, self.skips, self.fingerprint = compression, skips, compression.layout
         self.sent: dict[str, float] = {}
         self.before: dict[str, Tensor] = {}
 

@@ -91,11 +91,12 @@ def test_equals_one_process(pool: Pool, model: str, case: str) -> None:
     assert {"buffer after", "gradient", "update"} <= {row.quantity for row in report.rows}
 
 
-def _in_layers_units(keys: Keys) -> tuple[Report, set[float]]:
-    """The proof, and this rank's parts of the experts' weights."""
+def _in_layers_units(keys: Keys) -> tuple[Report, set[float], Any]:
+    """The proof, this rank's parts of the experts' weights, and the mark of residuals."""
     report, (_, composition) = prove_case(keys), built(keys)
     weights = [p for name, p in composition.model.named_parameters() if ".experts." in name]
-    return report, {local_tensor(p).numel() / p.numel() for p in weights}
+    parts = {local_tensor(p).numel() / p.numel() for p in weights}
+    return report, parts, getattr(composition.compression, "layout", None)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,9 @@ def test_experts_without_a_mesh_of_their_own_are_not_padded(pool: Pool, words: s
     """Six experts on four ranks: each rank holds a quarter of each matrix."""
     ranks, keys = keys_of(QWEN, f"ds 4 model__n_experts 6 {words}")
     results = pool.run(_in_layers_units, ranks, keys)
-    proved([report for report, _ in results])
-    assert [parts for _, parts in results] == [{0.25}] * 4
+    proved([report for report, *_ in results])
+    mark = ("stacks",) if "comm" in words else None
+    assert [rest for _, *rest in results] == [[{0.25}, mark]] * 4
 
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
