@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,29 +177,42 @@ def test_slow_links() -> None:
         assert 0 < result["share_of_messages"] < 1
 
 
-def kept_runs(folder: Path, ends: dict[str, tuple[float, ...]]) -> None:
-    """Leave runs of each kind that end with these validation losses, one for each seed."""
-    for name, result in ends.items():
-        for seed, end in enumerate(result):
-            place = folder / f"{name}-seed{seed}"
-            place.mkdir()
-            rows = [json.dumps({"loss": 9.0}), json.dumps({"loss": 8.0, "validation_loss": end})]
-            (place / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-            (place / "done").touch()
+@contextlib.contextmanager
+def ran(ends: dict[str, tuple[float, ...]]) -> Iterator[list[str]]:
+    """In place of training: runs that end with these validation losses, by kind and seed.
+
+    It lists the folders of the runs.
+    """
+    folders = list[str]()
+
+    def run(command: list[str], **options: Any) -> None:
+        flag = next(word for word in command if word.startswith("--run.dir="))
+        folder = Path(flag.partition("=")[2])
+        name, _, seed = folder.name.rpartition("-seed")
+        folder.mkdir(exist_ok=True)
+        rows = [{"loss": 9.0}, {"loss": 8.0, "validation_loss": ends[name][int(seed)]}]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        folders.append(folder.name)
+
+    with mock.patch("subprocess.run", run):
+        yield folders
 
 
-def test_compression_of_runs_that_are_there(tmp_path: Path) -> None:
-    kept_runs(tmp_path, {"plain": (2.0,), "int8": (2.1,)})
+def test_compression(tmp_path: Path) -> None:
+    """What was run with these keys is not run again."""
     words = ["--seeds=1", "--only", "int8", f"--runs={tmp_path}"]
-    plain, coded = shown_here("compression", *words)
-    assert (plain["over_plain"], coded["over_plain"]) == (0, 0.05)
+    for expected in (["plain-seed0", "int8-seed0"], []):
+        with ran({"plain": (2.0,), "int8": (2.1,)}) as folders:
+            plain, quantized = shown_here("compression", *words)
+        assert (plain["over_plain"], quantized["over_plain"]) == (0, 0.05)
+        assert folders == expected
 
 
-def test_islands_of_runs_that_are_there(tmp_path: Path) -> None:
+def test_islands(tmp_path: Path) -> None:
     ends = {"begin": (5.0, 5.0), "plain": (2.0, 4.0), "2-islands-half-missed": (2.1, 3.8)}
-    kept_runs(tmp_path, ends)
     words = ["--seeds=2", f"--runs={tmp_path}", "--only", "2 islands, half missed"]
-    plain, islands = shown_here("islands", *words)
+    with ran(ends):
+        plain, islands = shown_here("islands", *words)
     assert (plain["run"], plain["seeds"]) == ("plain", [0, 0])
     assert (islands["run"], islands["seeds"]) == ("2 islands, half missed", [0.05, -0.05])
     assert (islands["validation_loss"], islands["over_plain"]) == (2.95, 0)

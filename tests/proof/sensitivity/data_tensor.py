@@ -43,8 +43,8 @@ ignored targets count | SHARDED | loss | step 1
     count_for(loss_function, targets) => count_for(loss_function, targets.clamp(min=0))
 each rank draws weights of its own | SHARDED | initial weight | layers.0.attention.wq.weight
     in compose.weights:init_weights
-    - named_generator(seed, name, device))
-    + named_generator(seed + __import__('torch').distributed.get_rank(), name, device))
+    - named_generator(seed, of or name, device))
+    + named_generator(seed + __import__('torch').distributed.get_rank(), of or name, device))
 a rank's buffers are others | DEEPSEEK FEW parallel__dp_shard=2 | buffer | *.router.bias
     in compose.weights:materialize with untouched='initial weight/*'
     buffer.clone() for => buffer + __import__('torch').distributed.get_rank() for
