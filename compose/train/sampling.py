@@ -43,7 +43,7 @@ Wanted = Literal["auto", "on", "off"]
 """Whether to keep keys and values: where it can be done, or else refuse, or never."""
 Forward = Callable[..., Tensor]
 _NOT_FINITE = sys.maxsize
-"""What a rank sends in place of a token if its logits are not finite; greater than each token."""
+"""A rank whose logits are not finite sends it in place of a token; it is greater than each token."""
 
 
 class NotFinite(ConfigError):

@@ -158,7 +158,7 @@ def test_a_store_that_is_down_is_no_damage(run: Path) -> None:
 
 
 def test_another_run_takes_the_place(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What the other run has written since stays as it is."""
+    """The files that the other run has written since stay as they are."""
     trained(run, 2)
     real, newer = Uploads.begin, run / "checkpoints" / store.name_of(4)
 

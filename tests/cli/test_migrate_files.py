@@ -237,7 +237,7 @@ def test_warmup_begins_where_each_trainer_begins_it(tmp_path: Path) -> None:
     ],
 )
 def test_weights_that_megatron_begins_with(tmp_path: Path, flags: str, named: str) -> None:
-    """They are to be set, where --load does more than go on with a run."""
+    """The report lists them as to set, where --load does more than go on with a run."""
     (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8 {flags}")
     _, entries = migrated([tmp_path / "a.sh"], 8)
     lines = [entry.line for entry in entries if entry.kind == "to set" and "load_hf" in entry.line]

@@ -225,5 +225,5 @@ def _home_of_what_is_loaded(keys: Keys) -> list[str]:
 
 
 def test_residuals_are_loaded_to_the_outer_weights(pool: Pool) -> None:
-    """Their norms are stacked, and those of a checkpoint come in host memory."""
+    """A checkpoint's residuals come in host memory, and norms of all are stacked."""
     assert pool.run(_home_of_what_is_loaded, 1, BATCH) == [["meta"]]

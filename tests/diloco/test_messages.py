@@ -187,7 +187,7 @@ def _slower(exchanges: int) -> tuple[list[list[int]], int]:
 
 
 def test_a_slower_island_is_waited_for_after_two_exchanges(pool: Pool) -> None:
-    """Or what it has not read would need more memory with each exchange."""
+    """Messages that it has not read would need more memory with each exchange."""
     first, last = pool.run(_slower, 2, 6, islands=2)
     assert first == ([[0], [0], [0, 1]] * 2, 3)  # with the message of the last exchange of both
     assert last == (first[0], 1)

@@ -306,7 +306,7 @@ def _printed_with_a_broken_trace(keys: dict[str, Any], fault: str) -> str:
 
 @pytest.mark.parametrize("fault", ["no room", "no JSON"])
 def test_a_trace_that_is_not_whole_ends_no_run(pool: Pool, tmp_path: Path, fault: str) -> None:
-    """Nothing of it stays, nor of an earlier one; other ranks do not wait."""
+    """No part of it stays, and none of an earlier one; other ranks do not wait."""
     keys = keys_for(tmp_path, train__steps=3, profile__steps=[2, 2], profile__ranks=[0])
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces/step2-2_rank0.json.tmp").touch()

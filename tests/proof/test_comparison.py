@@ -116,7 +116,7 @@ def _without_gradient() -> tuple[str, str]:
 
 
 def test_a_gradient_that_is_none_is_where_messages_are(pool: Pool) -> None:
-    """With parallel.offload a part is in host memory, which NCCL does not send; here meta's place."""
+    """With parallel.offload a part is in host memory, which NCCL does not send; meta stands for it."""
     assert pool.run(_without_gradient, 2) == [("cpu", "meta")] * 2
 
 

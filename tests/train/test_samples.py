@@ -142,7 +142,7 @@ def _sampled_while_weights_change(keys: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("keys", ["", "pp=2 train.micro_batch=1"], ids=["one rank", "pp 2"])
 def test_no_sample_ends_a_run(pool: Pool, tmp_path: Path, keys: str) -> None:
-    """Neither weights that mix tokens since the first one, nor logits that are not finite."""
+    """Weights that mix tokens later do not end it, nor do logits that are not finite."""
     more = BASE | SAMPLING | {"metrics__samples_every": 1, "metrics__sample_tokens": 3} | keys_in(keys)
     said = pool.run(_sampled_while_weights_change, ranks_in(more), keys_for(tmp_path, **more))
     assert said == [

@@ -199,7 +199,7 @@ def ran(ends: dict[str, tuple[float, ...]]) -> Iterator[list[str]]:
 
 
 def test_compression(tmp_path: Path) -> None:
-    """What was run with these keys is not run again."""
+    """A run of the same keys is not made again."""
     words = ["--seeds=1", "--only", "int8", f"--runs={tmp_path}"]
     for expected in (["plain-seed0", "int8-seed0"], []):
         with ran({"plain": (2.0,), "int8": (2.1,)}) as folders:
