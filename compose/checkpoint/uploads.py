@@ -158,6 +158,7 @@ class Uploads:
         for folder in store.newest_first(root):
             newer = store.step_of(folder) > newest and (self.remote / "config.toml").exists()
             if newer and not store.problems(folder):
+                self._check_claim()
                 self.make_room(folder.name)
                 self.send(folder, folder.name, store.listed(folder))
                 self.complete(folder, folder.name)

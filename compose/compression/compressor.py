@@ -20,6 +20,7 @@ from compose.compression.packing import Scratch, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Progress, Settings
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
+from compose.parallel.data_parallel import cuts_stacks
 from compose.parallel.hpz import OwnMemory
 from compose.train.hooks import Hook
 from compose.train.readings import Reading
@@ -40,8 +41,6 @@ class Compression:
         self.observe: Callable[[Sender], Losses] | None = None
         """Makes the observer of each sender; None in training."""
         self.cosine: float | None = None
-        self.layout: tuple[str, ...] = ()
-        """A mark of how units are cut: residuals of a checkpoint with another one are of no use."""
 
     def styles(
         self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
@@ -267,8 +266,6 @@ class StageMessages:
             return
         levels = None if own_mesh else self.owner.levels  # which are of the data axes
         unit.dim_of = dim_of
-        if not own_mesh and any(map(dim_of, unit.shapes.values())):
-            self.owner.layout = ("stacks",)  # which were cut along their first dim once
         unit.ranks, unit.replicas = mesh.size(), replicas.get_group() if replicas else None
         # Ranks that share a replica are neighbours, and other replicas are far.
         own = self.owner.traffic.among(unit.ranks if unit.replicas else self.comm.near)
@@ -416,7 +413,9 @@ class CompressionHook(Hook):
 
     def __init__(self, compression: Compression, skips: bool = False) -> None:
         """``skips``: whether a step whose numbers are not finite is skipped, and training goes on."""
-        self.compression, self.skips, self.fingerprint = compression, skips, compression.layout
+        self.compression, self.skips = compression, skips
+        # In earlier versions they were cut along their first dim.
+        self.fingerprint = ("stacks",) * any(cuts_stacks(unit.model) for unit in compression.units)
         self.sent: dict[str, float] = {}
         self.before: dict[str, Tensor] = {}
 

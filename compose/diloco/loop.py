@@ -43,6 +43,7 @@ from compose.diloco.messages import (
 )
 from compose.diloco.options import Outer, best_lr
 from compose.ops.tensors import gathered, local_tensor
+from compose.parallel.data_parallel import cuts_stacks
 from compose.train.hooks import Hook
 from compose.train.processes import TrainingError
 from compose.train.workers import Worker
@@ -98,8 +99,9 @@ class OuterLoop(Hook):
                 self.momentum[parameter.name] = torch.zeros_like(self.weights[parameter.name])
         self.dtype = outer_dtype(composition)
         self.code: Code = code_of(options, self.dtype)
-        # Messages of an earlier version had other parts of parameters than rows.
-        self.fingerprint = (asdict(options), *(("rows",) if options.fragments else ()))
+        # Messages of an earlier version had other parts of parameters than rows, and of stacks.
+        marks = {"rows": bool(options.fragments), "stacks": cuts_stacks(composition.model)}
+        self.fingerprint = (asdict(options), *(mark for mark, has in marks.items() if has))
 
     def start(self, done: int) -> None:
         """Let the outer weights be the model's, the same on all workers, unless they were loaded."""

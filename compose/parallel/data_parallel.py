@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
 from compose.ops.tensors import local_tensor
@@ -314,6 +314,20 @@ def _stacked_dim(ranks: int, shape: Sequence[int]) -> int:
     A stack, as of experts, may have fewer matrices than there are ranks.
     """
     return _even_dim(ranks, shape) if len(shape) == 3 else 0
+
+
+def cuts_stacks(model: nn.Module) -> bool:
+    """Return whether a stack of matrices is cut along another dim than the first, on the data axes.
+
+    State that a checkpoint keeps by rank is of no use under the other cut.
+    """
+    stacks = [p for p in model.parameters() if p.ndim == 3 and isinstance(p, DTensor)]
+    return any(
+        isinstance(placement, Shard) and placement.dim > 0
+        for stack in stacks
+        if "expert_shard" not in (stack.device_mesh.mesh_dim_names or ())
+        for placement in stack.placements
+    )
 
 
 def _only_sums(mesh: DeviceMesh, how: Sharding) -> bool:

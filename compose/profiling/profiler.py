@@ -208,13 +208,18 @@ class Recording:
             events = json.loads(content)
         except ValueError as error:  # Kineto escapes no quote in a name
             raise ValueError(f"the trace is no JSON, which a range's name may cause: {error}") from None
-        with gzip.open(f"{plain}.gz", "xb", _GZIP) as file:
-            file.write(content)
         trace = Trace(events, self.cuda)
         result = allocations(trace, self.noted)
-        if self.memory:
-            with memory.open("xb") as file:
-                dump(self.history if self.cuda else snapshot(result, self.before), file)
+        try:
+            with gzip.open(f"{plain}.gz", "xb", _GZIP) as file:
+                file.write(content)
+            if self.memory:
+                with memory.open("xb") as file:
+                    dump(self.history if self.cuda else snapshot(result, self.before), file)
+        except OSError:  # a part of a file serves nobody
+            for old in (Path(f"{plain}.gz"), memory):
+                old.unlink(missing_ok=True)
+            raise
         return {
             "seconds_per_step": (trace.end - trace.start) / 1e6 / len(trace.steps),
             "time": time_shares(trace),
