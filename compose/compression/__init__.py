@@ -20,8 +20,7 @@ def compress(options: Any, mesh: Any) -> Any:
 def hooks(trainer: Any) -> list[Any]:
     """Return what reports and saves compressed messages, if any are sent."""
     from compose.compression.compressor import CompressionHook
+    from compose.train.hooks import skips_steps
 
     compression = trainer.composition.compression
-    config = trainer.config
-    skips = config.train.skip_nonfinite or config.precision.param == "float16"
-    return [CompressionHook(compression, skips)] if compression else []
+    return [CompressionHook(compression, skips_steps(trainer.config))] if compression else []

@@ -261,6 +261,19 @@ def _warmup(job: Job) -> Iterator[str]:
 
 
 @RUN.add(
+    "optimizer.decay_end is 0, or above optimizer.warmup",
+    "the learning rate cannot fall before it has risen",
+)
+def _decay_end(job: Job) -> Iterator[str]:
+    end, warmup = job.config.optimizer.decay_end, job.config.optimizer.warmup
+    if 0 < end <= warmup:
+        yield (
+            f"optimizer.decay_end: {end} is not above optimizer.warmup = {warmup}, and the learning"
+            f" rate would fall in one step; nearest: {warmup + 1}, or 0 for train.steps"
+        )
+
+
+@RUN.add(
     "the patterns of lr_scale, weight_decay_scale and muon_except name parameters; with muon,"
     " layers hold matrices",
     "a mistyped pattern would leave what it means as it is, and muon without matrices is AdamW",

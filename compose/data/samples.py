@@ -96,7 +96,7 @@ class Conversations:
         self.tokenizer: str | None = token_set.manifest.tokenizer.sha256
         self.tokens, self.trained = token_set.tokens, token_set.trained
         self.starts = np.concatenate([[0], token_set.ends[:-1]]).astype(np.int64)
-        sizes = token_set.ends - self.starts - 1
+        sizes = np.maximum(token_set.ends - self.starts - 1, 0)  # another program's may be empty
         limits = self.limits(sizes)
         self.cut, self.lengths = np.flatnonzero(sizes > limits), np.minimum(sizes, limits)
         for number in self.cut.tolist():

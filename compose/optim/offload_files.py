@@ -6,6 +6,7 @@ the files are there to save memory.
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -120,15 +121,16 @@ class TensorFile:
 
     def __init__(self, folder: Scratch, name: str, elements: int) -> None:
         self.folder, self.name, self.elements = folder, name, elements
-        fd = folder.open(name, os.O_CREAT | os.O_EXCL)
         try:
-            os.posix_fallocate(fd, 0, _whole_pages(max(1, elements)))
+            fd = folder.open(name, os.O_CREAT | os.O_EXCL)
+            try:
+                os.posix_fallocate(fd, 0, _whole_pages(max(1, elements)))
+            finally:
+                os.close(fd)
         except OSError as error:
             raise _refused(
                 f"{folder.path} has no room for the optimizer's state ({error.strerror})"
             ) from None
-        finally:
-            os.close(fd)
 
     def mapped(self) -> Tensor:
         """Return the same contents as a tensor that is mapped to the file.
@@ -157,11 +159,13 @@ class TensorFile:
             while done < size:
                 moved = call(fd, [view[done:]], 4 * start + done)
                 if not moved:
-                    raise OSError(f"{self.folder.path / self.name} ends at {4 * start + done} bytes")
+                    raise OSError(errno.EIO, f"ends at {4 * start + done} bytes")
                 done += moved
             if not direct:
                 os.fdatasync(fd)  # a page that is not written yet cannot be dropped
                 os.posix_fadvise(fd, 4 * start, size, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise _refused(f"{self.folder.path / self.name}: {error.strerror}") from None
         finally:
             os.close(fd)
 

@@ -275,7 +275,7 @@ def deal(
         return max(work)
 
     options = []
-    for size, up in itertools.product(range(micro_batch, 0, -1), (0.5, 1e-9)):
+    for size, up in itertools.product(range(min(micro_batch, samples), 0, -1), (0.5, 1e-9)):
         if together:
             sizes = [max(1, int(size * speed / fastest + up)) for speed in speeds]
             rows, counts = _cut(samples, sizes), len(speeds) * [-(-samples // sum(sizes))]

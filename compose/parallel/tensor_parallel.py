@@ -306,6 +306,10 @@ def _summed_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: T
 
 
 def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
+    if not inputs:
+        raise ConfigError(
+            f"plan.replicate: {type(module).__name__} is called by keyword; pass its input by position"
+        )
     first = inputs[0]
     if not isinstance(first, DTensor):
         first = DTensor.from_local(first, device_mesh, [Replicate()], run_check=False)

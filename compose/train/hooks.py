@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from compose.checkpoint.rank_state import HasState
 from compose.composition import Composition
 from compose.config.addons import brought
+from compose.config.tables import Config
 from compose.memory.compilation import graphs_compiled
 from compose.ops.tensors import (
     checksums,
@@ -183,6 +184,8 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
     """Return the hooks of a run, in the order in which they act; the add-ons' are among them."""
     config = trainer.config
     results: list[Hook] = [Offload(trainer)]
+    if skips_steps(config):
+        results.append(KeptBuffers(trainer))
     if trainer.composition.late:
         results.append(Versions(trainer))
     if config.compile.mode != "off":
@@ -208,6 +211,29 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
     if config.comm.check_state:  # the last to see what an update leaves, the outer one of islands too
         results.append(StateCheck(trainer))
     return [*results, Garbage()]
+
+
+def skips_steps(config: Config) -> bool:
+    """Return whether a step whose numbers are not finite may be skipped."""
+    return config.train.skip_nonfinite or config.precision.param == "float16"
+
+
+class KeptBuffers(Hook):
+    """Puts buffers back that a skipped step has changed: routers act in forward_backward."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.buffers = [local_tensor(b) for b in persistent_buffers(trainer.composition.model).values()]
+        self.kept: list[Tensor] = []
+
+    def before_step(self, step: int) -> None:
+        """Copy them."""
+        self.kept = [buffer.clone() for buffer in self.buffers]
+
+    def see(self, reading: Reading, scale: float) -> None:
+        """Put them back if the step is not taken."""
+        if reading.problem:
+            for buffer, kept in zip(self.buffers, self.kept, strict=True):
+                buffer.copy_(kept)
 
 
 class Graphs(Hook):

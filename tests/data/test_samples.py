@@ -362,6 +362,18 @@ def test_chats_without_a_reply_are_refused(tmp_path: Path) -> None:
         LanguageModelling().open(str(out), config)
 
 
+def test_an_empty_conversation_is_left_out() -> None:
+    """compose tokenize writes none, but a folder may come from elsewhere."""
+    values = np.arange(13)
+    read = SimpleNamespace(read=lambda start, end: values[start:end], digest="")
+    manifest = SimpleNamespace(tokenizer=SimpleNamespace(sha256=""))
+    ends = np.array([4, 4, 8, 13])
+    made: Any = SimpleNamespace(tokens=read, trained=read, ends=ends, manifest=manifest)
+    samples = Conversations("x", made, 8, 20)
+    assert samples.lengths.tolist() == [3, 0, 3, 4]
+    assert sorted(n for each in samples.bins for n in each) == [0, 2, 3]
+
+
 def test_bins_are_nearly_full() -> None:
     chance = np.random.default_rng(0)
     for size in (7, 100, 1000):

@@ -97,6 +97,18 @@ test_a_warmup_that_never_rises = refusals(
 )
 
 
+test_a_decay_that_ends_in_warmup = refusals(
+    [
+        (
+            {"optimizer__warmup": 4, "optimizer__decay_end": end},
+            f"optimizer.decay_end: {end} is not above optimizer.warmup = 4, and the learning rate would"
+            " fall in one step; nearest: 5, or 0 for train.steps",
+        )
+        for end in (3, 4)
+    ]
+)
+
+
 @pytest.mark.parametrize(("start", "warmup"), [(-1, 0), (-1, 20), (0, 1), (19, 20)])
 def test_a_warmup_that_rises(start: int, warmup: int) -> None:
     make_job(1, **from_step(start, warmup))

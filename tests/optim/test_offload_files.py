@@ -210,6 +210,14 @@ def test_no_room(tmp_path: Path) -> None:
             f"optimizer.offload_dir: {tmp_path / 'a'} has no room for the optimizer's state"
             " (No space left on device)"
         ]
+    with mock.patch.object(Scratch, "open", side_effect=full):
+        (line,) = refused(TensorFile, folder, "1.exp_avg", 10)
+        assert line.endswith("has no room for the optimizer's state (No space left on device)")
+    file, memory = TensorFile(folder, "2.exp_avg", 1024), page_aligned(1024, pinned=False)
+    with mock.patch.object(os, "pwritev", side_effect=full):
+        assert refused(file.write, 0, memory) == [
+            f"optimizer.offload_dir: {tmp_path / 'a' / '2.exp_avg'}: No space left on device"
+        ]
 
 
 @pytest.mark.parametrize("direct", [True, False])

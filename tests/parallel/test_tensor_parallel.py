@@ -179,6 +179,10 @@ def _replicated() -> bool:
     (model["norm"](x) ** 3).sum().backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
     result = gradients_of(model)
+    other = parallelize_module(nn.Linear(6, 6), init_device_mesh("cpu", (2,)), Replicated())
+    assert refused(other, input=x) == [
+        "plan.replicate: Linear is called by keyword; pass its input by position"
+    ]
     return all(torch.equal(result[name], gradient) for name, gradient in wanted.items())
 
 

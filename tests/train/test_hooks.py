@@ -240,9 +240,14 @@ def test_a_thousand_clean_steps_give_no_alarm(pool: Pool, keys: Keys) -> None:
         assert pool.run(_steps, 8, keys | {"train__seed": seed}, 50, -1, "", "")[0] == []
 
 
+_ROUTERS: Keys = {"model__name": "qwen3", "model__preset": "debug_moe", "model__bias_rate": 0.05}
+
+
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path) -> None:
-    keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5)
+@pytest.mark.parametrize("model", [{}, _ROUTERS], ids=["dense", "experts"])
+def test_a_step_that_is_not_finite_is_skipped(pool: Pool, tmp_path: Path, model: Keys) -> None:
+    """Weights and optimizer stay as they are, and routers' loads and biases."""
+    keys = keys_for(tmp_path, train__skip_nonfinite=True, train__stop_after=5) | model
     keys |= {"checkpoint__interval": 1, "checkpoint__keep_last": 5}
     result = pool.run(train_until_error, 2, keys, float("nan"), "clip_grad_norm_")
     assert result == ["", ""]

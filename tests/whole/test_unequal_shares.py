@@ -100,6 +100,7 @@ def test_shares_are_a_partition(micro_batch: int, together: bool) -> None:
 
 def test_a_slow_rank_gets_less() -> None:
     """Together it has half the rows of each micro-batch, and alone half of the micro-batches."""
+    assert deal(28, (1.0, 0.5), 10**9) == deal(28, (1.0, 0.5), 28)  # at once
     fast, slow = deal(28, (1.0, 1.0, 1.0, 0.5), 2)[2:]
     assert (fast, slow) == (Share(16, 8, 2, 4, 28), Share(24, 4, 1, 4, 28))
     assert deal(28, (1.0, 1.0, 1.0, 0.5), 2, together=False)[3] == Share(24, 4, 2, 2, 28)
