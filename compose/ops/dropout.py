@@ -10,10 +10,11 @@ The hash is one of 32 bits and two multiplications of "Hash Prospector" (C. Well
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -58,6 +59,7 @@ class Masks:
         # Stages run copies of the modules around the layers.
         named = [pair for one in (*parts, model) for pair in one.named_modules()]
         self.name_of = {id(module): name for name, module in named}
+        self.recurrent = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
         self.tied: list[Any] = []
         self.functional = False
         for module in model.modules():
@@ -78,6 +80,7 @@ class Masks:
         """
         if not self.model.training:
             return {}
+        _refuse_recurrent(self.recurrent)
         if key is None:
             raise ConfigError(
                 f"dropout: {self.names[0]} would drop the same elements in every step; give"
@@ -218,9 +221,32 @@ class _Dropout(nn.Dropout):
         return self.masks.drop(input, self.p, self)
 
 
+_RATES = {
+    F.dropout: "p",
+    F.multi_head_attention_forward: "dropout_p",
+    F.dropout1d: "p",
+    F.dropout2d: "p",
+    F.dropout3d: "p",
+    F.alpha_dropout: "p",
+    F.feature_alpha_dropout: "p",
+}
+"""Functions that drop, and the parameters that are their rates. A mode is off inside of a function."""
+
+
+def _rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return the rate with which a call of ``func`` drops; 0 if it drops nothing."""
+    if func is F.scaled_dot_product_attention:
+        return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if func not in _RATES:
+        return 0.0
+    call = signature(func).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments[_RATES[func]] if call.arguments["training"] else 0.0
+
+
 @dataclass
 class _Functional(TorchFunctionMode):
-    """Ties ``torch.nn.functional.dropout``, and refuses attention that drops inside its kernel."""
+    """Ties ``torch.nn.functional.dropout``, and refuses functions that drop where no mask reaches."""
 
     masks: Masks
 
@@ -228,11 +254,17 @@ class _Functional(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return self.masks.function(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5])):
-            name = self.masks.name_of[id(self.masks.caller())]
+        if _rate(func, args, kwargs):
+            module = self.masks.caller()
+            name = self.masks.name_of[id(module)]
+            if func is F.scaled_dot_product_attention:
+                raise ConfigError(
+                    f"dropout: {name} drops inside scaled_dot_product_attention, which takes no mask;"
+                    ' have it drop nothing, or use attn_implementation="eager" of transformers'
+                )
             raise ConfigError(
-                f"dropout: {name} drops inside scaled_dot_product_attention, which takes no mask; have"
-                ' it drop nothing, or use attn_implementation="eager" of transformers'
+                f"dropout: {f'{type(module).__name__} {name}'.rstrip()} calls {func.__name__} with a"
+                " rate above 0, which takes no mask; use nn.Dropout, or a rate of 0"
             )
         return func(*args, **kwargs)
 
@@ -242,17 +274,22 @@ class _Refused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        p, trains = [*args[1:3], *(0.5, True)[len(args[1:3]) :]] if func is F.dropout else (0, False)
-        place = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
-        if place:
-            p, trains = args[place] if len(args) > place else 0.0, True
-            p = kwargs.get("dropout_p", p)
-        if kwargs.get("p", p) and kwargs.get("training", trains):
+        if _rate(func, args, kwargs):
             raise ConfigError(
                 f"dropout: the model calls {func.__name__} with a rate above 0 and has no nn.Dropout,"
                 " so ranks would not drop what one process does; use nn.Dropout, or a rate of 0"
             )
         return func(*args, **kwargs)
+
+
+def _refuse_recurrent(named: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse recurrent networks that drop between their layers, since one kernel runs all layers."""
+    for name, m in named:
+        if isinstance(m, nn.RNNBase) and m.training and m.dropout > 0 and m.num_layers > 1:
+            raise ConfigError(
+                f"dropout: {f'{type(m).__name__} {name}'.rstrip()} drops inside its kernel, which takes"
+                " no mask; give it dropout=0, or one module for each layer and nn.Dropout between"
+            )
 
 
 def refuse_functions(parts: Sequence[nn.Module]) -> None:
@@ -266,6 +303,7 @@ def refuse_functions(parts: Sequence[nn.Module]) -> None:
             nonlocal seen
             if seen or not part.training:
                 return forward(*args, **kwargs)
+            _refuse_recurrent(part.named_modules())
             with _Refused():  # the mode costs time at each operator
                 result = forward(*args, **kwargs)
             seen = True

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from compose.config.composition_rules import check_setup
 from compose.config.models import ModelFolder, find_model
 from compose.config.setup import Setup
 from compose.memory.compilation import graphs_compiled
-from compose.ops.dropout import SAMPLES, Masks, dropouts
+from compose.ops.dropout import SAMPLES, Masks, dropouts, refuse_functions
 from compose.parallel.context_parallel import ContextParallel
 from compose.plan import resolve
 from compose.proof.report import Report
@@ -514,6 +515,63 @@ def test_functions_without_a_module_that_drops(pool: Pool, attends: bool, functi
     )
     assert pool.run(_only_functions, 2, 0.3, attends) == [[[], [line]]] * 2
     assert pool.run(_only_functions, 2, 0.0, attends) == [[[], []]] * 2
+
+
+INSIDE: dict[str, tuple[Callable[[float], nn.Module], str]] = {
+    "attention": (lambda p: nn.MultiheadAttention(4, 2, dropout=p), "multi_head_attention_forward"),
+    "1d": (nn.Dropout1d, "dropout1d"),
+    "2d": (nn.Dropout2d, "dropout2d"),
+    "3d": (nn.Dropout3d, "dropout3d"),
+    "alpha": (nn.AlphaDropout, "alpha_dropout"),
+    "feature": (nn.FeatureAlphaDropout, "feature_alpha_dropout"),
+    "lstm": (lambda p: nn.LSTM(4, 4, 2, dropout=p), ""),
+    "gru": (lambda p: nn.GRU(4, 4, 2, dropout=p), ""),
+}
+"""Modules whose masks PyTorch draws, and the functions that they call."""
+
+
+class Inside(nn.Module):
+    """Such a module behind an nn.Dropout, or without one."""
+
+    def __init__(self, kind: str, p: float, drops: bool) -> None:
+        super().__init__()
+        self.drop, self.inner = nn.Dropout(0.1) if drops else nn.Identity(), INSIDE[kind][0](p)
+
+    def forward(self, x: Tensor, weights: bool) -> Any:
+        x = self.drop(x)
+        attends = isinstance(self.inner, nn.MultiheadAttention)
+        return self.inner(x, x, x, need_weights=weights) if attends else self.inner(x)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_masks_that_pytorch_draws_are_refused(kind: str, drops: bool) -> None:
+    def lines(p: float, trains: bool, functions: str, weights: bool) -> list[str]:
+        model = Inside(kind, p, drops).train(trains)
+        x = torch.ones(2, 3, 4, *[1] * {"2d": 1, "3d": 2}.get(kind, 0))
+        if not drops:
+            refuse_functions([model])
+            return refused(model, x, weights)
+        masks = Masks(model, [model], ["drop"], functions)
+        return refused(lambda: model(x, weights, **masks.begin(KEY, torch.arange(2), None)))
+
+    function = INSIDE[kind][1]
+    name = type(INSIDE[kind][0](0.0)).__name__
+    line = f"dropout: {name} inner calls {function} with a rate above 0, which takes no mask; use"
+    if not drops:
+        line = (
+            f"dropout: the model calls {function} with a rate above 0 and has no nn.Dropout, so ranks"
+            " would not drop what one process does; use"
+        )
+    line += " nn.Dropout, or a rate of 0"
+    if not function:
+        line = (
+            f"dropout: {name} inner drops inside its kernel, which takes no mask; give it dropout=0, or"
+            " one module for each layer and nn.Dropout between"
+        )
+    for functions, weights in itertools.product(("tie", "refuse"), (False, True)):
+        assert lines(0.3, True, functions, weights) == [line]
+        assert lines(0.3, False, functions, weights) == lines(0.0, True, functions, weights) == []
 
 
 def test_a_stages_copy_of_a_module_drops_what_the_module_does() -> None:
