@@ -124,7 +124,7 @@ weights stay float32 between steps | PURE_BFLOAT16 SHARDED | initial weight | la
 [precision.optimizer_state]
 running means stay float32 | KEPT | rounding | all updates
     in compose.optim.optimizers:_adamw with untouched='gradient/*'
-    settings.precision.state_dtype => torch.float32
+    settings.precision.state_dtype => max(settings.precision.state_dtype, torch.float32, key=lambda t: t.itemsize)
 a mean is rounded to the nearest | KEPT | rounding | all updates
     in compose.optim.adamw:AdamW._update with untouched='gradient/*'
     store(mean[here], m, bits) => store(mean[here], m, 0 * bits + 0x8000)
