@@ -414,7 +414,7 @@ class CompressionHook(Hook):
     def __init__(self, compression: Compression, skips: bool = False) -> None:
         """``skips``: whether a step whose numbers are not finite is skipped, and training goes on."""
         self.compression, self.skips = compression, skips
-        # In earlier versions they were cut along their first dim.
+        # Earlier versions cut stacks along their first dim. With a mark, their state is not read.
         self.fingerprint = ("stacks",) * any(cuts_stacks(unit.model) for unit in compression.units)
         self.sent: dict[str, float] = {}
         self.before: dict[str, Tensor] = {}

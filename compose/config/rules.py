@@ -24,6 +24,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError, noted, toml_value
 from compose.object_storage import Remote, as_path
 from compose.ops.tensors import tied_names
+from compose.optim.lr_schedule import rate_problems
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import meshes, resolve_degrees
 from compose.parallel.name_patterns import around
@@ -245,32 +246,10 @@ RUN.add("train.min_delta goes with train.patience", "without it nothing counts i
 )
 
 
-@RUN.add(
-    "optimizer.warmup_from is below optimizer.warmup",
-    "else the learning rate is 0 in all of warmup; without warmup nothing reads it",
-)
-def _warmup(job: Job) -> Iterator[str]:
-    start, warmup = job.config.optimizer.warmup_from, job.config.optimizer.warmup
-    if start < warmup:
-        return
-    why = "which leaves a learning rate of 0 in all of warmup" if warmup else "where nothing reads it"
-    yield (
-        f"optimizer.warmup_from: {start} is not below optimizer.warmup = {warmup}, {why}; nearest:"
-        f" {warmup - 1}"
-    )
-
-
-@RUN.add(
-    "optimizer.decay_end is 0, or above optimizer.warmup",
-    "the learning rate cannot fall before it has risen",
-)
-def _decay_end(job: Job) -> Iterator[str]:
-    end, warmup = job.config.optimizer.decay_end, job.config.optimizer.warmup
-    if 0 < end <= warmup:
-        yield (
-            f"optimizer.decay_end: {end} is not above optimizer.warmup = {warmup}, and the learning"
-            f" rate would fall in one step; nearest: {warmup + 1}, or 0 for train.steps"
-        )
+RUN.add(
+    "optimizer.warmup_from is below optimizer.warmup, and optimizer.decay_end is 0 or above it",
+    "the learning rate rises in warmup, and cannot fall before it has risen",
+)(lambda job: rate_problems(job.config.optimizer))
 
 
 @RUN.add(
@@ -422,34 +401,5 @@ def survey(config: Config, world_size: int) -> Iterator[tuple[dict[str, int], li
         yield degrees, problems
 
 
-_HEAD = """\
-# What composes
-
-Any product of `dp_replicate`, `dp_shard`, `cp`, `tp` and `pp` composes, with any `ep` over it, every
-ZeRO stage, schedule and `cp_method`, tied and untied embeddings, and documents packed into a sequence,
-unless a rule below says no. The checks of a config read the same table, `compose/config/rules.py`.
-The tests prove that every mesh of 8 ranks is either refused by it or equal to one process.
-`python -m compose.config.rules` prints this page. Which meshes a config allows:
-
-```bash
-python -m compose legal train.toml --world-size 8
-```
-
-| what must hold | why | forced by |
-| --- | --- | --- |"""
-_TAIL = """
-Where the last column is empty, arithmetic asks for it. A refusal names the key, the reason and the
-nearest change that helps."""
-
-
-def markdown() -> str:
-    """Return the text of docs/composition.md."""
-    rows = [
-        f"| {rule.condition} | {rule.reason} | {rule.upstream and 'PyTorch: ' + rule.upstream} |"
-        for rule in RULES
-    ]
-    return "\n".join([_HEAD, *rows, _TAIL])
-
-
 if __name__ == "__main__":
-    print(markdown())
+    print(setup.markdown(RULES))

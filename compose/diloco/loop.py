@@ -99,7 +99,7 @@ class OuterLoop(Hook):
                 self.momentum[parameter.name] = torch.zeros_like(self.weights[parameter.name])
         self.dtype = outer_dtype(composition)
         self.code: Code = code_of(options, self.dtype)
-        # Messages of an earlier version had other parts of parameters than rows, and of stacks.
+        # Earlier versions cut parameters and stacks in other places: with a mark theirs is not read.
         marks = {"rows": bool(options.fragments), "stacks": cuts_stacks(composition.model)}
         self.fingerprint = (asdict(options), *(mark for mark, has in marks.items() if has))
 

@@ -1,7 +1,7 @@
 """The learning rate as a function of the step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -50,6 +50,24 @@ def learning_rate(step: int, steps: int, options: Optimizer) -> float:
         return options.lr * begun / max(1, options.warmup - options.warmup_from)
     remaining = SCHEDULES[options.schedule](step, options.decay_end or steps, options)
     return options.lr * (options.min_lr + (1 - options.min_lr) * remaining)
+
+
+def rate_problems(options: Optimizer) -> Iterator[str]:
+    """Yield a line for each key by which the rate would not rise, or would fall in one step."""
+    start, warmup, end = options.warmup_from, options.warmup, options.decay_end
+    if start >= warmup:
+        why = (
+            "which leaves a learning rate of 0 in all of warmup" if warmup else "where nothing reads it"
+        )
+        yield (
+            f"optimizer.warmup_from: {start} is not below optimizer.warmup = {warmup}, {why}; nearest:"
+            f" {warmup - 1}"
+        )
+    if 0 < end <= warmup:
+        yield (
+            f"optimizer.decay_end: {end} is not above optimizer.warmup = {warmup}, and the learning"
+            f" rate would fall in one step; nearest: {warmup + 1}, or 0 for train.steps"
+        )
 
 
 def short_of_warmup(steps: int, options: Optimizer) -> str:

@@ -216,7 +216,7 @@ class Recording:
             if self.memory:
                 with memory.open("xb") as file:
                     dump(self.history if self.cuda else snapshot(result, self.before), file)
-        except OSError:  # a part of a file serves nobody
+        except OSError:  # half a file cannot be read
             for old in (Path(f"{plain}.gz"), memory):
                 old.unlink(missing_ok=True)
             raise

@@ -76,7 +76,7 @@ class Samples(Hook):
             repetition_penalty=self.prompts.repetition_penalty,
         )
         self.cached: bool | None = None
-        """Whether keys and values are kept; the first texts decide, as the weights must not."""
+        """Whether keys and values are kept. The first texts decide; None: not decided yet."""
 
     def measure(self, step: int) -> dict[str, Any]:
         """Return the continuation of each prompt as ``texts``; nothing of training is changed.
@@ -99,7 +99,7 @@ class Samples(Hook):
                     ]
                 except NotFinite as error:
                     self.say(f"metrics.prompts: step {step}: {prompt!r} has no text: {error}")
-                    self.cached = None  # numbers that are not finite decide nothing
+                    self.cached = None  # decide again: these weights show nothing
                     continue
                 _, *pieces = text_of(self.prompts.tokenizer, ids, tokens)
                 texts[prompt] = "".join(pieces)

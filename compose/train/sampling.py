@@ -353,7 +353,7 @@ def penalized(logits: Tensor, known: Sequence[int], penalty: float) -> Tensor:
 def sample_token(logits: Tensor, position: int, sampling: Sampling) -> int:
     """Return a token by logits (V,): the likeliest one, or one drawn by the seed and its position.
 
-    If they are not finite, it is none of the vocabulary: the greatest integer.
+    If they are not finite, it is ``_NOT_FINITE``, which is no token.
     """
     if not bool(logits.max().isfinite()):  # NaN is the greatest; -inf forbids a token
         return _NOT_FINITE

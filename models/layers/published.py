@@ -15,7 +15,7 @@ from compose.errors import shown
 
 C = TypeVar("C")
 
-_CODED = "quantization_config"
+_QUANTIZED = "quantization_config"
 BALANCE, BALANCED = "router_aux_loss_coef", "output_router_logits"
 """The key of the balancing loss's weight, and the key without which transformers does not use it."""
 # Features that no model here has. The values say that a published model lacks them too.
@@ -30,7 +30,7 @@ _NONE_HERE: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1,),
     "pruned_heads": ({},),
     # Besides weights of 8 bits with a scale for each block, which compose.checkpoint reads.
-    _CODED: (),
+    _QUANTIZED: (),
 }
 # Keys that say nothing about the weights: who wrote the file, how text is generated, how results are
 # returned.
@@ -88,7 +88,7 @@ class Keys:
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError for a key that is not known, or has a value that it may not have."""
         for key, allowed in self.only.items():
-            if key != _CODED or not _in_blocks(values.get(key)):
+            if key != _QUANTIZED or not _in_blocks(values.get(key)):
                 only(values, key, *allowed)
         known = {*self.fields.values(), *self.read, *self.only, *self.besides}
         for key, value in values.items():
@@ -195,7 +195,7 @@ def only(values: Mapping[str, Any], key: str, *allowed: Any) -> None:
     value = values.get(key)
     if value is not None and value not in allowed:
         choice = f", only {' or '.join(json.dumps(one) for one in allowed)}" if allowed else ""
-        if key == _CODED and not allowed:
+        if key == _QUANTIZED and not allowed:
             choice = ', only quant_method "fp8" with weight_block_size; take the folder in bfloat16'
         raise ValueError(f"{key}: {shown(value)} cannot be expressed here{choice}")
 

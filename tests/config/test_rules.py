@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compose import Options, Parallel, Precision, apply
-from compose.config import rules
+from compose.config import rules, setup
 from compose.config.setup import Target
 from compose.config.tables import Config
 from compose.config.toml import load
@@ -126,7 +126,8 @@ def test_whole_product(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_page_is_the_table() -> None:
     page = (ROOT / "docs/composition.md").read_text()
-    assert page == rules.markdown() + "\n", "python -m compose.config.rules > docs/composition.md"
+    command = "python -m compose.config.rules > docs/composition.md"
+    assert page == setup.markdown(rules.RULES) + "\n", command
 
 
 def test_what_pytorch_forces_names_the_place() -> None:
