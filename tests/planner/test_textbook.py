@@ -10,7 +10,7 @@ from compose.planner.candidates import TIGHT
 from compose.planner.cluster import load_cluster
 from tests.support.helpers import tier
 
-SHORT = {("7b", "8xa100_80gb"), ("10b", "2xrtx4090")}
+SHORT = {("10b", "2xrtx4090")}
 Keys = Mapping[str, Any]
 
 

@@ -83,7 +83,7 @@ def test_ten_thousand_steps_with_pauses_give_no_alarm() -> None:
     assert (result["steps"], result["pauses"], result["alarms"]) == (10_000, 10, [])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pauses_give_no_alarm() -> None:
     (result,) = shown("benchmarks/pauses.py", "--steps", "60", "--pauses", "2", "--ranks", "2")
     assert (result["steps"], result["pauses"], result["alarms"]) == (60, 2, [])

@@ -14,7 +14,6 @@ import pytest
 from compose.checkpoint import store
 from compose.checkpoint.hf_folder import checkpoints
 from tests.support.command_lines import QUICK, TIMEOUT, answered, begin, command, execute
-from tests.support.helpers import tier
 from tests.support.training import lines, logged_steps, wait_for_steps
 
 MESHES = {
@@ -82,19 +81,12 @@ def _decisions(folder: Path, output: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "kills"),
-    [
-        pytest.param(["pipeline"], 1, marks=tier(slow=True), id="pipeline"),
-        pytest.param([*MESHES], 2, marks=tier(full=True), id="two meshes"),
-    ],
-)
-def test_the_same_decisions_after_a_kill(tmp_path: Path, names: list[str], kills: int) -> None:
+@pytest.mark.full
+def test_the_same_decisions_after_two_kills(tmp_path: Path) -> None:
     """On the same mesh bitwise so, and on another one too; convert takes the best."""
     words, results, folder = _words(tmp_path), {}, tmp_path
-    for name in names:
-        ranks, mesh = MESHES[name]
-        for many in (0, kills):
+    for name, (ranks, mesh) in MESHES.items():
+        for many in (0, 2):
             folder = tmp_path / f"{name}, {many} kills"
             run = [*words, *mesh, f"--run.dir={folder}"]
             last = int(results[next(iter(results))]["end"][0]) if results else 0
@@ -103,7 +95,7 @@ def test_the_same_decisions_after_a_kill(tmp_path: Path, names: list[str], kills
             done = execute(*run, ranks=ranks)
             assert done.returncode == 0, done.stderr
             results[folder.name] = _decisions(folder, done.stdout)
-        whole, killed = (lines(tmp_path / f"{name}, {many} kills") for many in (0, kills))
+        whole, killed = (lines(tmp_path / f"{name}, {many} kills") for many in (0, 2))
         losses = [[line.get("validation_loss") for line in each] for each in (whole, killed)]
         assert losses[0] == losses[1]
     first, *others = results.values()
@@ -111,7 +103,7 @@ def test_the_same_decisions_after_a_kill(tmp_path: Path, names: list[str], kills
     assert len(first["kept"]) == 3
     assert len(first["steps"]) < 120
     assert int(first["end"][1]) == store.step_of(Path(first["best first"][0]))
-    assert others == [first] * (2 * len(names) - 1)
+    assert others == [first] * (2 * len(MESHES) - 1)
     done = answered("-m", "compose", "convert", str(folder), str(tmp_path / "out"), "--best")
     best = folder / "checkpoints" / first["best first"][0]
     assert done.stdout.startswith(f"{best}: has the lowest validation loss\n"), done.stderr

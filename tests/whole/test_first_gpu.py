@@ -19,35 +19,24 @@ from benchmarks.gpu_paths import Place, waits
 from benchmarks.gpu_report import BEGIN, END, Report
 from benchmarks.gpu_runs import Check, Program
 from tests.support.command_lines import launch
-from tests.support.helpers import tier
 from tests.support.pool import Pool
 
 CPU = torch.device("cpu")
 COMMAND = ("benchmarks/first_gpu.py", "--device", "cpu", "--small")
-EACH_KIND = """versions|kernel|attention: ring, documents|tests|verify: dit|verify: llama float8 tens
-compile: block, llama bfloat16|compile: off|experts: mixtral|optimizer: Muon, weights|state to files
-profile|snapshot|synchronisations: qwen3|2 ranks: zero 1|2 ranks: tp|async_tp|measure|predicted|limits
-figure|published""".replace("\n", "|").split("|")
 NEEDS_A_GPU = {"tests marked gpu", "memory snapshot", "2 ranks: async_tp"}
 
 
-@pytest.mark.parametrize(
-    "only",
-    [pytest.param(EACH_KIND, marks=tier(slow=True)), pytest.param([], marks=tier(full=True))],
-    ids=["each kind", "all"],
-)
-def test_paths_of_a_cpu(tmp_path: Path, only: list[str]) -> None:
+@pytest.mark.full
+def test_paths_of_a_cpu(tmp_path: Path) -> None:
     """All that a CPU can run passes, and the rest says why not."""
     file, table = tmp_path / "found.json", tmp_path / "table.md"
     words = ["--seconds=900", f"--json={file}", f"--table={table}"]
-    words += ["--only", *only] if only else []
     program = Program(tmp_path / "said", *COMMAND, *words)
     code = program.process.wait(900)
     result = json.loads(file.read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert code == 0, program.said
-    names = [path.name for path in gpu_runs.checks("cpu", 1, True)]
-    assert list(rows) == [n for n in names if not only or any(text in n for text in only)]
+    assert list(rows) == [path.name for path in gpu_runs.checks("cpu", 1, True)]
     assert {name for name, row in rows.items() if row["outcome"] == "skipped"} == NEEDS_A_GPU
     assert result["counts"] == {"pass": len(rows) - 3, "fail": 0, "skipped": 3}
     assert result["versions"]["torch"] == torch.__version__
@@ -57,8 +46,7 @@ def test_paths_of_a_cpu(tmp_path: Path, only: list[str]) -> None:
     lines = [line for line in program.said if line.startswith(("pass", "fail", "skipped"))]
     assert len(lines) == len(rows)
     assert "| 1b 4096 compiled |" in table.read_text()
-    killed = rows.get("checkpoint: killed and resumed")
-    assert killed is None or killed["figures"]["resumed_after"] in (10, 20)
+    assert rows["checkpoint: killed and resumed"]["figures"]["resumed_after"] in (10, 20)
 
 
 SCRIPT = f"""
@@ -107,7 +95,7 @@ def of_limit(seconds: float, here: Path) -> str:
     return SCRIPT.replace("{limit}", str(seconds)).replace("{here}", repr(str(here)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_fails_stops_no_other(tmp_path: Path) -> None:
     """An error, a crash, a hang, and one of two ranks; processes are made anew only where needed."""
     script, file = tmp_path / "script.py", tmp_path / "found.json"
