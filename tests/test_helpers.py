@@ -112,6 +112,20 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "rank 2" not in text
 
 
+def _compute(seconds: float) -> int:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return dist.get_rank()
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_have_more_time() -> None:
+    ranks = Pool(2, timeout=timedelta(seconds=2))  # a job may take 3 s, and 15 if its ranks compute
+    assert ranks.run(_compute, 2, 5.0) == [0, 1]
+    ranks.close()
+
+
 @pytest.mark.slow
 def test_ranks_that_all_hang_say_where() -> None:
     ranks = Pool(2, timeout=timedelta(seconds=5))

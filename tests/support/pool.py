@@ -32,6 +32,7 @@ from compose.train.workers import divide
 
 TIMEOUT = timedelta(seconds=120)
 MOST_THREADS = 100  # of a rank, each group having three
+BUSY = 0.05  # of a processor: ranks that use more still compute, as compilers do for minutes
 PATIENCE = 15.0  # seconds in which a process writes its stacks, unless it is stopped
 LOST = "Timed out waiting"  # gloo's words
 GRACE = 5.0  # seconds in which other ranks may end too when one has failed
@@ -101,8 +102,17 @@ class Pool:
         """Return ranks' answers, in the order they came. Ranks that crash or hang are missing."""
         waiting = {self.workers[rank][1]: rank for rank in range(world_size)}
         answers: dict[int, tuple[bool, Any]] = {}
-        end = time.monotonic() + 1.5 * self.timeout.total_seconds()
-        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+        limit = 1.5 * self.timeout.total_seconds()
+        end = time.monotonic() + limit
+        last, used = end + 4 * limit, self._processor_seconds()
+        while waiting:
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                before, used = used, self._processor_seconds()
+                failed = any(not good for good, _ in answers.values())
+                if failed or end == last or used - before < BUSY * limit:
+                    break
+                end = min(last, end + limit)
             for connection in ready:
                 rank, good = waiting.pop(connection), False  # type: ignore[call-overload]
                 with contextlib.suppress(EOFError):  # its process has died
@@ -110,6 +120,15 @@ class Pool:
                 if not good:
                     end = min(end, time.monotonic() + GRACE)
         return answers
+
+    def _processor_seconds(self) -> float:
+        """Return what all ranks have used, with compilers that they started and that have ended."""
+        seconds = 0.0
+        for process, _ in self.workers:
+            with contextlib.suppress(OSError):
+                row = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                seconds += sum(map(int, row[11:15])) / os.sysconf("SC_CLK_TCK")
+        return seconds
 
     def _stacks(self, ranks: list[int]) -> str:
         assert self.folder is not None
