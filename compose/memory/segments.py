@@ -193,19 +193,21 @@ class _Segment:
         """Gather a layer that FSDP has freed, and free it again, as in forward.
 
         The next gather travels meanwhile. The last layer is in backward, and FSDP has gathered it. The
-        last but one stays: its backward comes next.
+        last but one stays: its backward comes next. Experts are a unit within the layer: FSDP gathers
+        them before they run, and in backward frees nothing after a forward.
         """
         module, last = self.modules[place], len(self.modules) - 1
-        known = [id(parameter) for parameter in module.parameters()]
+        known = {id(parameter) for parameter in module.parameters()}
         if place < last and isinstance(module, FSDPModule):
             module.unshard()
-        freed = known != [id(parameter) for parameter in module.parameters()]
         following = self.modules[place + 1] if place + 1 < last else None
         if isinstance(following, FSDPModule):
             following.unshard(async_op=True)
         yield
-        if freed and place + 1 < last and isinstance(module, FSDPModule):
-            module.reshard()
+        units = [m for m in module.modules() if isinstance(m, FSDPModule)] if place + 1 < last else []
+        for unit in reversed(units):  # parameters are other objects once they are gathered
+            if any(id(parameter) not in known for parameter in unit.parameters()):
+                unit.reshard()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

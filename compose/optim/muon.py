@@ -8,6 +8,8 @@ regions of the whole tensor, taken from the cut that filled it (ops/tensors.py).
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,6 +68,22 @@ class MatrixLayout:
             if held:
                 yield rank, held
 
+    @cached_property  # many layers have one layout
+    def cuts(self) -> list[tuple[int, int, list[int], int]]:
+        """The experts that are held by the same ranks: the first, the end, these ranks.
+
+        The last number is the most elements of one matrix that a rank holds.
+        """
+        edges = sorted(
+            {edge for held in self.regions.values() for edge in (held[0].start, held[0].stop)}
+        )
+        results = []
+        for first, last in pairwise(edges):
+            matrix = (slice(first, first + 1), *(slice(0, side) for side in self.shape[1:]))
+            sizes = {rank: size(part) for rank, part in self.parts(matrix)}
+            results.append((first, last, list(sizes), max(sizes.values())))
+        return results
+
 
 def layout_of(
     parameter: Tensor, group: dist.ProcessGroup | None, mesh: DeviceMesh | None = None
@@ -121,32 +139,26 @@ def assigned(layouts: Mapping[int, MatrixLayout]) -> list[list[Slab]]:
     Costly matrices are dealt out first. Each goes to the rank that has least to do so far, among those
     that hold a part of it. ``layouts`` are those of parameters, by their numbers.
     """
-    wanted: list[tuple[float, int, Region, dict[int, Region]]] = []
+    wanted: list[tuple[float, int, Region, list[int], int]] = []
     for number, layout in layouts.items():
         sides = layout.shape[1:]
-        # All experts between two edges are held by the same ranks.
-        edges = {
-            edge for region in layout.regions.values() for edge in (region[0].start, region[0].stop)
-        }
-        for first, last in zip(sorted(edges), sorted(edges)[1:], strict=False):
-            region = (slice(first, last), slice(0, sides[0]), slice(0, sides[1]))
-            holders = dict(layout.parts(region))
+        for first, last, holders, largest in layout.cuts:
             count = last - first
-            pieces = min(count, max(len(holders), math.ceil(size(region) / SLAB)))
+            pieces = min(count, max(len(holders), math.ceil(count * math.prod(sides) / SLAB)))
             for i in range(pieces):
                 ends = (first + count * i // pieces, first + count * (i + 1) // pieces)
                 cost = (ends[1] - ends[0]) * flops(*sides)
-                wanted.append((cost, number, (slice(*ends), *region[1:]), holders))
+                region = (slice(*ends), slice(0, sides[0]), slice(0, sides[1]))
+                wanted.append((cost, number, region, holders, (ends[1] - ends[0]) * largest))
     load: dict[int, float] = {}
     rounds: list[list[Slab]] = []
     turns: dict[int, int] = {}
-    for cost, number, region, holders in sorted(wanted, key=lambda one: -one[0]):
+    for cost, number, region, holders, most in sorted(wanted, key=lambda one: -one[0]):
         owner = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
         load[owner] = load.get(owner, 0.0) + cost
         turn = turns[owner] = turns.get(owner, -1) + 1
         if turn == len(rounds):
             rounds.append([])
-        most = max(size(part) for _, part in layouts[number].parts(region))
         rounds[turn].append(Slab(number, region, owner, most))
     return rounds
 

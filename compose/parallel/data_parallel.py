@@ -115,6 +115,8 @@ class DataParallel:
         self.sums: GradientSum | None = None
         self.messages: UnitMessages | None = None
         self.gathers: list[HpzGather] = []
+        self.staying: list[nn.Module] = []
+        """Units that are gathered once in a step, with zero 3 too."""
         self.on_first: Callable[[nn.Module], None] | None = None
         """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
         self.next_is_first, self.is_first = True, False
@@ -164,6 +166,8 @@ class DataParallel:
         model.set_requires_gradient_sync(complete or zero >= 2)
         model.set_requires_all_reduce(complete)
         model.set_reshard_after_backward(complete or zero == 3)
+        for unit in self.staying:
+            cast(FSDPModule, unit).set_reshard_after_backward(complete, recurse=False)
 
     def end_micro_batch(self) -> None:
         """Note that a micro-batch's backward has ended."""
@@ -256,10 +260,11 @@ def apply_data_parallel(
             expert_copies = expert_mesh["expert_replicate"] if hooked else None
             over = over if hooked else expert_mesh["expert_replicate", "expert_shard"]
         even = partial(_even_dim, axis_size(expert_mesh, "expert_shard"))
-        free = zero == 3 and not (hpz and hpz.experts_stay)
+        stay = hpz is not None and hpz.experts_stay
         for name in experts:
             module = model.get_submodule(name)
-            shard(module, free, over, even)
+            shard(module, zero == 3 and not stay, over, even)
+            data.staying += [module] * stay
             if messages:
                 messages.attach(module, expert_mesh["expert_shard"], expert_copies, even, own_mesh=True)
             gather_by_hpz(module, hpz and hpz.experts)

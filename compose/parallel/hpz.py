@@ -90,7 +90,7 @@ class HpzGroups:
     experts: dist.ProcessGroup | None = None
     """The neighbours that share experts, if they are fewer than all ranks that do."""
     experts_stay: bool = False
-    """Whether this group would be one rank, so that gathered experts are never freed."""
+    """Whether this group would be one rank, so that gathered experts stay until the step's end."""
 
 
 def hpz_groups(

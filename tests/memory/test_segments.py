@@ -155,7 +155,7 @@ FIVE: Keys = SEGMENT | {"model__n_layers": 5}
 CASES: dict[str, Keys] = {
     "zero 3, of 3": FIVE | parallel(dp_shard=2) | {"activation_checkpoint__segment": 3},
     "pp": FIVE | parallel(pp=2),
-    "ep": FIVE | MOE | parallel(dp_shard=2, ep=2) | {"model__n_layers": 3},
+    "ep, of 3": FIVE | MOE | parallel(dp_shard=4, ep=2) | {"activation_checkpoint__segment": 3},
     "gpt2, tp": FIVE | parallel(tp=2) | {"model__name": "gpt2", "model__max_seq_len": 32},
     "cp, zero 2": FIVE | parallel(cp=2, zero=2) | {"model__n_layers": 4},
     "hsdp": FIVE | parallel(dp_replicate=2, dp_shard=2),
@@ -180,10 +180,13 @@ CASES: dict[str, Keys] = {
 test_equals_one_process = proofs(CASES, slow=tuple(CASES)[2:], prove=prove_step)
 
 
-def _step(segment: int) -> tuple[Counter[str], Counter[str]]:
+def _step(keys: Keys, segment: int) -> tuple[Counter[str], Counter[str]]:
     """The messages of a step of FSDP, and the most bytes of each category that there are at once."""
-    keys: Keys = {"activation_checkpoint__mode": "full", "activation_checkpoint__segment": segment}
-    job = make_job(2, **parallel(dp_shard=2), model__n_layers=5, **keys)
+    recompute: Keys = {
+        "activation_checkpoint__mode": "full",
+        "activation_checkpoint__segment": segment,
+    }
+    job = make_job(4, **parallel(dp_shard=4), model__n_layers=5, **keys, **recompute)
     record = trace(RankStep(job, micro_batches=1)).record
     categorize(record, job.resolved.output or "")
     live, most = Counter[str](), Counter[str]()
@@ -194,18 +197,22 @@ def _step(segment: int) -> tuple[Counter[str], Counter[str]]:
     return Counter(each.kind for each in record.work if isinstance(each, Message)), most
 
 
-def test_fsdp_gathers_a_layer_again_only_if_two_follow_it_in_its_segment() -> None:
+@pytest.mark.parametrize(("keys", "units"), [({}, 1), (MOE | parallel(ep=2), 2)])
+def test_fsdp_gathers_a_layer_again_only_if_two_follow_it_in_its_segment(
+    keys: Keys, units: int
+) -> None:
     """A layer is freed after it was computed again, but for the one whose backward comes next. Each
-    sends its gradient when its own backward ends. While the last layer of three is in backward, one is
-    computed again and the next one travels."""
-    sent, most = zip(*map(_step, (1, 2, 3)), strict=True)
+    sends its gradient when its own backward ends. While the last layer of four is in backward, one is
+    computed again and the next one travels. Experts are a unit of their own, half of them on a rank."""
+    sent, most = zip(*(_step(keys, segment) for segment in (1, 2, 4)), strict=True)
     gathers = [messages["all_gather"] for messages in sent]
-    assert gathers == [gathers[0], gathers[0], gathers[0] + 1]  # 3 layers, and 2
+    assert gathers == [gathers[0], gathers[0], gathers[0] + 2 * units]  # 4 layers, and 1
     assert len({messages["reduce_scatter"] for messages in sent}) == 1
     assert len({bytes_of["gradients"] for bytes_of in most}) == 1
-    layer = 4 * sum(p.numel() for p in make_job(1).model.get_submodule("layers.0").parameters())
+    weights = make_job(4, **parallel(dp_shard=4), **keys).model.get_submodule("layers.0")
+    parts = [p.numel() // (2 if ".experts." in name else 1) for name, p in weights.named_parameters()]
     whole = [bytes_of["gathered"] - most[0]["gathered"] for bytes_of in most]
-    assert whole == [0, 0, layer]
+    assert whole == [0, 0, 4 * sum(parts)]
 
 
 REFUSED: list[tuple[Keys, str]] = [

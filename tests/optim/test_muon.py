@@ -273,6 +273,15 @@ def test_each_matrix_once_and_evenly(case: str) -> None:
         assert max(result.values()) <= 1.25 * sum(result.values()) / holders or case == "uneven experts"
 
 
+def test_ranks_are_asked_once_for_layers_of_one_layout() -> None:
+    """Else 60 layers of 256 experts over a thousand ranks would take minutes at a start."""
+    one = layout((12, 10, 6), 2, replicas=2, ep=2)
+    with mock.patch.object(MatrixLayout, "part", autospec=True, side_effect=MatrixLayout.part) as part:
+        slabs = assigned(dict.fromkeys(range(50), one))
+    assert sum(map(len, slabs)) == 50 * 2 * 4
+    assert part.call_count == 2 * len(one.regions)
+
+
 def test_memory_of_shares_is_bounded() -> None:
     whole = layout((64, 10, 6), 1)
     with mock.patch.object(muon, "SLAB", 300):

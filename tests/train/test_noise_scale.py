@@ -67,6 +67,7 @@ MESHES: dict[str, Keys] = {
     "gpipe, tp": parallel(pp=2, tp=2, pp_schedule="GPipe") | {"activation_checkpoint__mode": "full"},
     "ep": MOE | parallel(dp_shard=2, ep=2),
     "ep x tp": MOE | parallel(dp_shard=2, ep=4, tp=2),
+    "experts that stay": MOE | parallel(dp_shard=4, ep=2, zero3_reshard=2),
 }
 
 
