@@ -192,7 +192,8 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
         content = tomllib.loads(text, parse_float=_float)
         keys.files.append(file)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        named_in = f"{keys.files[-1]}: extends: " if above else ""
+        raise ConfigError(f"{named_in}{file}: no such file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: {_syntax_error(text, error)}") from None
     except UnicodeDecodeError as error:
@@ -207,10 +208,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
             base = local_path(base)
         except ValueError as error:
             raise ConfigError(f"{file}: extends: {toml_value(base)} {error}") from None
-        other = os.path.join(os.path.dirname(file), base)
-        if not os.path.lexists(other):
-            raise ConfigError(f"{file}: extends: {other}: no such file")
-        _read(other, keys, (*above, place))
+        _read(os.path.join(os.path.dirname(file), base), keys, (*above, place))
     elif base is not None:
         keys.problems.append(f'{file}: extends: expected a file name in quotes, as "base.toml"')
     for table, values in content.items():
@@ -271,10 +269,10 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
         several = value if isinstance(value, list) else [value]
         vanished = [one.text for one in several if isinstance(one, _Vanished)]
         try:
-            if key in fields and key not in known:
-                raise ValueError(f"is no key, since {kind.__name__} has no line of text under it")
             if key not in known:
-                raise ValueError(f"unknown key{nearest_key(key, table, known)}")
+                bare = f"is no key, since {kind.__name__} has no line of text under it"
+                hint = f"unknown key{nearest_key(key, table, known)}"
+                raise ValueError(bare if key in fields else hint)
             if vanished:
                 raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
             good[key] = typed(types[attribute(key)], value)
@@ -315,14 +313,16 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
 
 def _meant(kind: Any, value: Any) -> str:
     """Return a hint for a value of another type, as true for "True", or an empty string."""
-    alone = tuple(value.strip("[]").split(",")) if isinstance(value, str) else (value,)
-    for one in () if isinstance(value, bool) else (value, alone):
+    name, is_text = type_name(kind), isinstance(value, str)
+    near = did_you_mean(value, name.split('"'), 0.8) if is_text and " or " in name else ""
+    alone = tuple(value.strip("[]").split(",")) if is_text else (value,)
+    for one in () if near or isinstance(value, bool) else (value, alone):
         with suppress(ValidationError):
             meant = toml_value(_reader(kind, text=True).validate_python(one))
             # A shell takes away the quotes in a list of texts.
-            quoted = isinstance(value, str) and value.startswith("[")
+            quoted = is_text and value.startswith("[")
             return f"; in a shell: '{meant}'" if quoted else f"; did you mean {meant}?"
-    return ""
+    return near
 
 
 def _table(table: str, kind: type, keys: Keys) -> Any:

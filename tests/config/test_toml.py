@@ -62,6 +62,9 @@ MESSAGES = {
     " [model.lora] in a file",
     "[lora]\nrank = 4": "lora: unknown table; did you mean model.lora?",
     '[run]\nextends = "a"': "run.extends: unknown key; it belongs before the first table of a file",
+    '[model.lora]\ntargets = "all_linear"': 'model.lora.targets: expected "all-linear" or list of str,'
+    ' got "all_linear"; did you mean all-linear?',
+    "[data]\nseparator = -2": "data.separator: -2 should be greater than or equal to -1",
     "[run]\ndir = 2024": "run.dir: expected str, got 2024",
     '[optimizer]\nschedule = "cosin"': 'optimizer.schedule: expected "cosine" | "linear" |'
     ' "constant", got "cosin"',
