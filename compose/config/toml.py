@@ -320,7 +320,7 @@ def _meant(kind: Any, value: Any) -> str:
         with suppress(ValidationError):
             meant = toml_value(_reader(kind, text=True).validate_python(one))
             # A shell takes away the quotes in a list of texts.
-            quoted = is_text and value.startswith("[")
+            quoted = is_text and str(value).startswith("[")
             return f"; in a shell: '{meant}'" if quoted else f"; did you mean {meant}?"
     return near
 
