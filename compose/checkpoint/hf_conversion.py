@@ -274,7 +274,7 @@ def _model_of(folder: Path, known: store.State) -> Model:
     place, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
     kind = find_model(name).Config if name in model_names() else None
     if not kind:
-        cure = "; give --config FILE.toml with its model.path" if name.endswith("/") else ""
+        cure = "; give --config RUN_DIR/config.toml, which has model.path" if name.endswith("/") else ""
         raise ConfigError(f"{place}.name: {name!r} is none of {', '.join(model_names())}{cure}")
     unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
     if unknown:

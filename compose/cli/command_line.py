@@ -158,7 +158,10 @@ def launched_ranks() -> int:
         value = os.environ.get(name, "")
         if not value or (name != "MASTER_ADDR" and whole_number(value) < 0):
             raise ConfigError(f"environment: {name} is {value!r}; start ranks with torchrun")
-    return max(1, int(os.environ["WORLD_SIZE"]))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise ConfigError(f"environment: RANK is {rank} of {size} ranks; start them with torchrun")
+    return size
 
 
 def read_words(
@@ -174,6 +177,10 @@ def read_words(
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
+            bare = word.lstrip("\u2013\u2014")  # dashes that an editor makes of two hyphens
+            key = bare.partition("=")[0] if "=" in bare else ""
+            if keys and (bare != word or ("." in key and "/" not in key)) and not os.path.lexists(word):
+                raise flag_error(word, f"no such file; did you mean --{bare}?")
             result.plain.append(named_path(word, here=not stores))
             continue
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
@@ -253,7 +260,7 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
             if word in TABLES:
                 tables.append(word)
             elif not word.endswith(".toml"):
-                near = did_you_mean(word, TABLES)
+                near = did_you_mean(word, TABLES, 0.55)
                 raise flag_error("--help", f"unknown table {word}{near}")
         shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in usage.flags.items())
         head = USAGE.format(program=program, flags=shown, about=usage.text) + "\n"
@@ -416,7 +423,8 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
 def _refused(problems: Sequence[str]) -> int:
     if not is_first_rank():
         # Torchrun ends all ranks when one exits. Give the first rank time to print. If this rank
-        # still runs after that, the first rank has nothing to print.
-        time.sleep(20)
+        # still runs after that, the first rank has nothing to print, or is on another node, whose end
+        # this node's torchrun may not notice. Then the first rank of this node prints.
+        time.sleep(20 if os.environ.get("LOCAL_RANK", "0") == "0" else 30)
     print("\n".join(problems), file=sys.stderr)
     return 2

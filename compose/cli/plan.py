@@ -168,6 +168,8 @@ def _check_flags(given: Words) -> None:
     names += filter(os.path.isfile, places)
     used = {os.path.realpath(name): f"{name} is read for this plan" for name in names if name}
     for flag in files:
+        if not (folder := Path(flags[flag]).parent).is_dir():
+            raise flag_error(flag, f"cannot write {flags[flag]}: {folder} is no folder")
         place = os.path.realpath(flags[flag])
         if place in used:
             raise flag_error(flag, f"{used[place]}; give another name")
@@ -331,9 +333,9 @@ def _progress(began: float, text: str) -> None:
 
 
 def _search(given: Words, question: Question, space: Space) -> Searched:
-    most = number_of(given, "--candidates", "candidates", MOST)
+    most, seconds = number_of(given, "--candidates", "candidates", MOST), _seconds(given)
     with refused_in(question.where):
-        result = search(space, most, _seconds(given), partial(_progress, time.monotonic()))
+        result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:
         raise ConfigError(
             f"{question.where}: no mesh of {space.world_size} ranks divides train.global_batch ="

@@ -140,9 +140,8 @@ def question_words(model: str, count: float, config: Config, batch_given: bool) 
 
 def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:
     if "--gpus" not in given.flags:
-        for flag in ("--cluster", "--world-size"):
-            if not given.flags.get(flag):
-                raise flag_error("plan", f"needs {flag}; see --help")
+        if not given.flags.get("--cluster") or not given.flags.get("--world-size"):
+            raise flag_error("plan", "needs --gpus, as 16xa100_40gb, or --cluster and --world-size")
         return ((load_cluster(given.flags["--cluster"]), world_size_of(given)),)
     for flag in ("--cluster", "--world-size"):
         if flag in given.flags:

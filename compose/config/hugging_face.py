@@ -61,10 +61,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path, dict[str, Any])
 
 
-def described_model(folder: Path, own: str = "") -> tuple[str, Any]:
+def described_model(folder: Path, own: str = "", chosen: str = "") -> tuple[str, Any]:
     """Return the name and the config of the model that config.json in ``folder`` describes.
 
     ``own``: the name of the one model that it may be; "": any packaged or installed one.
+    ``chosen``: the name that decides if several models fit.
     """
     if not folder.is_dir():
         raise ConfigError(no_folder(folder))
@@ -72,6 +73,7 @@ def described_model(folder: Path, own: str = "") -> tuple[str, Any]:
     kind = values.get("model_type")
     known = {name: _model_types(name) for name in names}
     fitting = [name for name in names if kind in known[name]]
+    fitting = [chosen] if chosen in fitting else fitting
     path = folder / "config.json"
     if not fitting:
         every = ", ".join(sorted({one for types in known.values() for one in types}))
@@ -81,7 +83,8 @@ def described_model(folder: Path, own: str = "") -> tuple[str, Any]:
         )
     if len(fitting) > 1:
         raise ConfigError(
-            f"{path}: model_type: {kind!r} is {' and '.join(fitting)} of models/; choose by --config"
+            f"{path}: model_type: {kind!r} is {' and '.join(fitting)} of models/; set model.name (for"
+            " convert in the file of --config)"
         )
     try:
         return fitting[0], find_hf(fitting[0]).config_from_hf(values)

@@ -360,7 +360,8 @@ RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 def problems_of(job: Job) -> list[str]:
     """Return all problems of a job, one line each."""
-    return [*setup.problems_of(COMPOSITION, job.setup), *setup.problems_of(RUN, job)]
+    problems = setup.problems_of(COMPOSITION, job.setup) + setup.problems_of(RUN, job)
+    return list(dict.fromkeys(problems))
 
 
 def check(

@@ -132,7 +132,7 @@ class Data:
     """All of this data is used for the validation loss; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a .bin token file."""
-    separator: int = -1
+    separator: Annotated[int, Field(ge=-1)] = -1
     """Token id that ends a document in a token file; -1: the file is one document. Text needs none."""
     skip_unreadable: bool = False
     """Name and count an image that cannot be read, and take the next one; else the run stops."""

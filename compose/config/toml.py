@@ -152,7 +152,12 @@ def _config(
             why = f"{toml_value(text)} is not UTF-8, which config.toml has to be; give another"
             keys.problems.append(f"{COMMAND_LINE}: {name}: {why}")
             continue
-        keys.set(table, key, _parse_value(text), COMMAND_LINE)
+        value = _parse_value(text)
+        wanted = _types(TABLES[table]).get(attribute(key)) if table in TABLES else None
+        # A folder may be named 2024 or 2026-11-29, and a shell takes quotes away.
+        if type_name(wanted).startswith("str") and not isinstance(value, (str, list)):
+            value = text
+        keys.set(table, key, value, COMMAND_LINE)
     tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
     if tables["train"].epochs and ("train", "steps") in keys.values:
         both = f"{tables['train'].epochs:g} and train.steps = {tables['train'].steps}"
@@ -164,7 +169,7 @@ def _config(
     tables["model"] = dataclasses.replace(model, lora=tables.pop("model.lora"))
     for table, key in keys.values:
         if table not in TABLES:
-            unknown = f"unknown table{did_you_mean(table, TABLES)}"
+            unknown = f"unknown table{did_you_mean(table, TABLES, 0.55)}"
             keys.problems.append(f"{keys.origins[table, key]}: {table}: {unknown}")
     if keys.problems:
         raise ConfigError(*dict.fromkeys(keys.problems))
@@ -187,9 +192,12 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
         content = tomllib.loads(text, parse_float=_float)
         keys.files.append(file)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        named_in = f"{keys.files[-1]}: extends: " if above else ""
+        raise ConfigError(f"{named_in}{file}: no such file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: {_syntax_error(text, error)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot read it: {error}") from None
     base = content.pop("extends", None)
@@ -208,7 +216,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
             keys.problems.append(f"{file}: {table}: unknown key{nearest_key(table)}")
             continue
         if not values and table not in TABLES:
-            keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES)}")
+            keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES, 0.55)}")
         for key, value in values.items():
             keys.set(table, key, value, file)
 
@@ -235,34 +243,36 @@ def _parse_value(text: str) -> Any:
 def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
     """Return a hint for an unknown key of a table with some known ones, or an empty string.
 
-    It is a table of that name, the same key of another table, or a similar key.
+    It is a table of that name, a similar key, or the same key of another table.
     """
     key = key.lstrip("-")
-    if key in TABLES:
-        return f"; it is a table: --{key}.key=value, or [{key}] in a file"
-    everywhere: dict[str, str] = {}
+    for name in (key, f"{table}.{key}"):
+        if name in TABLES:
+            return f"; it is a table: --{name}.key=value, or [{name}] in a file"
+    if key == "extends":
+        return "; it belongs before the first table of a file"
+    here, everywhere = {name: f"{table}.{name}" for name in known}, dict[str, str]()
     for other, kind in TABLES.items():
         for name in docs(kind):
             everywhere.setdefault(name, f"{other}.{name}")
-    if key in everywhere:
-        return f"; did you mean {everywhere[key]}?"
-    near = did_you_mean(f"{table}.{key}", [f"{table}.{name}" for name in known])
-    if near:
-        return near
-    like = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.7)
-    return f"; did you mean {everywhere[like[0]]}?" if like else ""
+    for names, likeness in ((here, 0.85), (everywhere, 1.0), (here, 0.6), (everywhere, 0.7)):
+        if like := difflib.get_close_matches(key, names, n=1, cutoff=likeness):
+            return f"; did you mean {names[like[0]]}?"
+    return ""
 
 
 def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``values`` that have the type of their field; note a problem for others."""
     types, known = _types(kind), list(docs(kind))
-    good = {}
+    good, fields = {}, {each.name for each in dataclasses.fields(kind)}
     for key, value in values.items():
         several = value if isinstance(value, list) else [value]
         vanished = [one.text for one in several if isinstance(one, _Vanished)]
         try:
             if key not in known:
-                raise ValueError(f"unknown key{nearest_key(key, table, known)}")
+                bare = f"is no key, since {kind.__name__} has no line of text under it"
+                hint = f"unknown key{nearest_key(key, table, known)}"
+                raise ValueError(bare if key in fields else hint)
             if vanished:
                 raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
             good[key] = typed(types[attribute(key)], value)
@@ -296,9 +306,23 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
     shown = value if text else toml_value(value)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     if not text and detail["type"].endswith(("_type", "literal_error")):
-        raise ValueError(f"expected {type_name(kind)}, got {shown}")
+        raise ValueError(f"expected {type_name(kind)}, got {shown}{_meant(kind, value)}")
     reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     raise ValueError(f"{shown} {reason.partition(', unable')[0]}")
+
+
+def _meant(kind: Any, value: Any) -> str:
+    """Return a hint for a value of another type, as true for "True", or an empty string."""
+    name, is_text = type_name(kind), isinstance(value, str)
+    near = did_you_mean(value, name.split('"'), 0.8) if is_text and " or " in name else ""
+    alone = tuple(value.strip("[]").split(",")) if is_text else (value,)
+    for one in () if near or isinstance(value, bool) else (value, alone):
+        with suppress(ValidationError):
+            meant = toml_value(_reader(kind, text=True).validate_python(one))
+            # A shell takes away the quotes in a list of texts.
+            quoted = is_text and str(value).startswith("[")
+            return f"; in a shell: '{meant}'" if quoted else f"; did you mean {meant}?"
+    return near
 
 
 def _table(table: str, kind: type, keys: Keys) -> Any:
@@ -393,7 +417,8 @@ def _described(
         with suppress(ConfigError):
             return load(str(file), alone=True).model
     with refused_in("checkpoint.load_hf"):
-        name, config = described_model(folder, words.get("name", "") if words.get("path") else "")
+        chosen = words.get("name", "")
+        name, config = described_model(folder, chosen if words.get("path") else "", chosen)
         return Model(name=name, config=config)
 
 

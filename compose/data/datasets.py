@@ -91,6 +91,7 @@ def open_data(config: Config) -> OpenData:
             return []
 
     paths = (data.path,) if isinstance(data.path, str) else data.path
+    paths = paths if any(paths) else ()
     problems += [f"data.path: {path} is named twice" for path in set(paths) if paths.count(path) > 1]
     if not paths:
         problems.append("data.path: names nothing")

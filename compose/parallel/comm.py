@@ -9,6 +9,7 @@ from pydantic import Field
 from compose.errors import NonNegative, Positive, ReadWith
 
 Density = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[int, Field(ge=1, lt=2**31)]  # more overflow in nanoseconds
 _OTHERS = "is read with other messages; set {}"
 
 
@@ -16,9 +17,9 @@ _OTHERS = "is read with other messages; set {}"
 class Comm:
     """The table [comm]: timeouts, prefetching, checks and compression of the communication."""
 
-    timeout: Positive = 600
+    timeout: Seconds = 600
     """Seconds after which a collective that a rank has not joined is an error."""
-    start_timeout: Positive = 1800
+    start_timeout: Seconds = 1800
     """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
     prefetch: NonNegative = 0
     """FSDP units (layers) that are gathered ahead of the one that runs, in forward and backward; 0:

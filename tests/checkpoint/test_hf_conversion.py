@@ -7,19 +7,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from compose.__main__ import main
-from compose.checkpoint.hf_conversion import export
+from compose.checkpoint.hf_conversion import _model_of, export
 from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
 from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
 from compose.errors import ConfigError
 from models import llama
 from tests.support.checkpoints import MESHES, train_on
-from tests.support.helpers import ROOT, make_job, refused
+from tests.support.helpers import ROOT, make_job, refusal, refused
 from tests.support.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.support.pool import Pool
 from tests.support.tokenizer_kinds import save_kind
@@ -99,6 +100,14 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
         assert torch.equal(other.eval()(tokens).logits, expected)
         result = ours.eval()(tokens)
     assert float((result - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_a_model_of_ones_own_is_named_by_a_config() -> None:
+    """That of its run has the fields too, without which its weights would not fit."""
+    known: Any = SimpleNamespace(model=SimpleNamespace(name="mine/", fields=dict))
+    line = refusal(_model_of, Path("run"), known)
+    assert line.startswith("run/state.json: model.name: 'mine/' is none of deepseek_v3, dit, ")
+    assert line.endswith("; give --config RUN_DIR/config.toml, which has model.path")
 
 
 def test_an_export_ends_where_generate_ends(tmp_path: Path) -> None:

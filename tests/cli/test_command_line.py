@@ -3,6 +3,7 @@
 import errno
 import re
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 
@@ -11,7 +12,7 @@ from compose.cli.command_line import _outcome
 from compose.config.tables import TABLES
 from compose.errors import docs
 from compose.train.sampling import Sampling
-from tests.support.command_lines import answered
+from tests.support.command_lines import answered, of_rank
 
 
 def test_help_lists_every_key() -> None:
@@ -81,6 +82,8 @@ def test_help_of_generate_has_the_defaults() -> None:
         (["--seed=3"], "--seed: unknown option; did you mean train.seed?"),
         (["-v"], "-v: unknown option; see --help"),
         (["a.toml", "b.toml"], "one TOML file at a time, got a.toml and b.toml"),
+        (["train.steps=4"], "train.steps=4: no such file; did you mean --train.steps=4?"),
+        (["\u2014dry-run"], "\u2014dry-run: no such file; did you mean --dry-run?"),
         (["--train.steps"], "--train.steps: needs a value: --train.steps=value"),
         (["--dry-run=1"], "--dry-run: takes no value, got 1"),
         (["--dry-run="], "--dry-run: takes no value, got an empty one"),
@@ -101,6 +104,25 @@ def test_help_of_generate_has_the_defaults() -> None:
 def test_bad_command_line(words: list[str], message: str) -> None:
     done = answered("train.py", *words)
     assert (done.returncode, done.stderr.splitlines()) == (2, [f"command line: {message}"])
+
+
+@pytest.mark.parametrize(("rank", "local", "seconds"), [(0, 0, []), (2, 0, [20]), (3, 1, [30])])
+def test_one_rank_of_a_node_speaks(rank: int, local: int, seconds: list[int]) -> None:
+    """When it exits, torchrun ends the others of its node before they print the same."""
+    place = of_rank(rank, 4, 29500) | {"LOCAL_RANK": str(local)}
+    with mock.patch.dict("os.environ", place), mock.patch("time.sleep") as sleep:
+        assert answered("train.py", "--train.sed=1").returncode == 2
+    assert [call.args[0] for call in sleep.call_args_list] == seconds
+
+
+def test_a_rank_beyond_the_world_size() -> None:
+    """It would wait, as ranks do that no mesh uses."""
+    with mock.patch.dict("os.environ", of_rank(2, 2, 29500)), mock.patch("time.sleep"):
+        done = answered("train.py", "--dry-run")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "environment: RANK is 2 of 2 ranks; start them with torchrun\n",
+    )
 
 
 def test_a_folder_without_the_right_to_look_into_it(capsys: pytest.CaptureFixture[str]) -> None:

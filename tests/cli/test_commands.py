@@ -56,7 +56,7 @@ BAD = {
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input(line: str) -> None:
     done = answered("-m", "compose", *line.split())
-    assert done.stderr.splitlines()[0] == BAD[line]
+    assert done.stderr.splitlines() == [BAD[line]]
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

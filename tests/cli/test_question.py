@@ -197,7 +197,7 @@ def test_amounts_in_words() -> None:
 GPUS = "command line: --gpus:"
 MODEL = "command line: --model:"
 BAD = {
-    "--model 7b": "command line: plan: needs --cluster; see --help",
+    "--model 7b": "command line: plan: needs --gpus, as 16xa100_40gb, or --cluster and --world-size",
     "--model 7b --gpus 16": f"{GPUS} 16 is no number of devices of a cluster, as 16xa100_40gb",
     "--model 7b --gpus 0xh100": f"{GPUS} 0xh100 is no number of devices of a cluster, as 16xa100_40gb",
     "--model 7b --gpus h100": f"{GPUS} h100 is no number of devices of a cluster, as 16xa100_40gb",

@@ -12,6 +12,7 @@ import train
 from compose.__main__ import main
 from compose.checkpoint.store import newest_first
 from compose.cli.question import model_keys
+from compose.config import hugging_face
 from compose.config.hugging_face import hub_name, model_folder, no_folder
 from compose.config.tables import Config
 from compose.config.toml import dump, load, override
@@ -60,6 +61,17 @@ def test_a_nearer_preset_takes_the_place_of_a_name() -> None:
     assert of(*words, file="named.toml").model.name == "qwen3"
     both = "command line: model.name: 'gpt2' is not what hf holds; set it to qwen3, or leave it out"
     assert refusal(lambda: of(("model.name", "gpt2"), *words, file="named.toml")) == both
+
+
+def test_a_name_chooses_among_models_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a copy of models/llama, which has its hf.py."""
+    types = {"llama": ["llama"], "qwen3": ["llama"]}
+    monkeypatch.setattr(hugging_face, "_model_types", lambda name: types.get(name, ()))
+    assert of(("model.name", "llama")).model.name == "llama"
+    assert refusal(of) == (
+        "mine.toml: checkpoint.load_hf: hf/config.json: model_type: 'llama' is llama and qwen3 of"
+        " models/; set model.name (for convert in the file of --config)"
+    )
 
 
 CONTRADICTIONS = {

@@ -81,6 +81,14 @@ def test_a_folder(mine: Path) -> None:
     assert load(str(mine.parent / "again.toml")).model == config.model
 
 
+def test_a_field_without_a_line_of_text(mine: Path) -> None:
+    file, first = mine / "config.py", "    n_layers: int"
+    file.write_text(file.read_text().replace(first, f"    width: int = 1\n{first}"))
+    assert refusal(load, "train.toml", [("model.width", "2")]) == (
+        "command line: model.width: is no key, since LlamaConfig has no line of text under it"
+    )
+
+
 def test_a_folder_without_an_init_file(mine: Path) -> None:
     (mine / "__init__.py").unlink()
     named = [f"{mine}/model.py: exports no {name}" for name in ("Config", "Model", "PRESETS")]

@@ -84,6 +84,7 @@ def test_bad_mixtures(tmp_path: Path) -> None:
         ({"path": (a, "stdlib"), "weights": (1.0, 2.0)}, ""),
         ({"path": (a, a)}, f"data.path: {a} is named twice"),
         ({"path": ()}, "data.path: names nothing"),
+        ({"path": ""}, "data.path: names nothing"),
         (
             {"path": (a,), "weights": (1.0, 2.0)},
             "data.weights: has 2 numbers for the 1 of data.path",

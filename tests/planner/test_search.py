@@ -299,7 +299,10 @@ def test_as_is_estimates_the_files_own_mesh() -> None:
 
 ON_8 = ["--cluster=h100_sxm", "--world-size=8"]
 BAD = [
-    (["--cluster=h100_sxm"], "command line: plan: needs --world-size; see --help"),
+    (
+        ["--cluster=h100_sxm"],
+        "command line: plan: needs --gpus, as 16xa100_40gb, or --cluster and --world-size",
+    ),
     (
         [*ON_8, "--objective=tim"],
         "command line: --objective: tim is none of time, memory, devices, params; did you mean time?",
