@@ -125,6 +125,9 @@ class Checkpointer:
         group = dist.new_group(backend="gloo", timeout=config.comm.first_step_timeout)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
+        everyone = gathered_objects(self.data, group)
+        for other in (rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]):
+            raise ConfigError(f"data.path: rank {other} reads other data than the first rank does")
         self.fields = saved_fields(config) if self.rank == 0 else {}
         self.fields |= {"data": self.data, "ranks": self.ranks}
         said, timeout = dump(config), config.comm.first_step_timeout
@@ -356,6 +359,8 @@ class Checkpointer:
             tensors = {name: entry for part in files for name, entry in part.items()}
             state = {**asdict(progress), **self.fields}
             everything = store.write_run_state(target, state, dump(self.config), tensors)
+            with contextlib.suppress(OSError):  # a node that is lost later takes no step of it along
+                store.flush(self.root.parent / "metrics.jsonl")
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
             return [cause_of(error), 0]

@@ -73,7 +73,7 @@ class Trainer:
             self.composition,
             self.optimizer,
             self.folder,
-            described(self.batches, config),
+            described(self.batches, config, data.validation),
             self.hooks,
             WorkerCheckpoints(worker),
             self.held.uploads,
