@@ -213,14 +213,13 @@ def _agree(store: dist.Store, config: Config) -> None:
     here = os.uname().nodename
     there, theirs = json.loads(store.compare_set("compose/config", "", json.dumps([here, mine])))
     cure = ", or nodes of one kind, as run.elastic chooses by their devices" * config.run.elastic
-    if others := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]:
-        raise ConfigError(
-            *(
-                f"{name}: {mine.get(name)} on {here}, and {theirs.get(name)} on {there}: all ranks need"
-                f" the same file, keys and code{cure}"
-                for name in others
-            )
-        )
+    if problems := [
+        f"{name}: {mine.get(name)} on {here}, and {theirs.get(name)} on {there}: all ranks need the"
+        f" same file, keys and code{cure}"
+        for name in mine | theirs
+        if mine.get(name) != theirs.get(name)
+    ]:
+        raise ConfigError(*problems)
 
 
 def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker) -> None:
