@@ -37,6 +37,7 @@ from compose.config.toml import dump
 from compose.data.datasets import open_data, training_batches
 from compose.object_storage import Remote, StoreError, as_path
 from compose.train import run_folder
+from compose.train.processes import TrainingError
 from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
@@ -341,6 +342,16 @@ def test_metrics_are_on_the_device_before_a_checkpoint(
     monkeypatch.setattr(store, "publish", lambda *a, **k: (done.append("published"), publish(*a, **k)))
     _trainer(tmp_path, train__stop_after=2).run()
     assert str(tmp_path / "metrics.jsonl") in done[: done.index("published")]
+
+
+def test_a_save_after_which_none_can_follow(alone: None, tmp_path: Path) -> None:
+    """Ranks that have waited for too long for another one meet no more in gloo's group."""
+    trainer, late = _trainer(tmp_path), RuntimeError("Application timeout caused pair closure")
+    broken = mock.patch.object(checkpointer_module, "gathered_objects", side_effect=late)
+    with broken, pytest.raises(TrainingError) as caught:
+        trainer.run()
+    line = "step {}: a rank was too late in a save, and no save can follow: start again, to go on"
+    assert str(caught.value) in {line.format(step) for step in (3, 4, 5)}
 
 
 def test_a_lock_of_another_node_is_waited_for(
