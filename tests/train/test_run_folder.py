@@ -346,12 +346,13 @@ def test_metrics_are_on_the_device_before_a_checkpoint(
 
 def test_a_save_after_which_none_can_follow(alone: None, tmp_path: Path) -> None:
     """Ranks that have waited for too long for another one meet no more in gloo's group."""
-    trainer, late = _trainer(tmp_path), RuntimeError("Application timeout caused pair closure")
+    trainer = _trainer(tmp_path, checkpoint__async=False)
+    late = RuntimeError("Application timeout caused pair closure")
     broken = mock.patch.object(checkpointer_module, "gathered_objects", side_effect=late)
     with broken, pytest.raises(TrainingError) as caught:
         trainer.run()
-    line = "step {}: a rank was too late in a save, and no save can follow: start again, to go on"
-    assert str(caught.value) in {line.format(step) for step in (3, 4, 5)}
+    line = "step 3: a rank was too late in a save, and no save can follow: start again, to go on"
+    assert str(caught.value) == line
 
 
 def test_a_lock_of_another_node_is_waited_for(
