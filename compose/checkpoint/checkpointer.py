@@ -125,6 +125,9 @@ class Checkpointer:
         group = dist.new_group(backend="gloo", timeout=config.comm.first_step_timeout)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
+        everyone = gathered_objects(self.data, group)
+        for other in (rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]):
+            raise ConfigError(f"data.path: rank {other} reads other data than the first rank does")
         self.fields = saved_fields(config) if self.rank == 0 else {}
         self.fields |= {"data": self.data, "ranks": self.ranks}
         said, timeout = dump(config), config.comm.first_step_timeout
@@ -133,6 +136,7 @@ class Checkpointer:
         self.report: SaveReport | None = None
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
+        self.broken = False  # a rank was too late for the others, who can meet no more in this group
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.reads_files = False  # saves do, of state that is in files
         self.only_in_memory = False  # the step that was resumed has no checkpoint yet
@@ -218,7 +222,7 @@ class Checkpointer:
         kept = rank_state.copied(self.beside)
         self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
         given = (state, kept, progress, begun)
-        self.thread = threading.Thread(target=self._write, args=given, daemon=True)
+        self.thread = threading.Thread(target=self._try_to_write, args=given, daemon=True)
         self.thread.start()
         if wait or not self.config.checkpoint.async_:
             self.wait()
@@ -293,9 +297,9 @@ class Checkpointer:
         return [self.group, self.copies.group] if self.copies else [self.group]
 
     @property
-    def failed_too_often(self) -> bool:
-        """Whether ``checkpoint.fail_after`` saves have failed."""
-        return 0 < self.config.checkpoint.fail_after <= self.failures
+    def failed(self) -> int:
+        """1 if ``checkpoint.fail_after`` saves have failed, 2 if no other one can succeed, else 0."""
+        return 2 if self.broken else int(0 < self.config.checkpoint.fail_after <= self.failures)
 
     def _set_aside(self, folders: list[Path], step: int) -> None:
         """Rename this run's checkpoints after ``step`` that its peers lack."""
@@ -312,6 +316,15 @@ class Checkpointer:
         """Return a line for each damage of a checkpoint, its peers' too; the same on every rank."""
         own = damage(folder, self.group)
         return self._agreed(self.peers.damage(own) if self.rank == 0 else [])
+
+    def _try_to_write(self, *given: Any) -> None:
+        assert self.report is not None
+        try:
+            self._write(*given)
+        except Exception as error:
+            if not self.report.problem:  # it is published
+                raise
+            self.report.problem, self.broken = cause_of(error), True
 
     def _write(
         self,
@@ -356,6 +369,8 @@ class Checkpointer:
             tensors = {name: entry for part in files for name, entry in part.items()}
             state = {**asdict(progress), **self.fields}
             everything = store.write_run_state(target, state, dump(self.config), tensors)
+            with contextlib.suppress(OSError):  # a node that is lost later takes no step of it along
+                store.flush(self.root.parent / "metrics.jsonl")
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
             return [cause_of(error), 0]

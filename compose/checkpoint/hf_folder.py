@@ -94,10 +94,7 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named
 
 
 def load_hf(
-    model: nn.Module | Composition,
-    folder: str | Path,
-    hf_name: HfName,
-    whole: nn.Module | None = None,
+    model: nn.Module | Composition, folder: str | Path, hf_name: HfName, whole: nn.Module | None = None
 ) -> None:
     """Fill a model from safetensors; each rank reads only its own part of each weight.
 

@@ -54,10 +54,7 @@ def mxfp4_problems(
 
 
 def read_mxfp4(
-    target: Tensor,
-    name: str,
-    region: Sequence[slice],
-    read: Callable[[str, Sequence[slice]], Tensor],
+    target: Tensor, name: str, region: Sequence[slice], read: Callable[[str, Sequence[slice]], Tensor]
 ) -> None:
     """Fill a part of our tensor, one matrix after another."""
     blocks, scales = mxfp4_names(name)

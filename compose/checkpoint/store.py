@@ -195,12 +195,12 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, int]], elsewhere: boo
             raise OSError(f"{name} was not written whole")
     write_whole(folder / MANIFEST, json.dumps({"files": files}, indent=1))
     for path in (*folder.iterdir(), folder):
-        _flush(path)
+        flush(path)
     final = folder.with_name(folder.name.removeprefix(".writing-"))
     if there(final):
         set_aside(final, "damaged")
     folder.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
     return final
 
 
@@ -337,14 +337,16 @@ def prune(
 ) -> None:
     """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``.
 
-    In object storage a folder without one is the rest of an upload, or of a deletion.
+    In object storage a folder without one is the rest of an upload, or of a deletion. Those after
+    ``newest`` were passed over, so they stay, and are none of the last.
     """
-    for place, folder in enumerate(newest_first(root)):
-        kept = place < keep_last or (keep_every and step_of(folder) % keep_every == 0)
+    older = [each for each in newest_first(root) if step_of(each) <= step_of(newest)]
+    whole = [each for each in older if not each.is_symlink() and (each / MANIFEST).exists()]
+    for folder in older:
+        kept = folder in whole[:keep_last] or (keep_every and step_of(folder) % keep_every == 0)
         kept = kept or step_of(folder) >= before or step_of(folder) in best
-        whole = not folder.is_symlink() and (folder / MANIFEST).exists()
-        rest = isinstance(folder, Remote) and not whole and step_of(folder) < step_of(newest)
-        if rest or (whole and not kept and folder != newest):
+        rest = isinstance(folder, Remote) and folder not in whole
+        if rest or (folder in whole and not kept):
             remove(folder)
 
 
@@ -366,7 +368,8 @@ def clean(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's names, are on the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,12 +10,14 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from compose.checkpoint import store
 from compose.checkpoint.loading import cause_of
+from compose.errors import write_whole
 from compose.object_storage import Remote, StoreError
 from compose.ops.tensors import gathered_objects
 
@@ -44,30 +46,32 @@ class Uploads:
         self.folder, self.remote, self.token = folder, remote, ""
         self.sent: dict[Path, tuple[int, int]] = {}
         self.stranded = ""  # why the last checkpoint is not in object storage, and where it is
+        self.begun = False  # whether a run has had the remote folder before
 
     def begin(self) -> None:
         """Claim the remote folder for this run, and fetch what a resumed run goes on with."""
         self.token = f"process {os.getpid()} on {os.uname().nodename}, {uuid.uuid4().hex}"
+        self.begun = (self.remote / CLAIM).exists()
         (self.remote / CLAIM).write_bytes(self.token.encode())
-        lines, here = self.remote / "metrics.jsonl", self.folder / "metrics.jsonl"
-        size = here.stat().st_size if here.exists() else 0
-        if lines.exists() and lines.stat().st_size > size:
-            here.write_bytes(lines.read_bytes())
         for name in self.remote.glob("*.id"):  # of the run at wandb and other services
             if not (self.folder / name.name).exists():
                 (self.folder / name.name).write_bytes(name.read_bytes())
 
     def push(self) -> None:
         """Send the files of the run that have changed, besides checkpoints. Raises OSError."""
-        for path in sorted(self.folder.rglob("*")):
+        for path in sorted(Path(top, name) for top, _, names in os.walk(self.folder) for name in names):
             name = path.relative_to(self.folder)
             if name.parts[0] in _STAYS or name.name.startswith(".") or not path.is_file():
                 continue
-            state = (path.stat().st_size, path.stat().st_mtime_ns)
-            if self.sent.get(name) != state:
-                self._check_claim()
-                (self.remote / name).put(path)
-                self.sent[name] = state
+            try:
+                state = (path.stat().st_size, path.stat().st_mtime_ns)
+                if self.sent.get(name) != state:
+                    self._check_claim()
+                    (self.remote / name).put(path)
+                    self.sent[name] = state
+            except FileNotFoundError:  # a profile, for example, removes its trace once that is packed
+                if path.exists():
+                    raise
 
     def _taken(self) -> str:
         """Tell which run has claimed the folder since; "" if none has."""
@@ -101,28 +105,22 @@ class Uploads:
         """
         final = target.with_name(target.name.removeprefix(".writing-"))
         source = final if final.exists() else target  # a node without the first rank has no final one
-        problem = ""
-        try:
-            if group.rank() == 0:
-                self._check_claim()
-        except Exception as error:
-            problem = cause_of(error)
-        problem = gathered_objects(problem, group)[0]
-        try:
-            if not problem:
-                self.send(source, final.name, files)
-        except Exception as error:
-            problem = cause_of(error)
-        problem = next(filter(None, gathered_objects(problem, group)), "")
-        if group.rank() == 0 and not problem:
+        first, problem = group.rank() == 0, ""
+
+        def complete() -> None:
+            own = set(store.listed(source)) - set(self._place(final.name).sizes())
+            self.send(source, final.name, own)
+            self.push()  # before the manifest: metrics.jsonl has every step of a checkpoint
+            self.complete(source, final.name)
+
+        send = partial(self.send, source, final.name, files)
+        for mine, work in ((first, self._check_claim), (True, send), (first, complete)):
             try:
-                own = set(store.listed(source)) - set(self._place(final.name).sizes())
-                self.send(source, final.name, own)
-                self.push()  # before the manifest: metrics.jsonl has every step of a checkpoint
-                self.complete(source, final.name)
+                if mine and not problem:
+                    work()
             except Exception as error:
                 problem = cause_of(error)
-        problem = gathered_objects(problem, group)[0]
+            problem = next(filter(None, gathered_objects(problem, group)), "")
         self.stranded = problem and f"{self._place(final.name)}: {problem}; it is in {final}"
         old = store.newest_first(target.parent)
         # Another rank of this node may have begun the next one already.
@@ -154,10 +152,13 @@ class Uploads:
         root, kept = self.folder / "checkpoints", self.remote / "checkpoints"
         whole = [each for each in store.newest_first(kept) if (each / store.MANIFEST).exists()]
         newest = max(map(store.step_of, whole), default=-1)
-        lines = []
+        lines, log = [], self.remote / "metrics.jsonl"
         for folder in store.newest_first(root):
-            newer = store.step_of(folder) > newest and (self.remote / "config.toml").exists()
-            if newer and not store.problems(folder):
+            if not self.begun:
+                kept_as = store.set_aside(folder, "earlier").name
+                lines.append(f"{folder}: {self.remote} does not have its run; kept as {kept_as}")
+                continue
+            if store.step_of(folder) > newest and not store.problems(folder):
                 self._check_claim()
                 self.make_room(folder.name)
                 self.send(folder, folder.name, store.listed(folder))
@@ -166,4 +167,6 @@ class Uploads:
                 lines.append(f"{kept / folder.name}: sent now; an earlier run left it in {folder}")
             if store.step_of(folder) <= newest:
                 shutil.rmtree(folder, ignore_errors=True)
+        if not lines and log.exists():  # those here may be of steps that another machine took anew
+            write_whole(self.folder / "metrics.jsonl", log.read_bytes())
         return lines

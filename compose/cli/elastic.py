@@ -124,10 +124,7 @@ def _by_distance(wanted: Parallel, ranks: int) -> Iterator[list[Parallel]]:
     """Yield the meshes of so many ranks, those as near to ``wanted`` as each other together."""
     every = [
         replace(
-            wanted,
-            **degrees,
-            ep=ep,
-            pp_layers=wanted.pp_layers if degrees["pp"] == wanted.pp else (),
+            wanted, **degrees, ep=ep, pp_layers=wanted.pp_layers if degrees["pp"] == wanted.pp else ()
         )
         for degrees in meshes(ranks)
         for ep in range(1, wanted.ep + 1)

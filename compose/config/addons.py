@@ -16,12 +16,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-ADD_ONS = {
-    "compression": "comm",
-    "diloco": "comm",
-    "preference": "train",
-    "profiling": "metrics",
-}
+ADD_ONS = {"compression": "comm", "diloco": "comm", "preference": "train", "profiling": "metrics"}
 """The add-ons, each with the table that its own tables follow."""
 
 

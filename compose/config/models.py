@@ -187,6 +187,14 @@ def module_of(name: str) -> str:
     return _entry_points().get(name, f"{PACKAGE}.{name}")
 
 
+def source_files(name: str) -> list[Path]:
+    """Return the Python files of this package and of a model, in the same order on every machine."""
+    packages = (importlib.import_module(PACKAGE), importlib.import_module(module_of(name)))
+    folders = [Path(__file__).parents[1]]
+    folders += [Path(place) for package in packages for place in getattr(package, "__path__", ())]
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
 def find_model(name: str) -> ModelFolder:
     """Return a model by its name; ConfigError if it lacks exports or is not there.
 

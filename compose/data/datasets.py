@@ -125,10 +125,7 @@ def open_data(config: Config) -> OpenData:
 
 
 def training_batches(
-    config: Config,
-    data: OpenData,
-    share: tuple[int, int] = (0, 1),
-    device: torch.device | None = None,
+    config: Config, data: OpenData, share: tuple[int, int] = (0, 1), device: torch.device | None = None
 ) -> Batches:
     """Return the batches of a run, cut for one rank."""
     size, seed = config.train.global_batch, config.train.seed
@@ -152,13 +149,14 @@ def with_steps(config: Config, data: OpenData) -> Config:
     )
 
 
-def described(batches: Batches, config: Config) -> dict[str, Any]:
+def described(batches: Batches, config: Config, validation: Samples | None = None) -> dict[str, Any]:
     """Return everything that decides the tokens of sample n of a run, for a checkpoint."""
     tokenizers = (each.tokenizer for each in batches.sets if each.tokenizer is not None)
     return {
         "tokenizer": next(tokenizers, None),
         "samples": [len(each) for each in batches.sets],
         "content": [each.content for each in batches.sets],
+        **({"validation": validation.content} if validation else {}),
         "separators": [getattr(each, "separator", None) for each in batches.sets],
         "weights": list(config.data.weights),
         "seq_len": config.train.seq_len,

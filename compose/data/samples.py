@@ -348,11 +348,7 @@ def _what_it_is(folder: Path, path: str) -> str:
 
 
 def _of_token_set(
-    path: str,
-    token_set: TokenSet,
-    seq_len: int,
-    vocab_size: int,
-    pairs: type[Conversations] | None,
+    path: str, token_set: TokenSet, seq_len: int, vocab_size: int, pairs: type[Conversations] | None
 ) -> Samples:
     tokenizer = token_set.manifest.tokenizer
     if tokenizer.vocab_size > vocab_size:

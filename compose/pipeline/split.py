@@ -118,11 +118,7 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
 
 
 def balanced(
-    model: nn.Module,
-    pipeline: "Pipeline",
-    stages: int,
-    seq_len: Sample,
-    speeds: Sequence[float] = (),
+    model: nn.Module, pipeline: "Pipeline", stages: int, seq_len: Sample, speeds: Sequence[float] = ()
 ) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is done soonest.
 

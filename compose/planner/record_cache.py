@@ -9,7 +9,6 @@ is JSON, compressed, with its own hash before it; one that is broken is made ane
 import contextlib
 import functools
 import hashlib
-import importlib
 import json
 import os
 import zlib
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from compose.config.job import Job
-from compose.config.models import PACKAGE, module_of
+from compose.config.models import source_files
 from compose.config.tables import Config, Data
 from compose.errors import write_whole
 from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
@@ -121,11 +120,7 @@ def sources(name: str, planner: bool = False) -> str:
 
     With ``planner`` those that read records are among them.
     """
-    of_packages = (importlib.import_module(PACKAGE), importlib.import_module(module_of(name)))
-    folders = [Path(__file__).parents[1]]
-    folders += [Path(place) for package in of_packages for place in getattr(package, "__path__", ())]
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    files = [path for path in files if path.parent.name != "cli"]
+    files = [path for path in source_files(name) if path.parent.name != "cli"]
     if not planner:
         files = [p for p in files if p.parent.name != "planner" or p.stem in _OF_RECORDS]
     versions = torch.__version__ + (version("torchao") if find_spec("torchao") else "")

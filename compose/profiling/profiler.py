@@ -122,11 +122,7 @@ class Recording:
     """The recording of one rank."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        memory: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, memory: bool
     ) -> None:
         # At levels up to 5 torch 2.13 reports its beginning and end on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")

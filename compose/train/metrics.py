@@ -5,6 +5,7 @@ entry point in the group "compose.sinks".
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -202,6 +203,10 @@ class JsonLines(Sink):
             while left:
                 left = left[self.file.write(left) :]
         except OSError as error:
+            with contextlib.suppress(OSError):
+                if error.errno == errno.ESTALE:  # a file server has forgotten this handle, for good
+                    stale, self.file = self.file, open_own(self.path, "ab", buffering=0)
+                    stale.close()
             with contextlib.suppress(OSError):
                 os.truncate(self.file.fileno(), self.size)  # half a line would spoil the next one
             if not self.problem:

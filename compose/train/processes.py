@@ -1,6 +1,8 @@
 """The process group of a command: its start, one report of an error, its end, and signals to it."""
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -9,19 +11,21 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
+from compose.config.models import source_files
 from compose.config.tables import Config
-from compose.errors import ConfigError
+from compose.config.toml import values_of
+from compose.errors import ConfigError, toml_value
 from compose.ops.torch_versions import default_store
-from compose.parallel.mesh import AXES
 from compose.train.heartbeat import (
     SAID,
     Stragglers,
@@ -37,6 +41,9 @@ from compose.train.workers import FAILED, Spares, Worker, divide
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 
 LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is gone; it is not sent
+# Folders that may be elsewhere on another node.
+_OF_A_NODE = ("run.dir", "run.staging", "data.path", "data.validation", "optimizer.offload_dir")
+_OF_A_NODE += ("checkpoint.load_hf", "model.lora.load")
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (*_SENT, LAUNCHER_DIED)
@@ -63,6 +70,16 @@ def _backstop(nccl: bool) -> timedelta:
     NCCL's watchdog aborts the process and names no rank, so the watch must be first.
     """
     return timedelta(seconds=60 if nccl else 0)
+
+
+def outlive(stream: IO[str]) -> None:
+    """Let what cannot be written to a stream be lost: a full disk, or a broken pipe, ends no run."""
+
+    def patient(call: Callable[..., Any], *given: Any) -> None:
+        with contextlib.suppress(OSError):
+            call(*given)
+
+    vars(stream).update({name: partial(patient, getattr(stream, name)) for name in ("write", "flush")})
 
 
 class TrainingError(Exception):
@@ -188,15 +205,21 @@ def stand_by(config: Config) -> int:
 
 
 def _agree(store: dist.Store, config: Config) -> None:
-    """Raise ConfigError if another rank has chosen another mesh by ``run.elastic``."""
-    degrees = {axis: getattr(config.parallel, axis) for axis in AXES}
-    own = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    own = f"({own or 'no axis'})"
-    if config.run.elastic and (first := store.compare_set("compose/mesh", "", own).decode()) != own:
-        raise ConfigError(
-            f"run.elastic: nodes with other devices have chosen other meshes {first} and {own}: set the"
-            " degrees, with run.elastic = false, or use nodes of one kind"
-        )
+    """Raise ConfigError if another rank has another config, also one of ``run.elastic``, or code."""
+    keys = {f"{table}.{key}": toml_value(value) for table, key, value in values_of(config)}
+    mine = {name: text for name, text in keys.items() if name not in _OF_A_NODE}
+    code = b"".join(path.read_bytes() for path in source_files(config.model.name))
+    mine["the code"] = hashlib.sha256(code).hexdigest()[:12]
+    here = os.uname().nodename
+    there, theirs = json.loads(store.compare_set("compose/config", "", json.dumps([here, mine])))
+    cure = ", or nodes of one kind, as run.elastic chooses by their devices" * config.run.elastic
+    if problems := [
+        f"{name}: {mine.get(name)} on {here}, and {theirs.get(name)} on {there}: all ranks need the"
+        f" same file, keys and code{cure}"
+        for name in mine | theirs
+        if mine.get(name) != theirs.get(name)
+    ]:
+        raise ConfigError(*problems)
 
 
 def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, worker: Worker) -> None:

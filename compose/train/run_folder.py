@@ -41,6 +41,7 @@ from compose.train.state_bytes import copied_bytes, placements, state_bytes
 from compose.train.workers import Worker
 
 _KEPT = 3600.0  # seconds
+_LEASE, _LOOK = 120.0, 0.5  # seconds; an NFS server keeps the lock of a lost node for 90 by default
 TOKEN = ".copies"  # has the name of the run's copies in memory; another folder of this name has others
 _FILES = (".lock", "config.toml", "metrics.jsonl", "plan.txt", "timeline.png", MARK, TOKEN)
 _FILES += ("wandb.id", "mlflow.id", "comet.id")
@@ -121,18 +122,24 @@ class RunFolder:
             file = open_own(folder / ".lock", "a+")
         except OSError as error:
             return f"run.dir: cannot write to {folder}: .lock: {error.strerror}"
+        until = 0.0
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
-            return f"run.dir: {folder} is in use by another run ({holder})"
+            while taken := _taken(file):
+                problem = f"run.dir: {folder} is in use by another run ({taken})"
+                if taken.endswith(f" on {os.uname().nodename}") or 0 < until < time.monotonic():
+                    file.close()
+                    return problem
+                if not until:
+                    print(f"{problem}; waits for {_LEASE:g} s, in case that node is lost", flush=True)
+                until = until or time.monotonic() + _LEASE
+                time.sleep(_LOOK)
         except OSError:
             return ""  # the file system has no locks
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+        except OSError as error:
+            return f"run.dir: cannot write to {folder}: .lock: {error.strerror}"
         self._lock = file
         return ""
 
@@ -180,6 +187,16 @@ class RunFolder:
         if self._lock:
             self._lock.close()
         return problem
+
+
+def _taken(file: IO[str]) -> str:
+    """Take the lock of a file; return who has it, if another process does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read().strip() or f"unknown on {os.uname().nodename}"
+    return ""
 
 
 def remove_left(own: Path, needed: int) -> None:

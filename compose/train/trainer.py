@@ -73,7 +73,7 @@ class Trainer:
             self.composition,
             self.optimizer,
             self.folder,
-            described(self.batches, config),
+            described(self.batches, config, data.validation),
             self.hooks,
             WorkerCheckpoints(worker),
             self.held.uploads,
@@ -158,7 +158,8 @@ class Trainer:
                 return self._stop(asked)
             if failed:
                 problem = f"{saving.fail_after} checkpoints could not be saved (checkpoint.fail_after)"
-                raise TrainingError(f"step {number}: {problem}")
+                late = "a rank was too late in a save, and no save can follow: start again, to go on"
+                raise TrainingError(f"step {number}: {(problem, late)[failed - 1]}")
             if self.checkpointer.due(self.progress, enough):
                 self._read_rest()
                 self.checkpointer.save(self.progress)
@@ -229,7 +230,7 @@ class Trainer:
             hook.gradients_ready(step + 1)
         mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
-        said = (self.signals.code, self.checkpointer.failed_too_often, self.checkpointer.copying)
+        said = (self.signals.code, self.checkpointer.failed, self.checkpointer.copying)
         self.read = read = self.readings.read(loss, norm, z_loss, said)
         self.said = read.said if read else self.said
         rate = self.step_tokens / self.clock.read()

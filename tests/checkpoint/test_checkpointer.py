@@ -32,10 +32,10 @@ from tests.support.checkpoints import (
     trained_state,
     why_not_resumed,
 )
-from tests.support.helpers import ROOT, Keys, printed, refused, tier, tiered
+from tests.support.helpers import ROOT, Keys, printed, refusal, refused, tier, tiered
 from tests.support.pool import Pool
 from tests.support.small_models import DEEPSEEK, QWEN
-from tests.support.training import keys_for, lines
+from tests.support.training import keys_for, lines, trainer_of
 
 TIED: Keys = {"model__tie_embeddings": True, "model__n_layers": 3}
 PAIRS: list[tuple[str, Keys, str, str]] = [
@@ -312,10 +312,11 @@ def test_a_second_run_is_refused(pool: Pool, tmp_path: Path) -> None:
     """While a first one holds the folder: here, this process."""
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write("process 7 on node3")
+        holder = f"process 7 on {os.uname().nodename}"
+        file.write(holder)
         file.flush()
         said = pool.run(_train_saying, 2, keys_for(tmp_path, **(SAVING | MESHES["data"])))
-    assert said == [[f"run.dir: {tmp_path} is in use by another run (process 7 on node3)"]] * 2
+    assert said == [[f"run.dir: {tmp_path} is in use by another run ({holder})"]] * 2
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
@@ -337,6 +338,19 @@ def test_other_data_are_told_and_another_tokenizer_refused() -> None:
     assert refused(said, {**was, "tokenizer": "cd"}) == [
         "step: was trained on ids of another tokenizer than data.path is of"
     ]
+
+
+def _of_a_node(folder: Path) -> str:
+    path = folder / f"{dist.get_rank()}.txt"
+    return refusal(trainer_of, keys_for(folder / "run", data__path=path, parallel__dp_shard=2))
+
+
+def test_other_data_on_another_node_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """Of another copy of the files ranks would read other samples under the same numbers."""
+    for rank in range(2):
+        (tmp_path / f"{rank}.txt").write_text(f"{rank} text\n" * 1000)
+    line = "data.path: rank 1 reads other data than the first rank does"
+    assert pool.run(_of_a_node, 2, tmp_path) == [line] * 2
 
 
 # Threads of the process at the end of each step; the first save is after the second step.

@@ -109,6 +109,51 @@ def test_an_upload_that_fails(run: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert steps_in(run) == [6, 7]
 
 
+def test_a_run_of_which_nothing_was_sent(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its state is here, and the next start sends it; not if the place was emptied meanwhile."""
+    for emptied in (False, True):
+        with Broken(""), pytest.raises(TrainingError):
+            trained(run, 2)
+        if emptied:
+            shutil.rmtree(str(run).removeprefix("file://"))
+        capfd.readouterr()
+        trained(run, 4)
+        said, name = capfd.readouterr().out, store.name_of(2)
+        here = staging_of(run, "") / "checkpoints" / name
+        assert (f"{run}/checkpoints/{name}: resumed after step 2" in said) is not emptied
+        assert (f"{here}: {run} does not have its run; kept as {name}.earlier-1" in said) is emptied
+        assert (here.with_name(f"{name}.earlier-1")).exists() is emptied
+        shutil.rmtree(str(run).removeprefix("file://"))
+
+
+def test_metrics_are_those_of_the_store(run: Path) -> None:
+    """Those here may have more steps, which another machine has taken anew."""
+    first = trained(run, 5).folder
+    other = first.with_name("other")
+    first.rename(other)
+    store.remove(run / "checkpoints" / store.name_of(5))
+    trained(run, 6, optimizer__lr=0.5)
+    expected = lines(run)
+    shutil.rmtree(first)
+    other.rename(first)
+    log = first / "metrics.jsonl"
+    log.write_text(log.read_text() + "\n".join(log.read_text().splitlines()[-1:] * 9))
+    trained(run, 6)
+    assert lines(run) == expected
+
+
+def test_a_file_that_vanishes_in_a_push(run: Path, tmp_path: Path) -> None:
+    """A profiler removes its trace once that is packed: no save fails for it."""
+    assert isinstance(run, Remote)
+    uploads, trace = Uploads(tmp_path / "here", run), tmp_path / "here/traces/a.json"
+    trace.parent.mkdir(parents=True)
+    trace.touch()
+    uploads.begin()
+    with mock.patch.object(uploads, "_check_claim", side_effect=trace.unlink):
+        uploads.push()
+    assert not (run / "traces/a.json").exists()
+
+
 def test_a_log_that_cannot_be_sent(run: Path) -> None:
     with Broken("metrics.jsonl"), pytest.raises(TrainingError) as caught:
         trained(run, 1, checkpoint__interval=0)

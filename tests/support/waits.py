@@ -211,7 +211,7 @@ def _cuda(waits: Waits) -> Iterator[None]:
         result[:] = [mine for _ in result]
 
     real_batches = trainer_module.training_batches
-    saves = mock.Mock(failed_too_often=False, copying=0, end=lambda: "")
+    saves = mock.Mock(failed=0, copying=0, end=lambda: "")
     saves.resume.return_value = saves.finished.return_value = None
     with ExitStack() as stack:
         for owner, name, other in (

@@ -9,6 +9,7 @@ import resource
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -216,6 +217,22 @@ def test_a_line_that_no_run_leaves(
     aside = tmp_path / "metrics.jsonl.damaged-1"
     assert aside.read_bytes() == before
     assert capsys.readouterr().out == (f"{path}: 1 of its lines are no steps; it is kept as {aside}\n")
+
+
+def test_a_file_that_a_server_no_longer_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is opened again: its old handle (ESTALE) would be of no use for the rest of the run."""
+    writer, stale = _write(tmp_path, 1), mock.Mock()
+    stale.write.side_effect = OSError(errno.ESTALE, "Stale file handle")
+    stale.fileno.return_value = -1
+    writer.file.close()
+    writer.file = stale
+    writer.write(_step(2))
+    writer.write(_step(3))
+    writer.close()
+    assert logged_steps(tmp_path) == [1, 2, 3]
+    assert capsys.readouterr().out.endswith("metrics.jsonl is written again, no line of it is lost\n")
 
 
 def test_metrics_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compose.errors import ConfigError
+from compose.train import processes
 from compose.train.processes import Signals, _agree, _claim, _rendezvous, pick_device
 from compose.train.workers import Worker
 from tests.support.helpers import keys_in, make_config, refusal
@@ -129,10 +130,27 @@ def test_nodes_that_choose_other_meshes_are_refused() -> None:
     _agree(store, make_config(4, **mesh, **saving))
     _agree(store, make_config(4, **mesh, **saving))
     other = make_config(4, **(mesh | {"parallel__dp_shard": 4, "parallel__tp": 1}), **saving)
-    with pytest.raises(ConfigError) as raised:
-        _agree(store, other)
-    assert str(raised.value) == (
-        "run.elastic: nodes with other devices have chosen other meshes (dp_shard 2, tp 2) and"
-        " (dp_shard 4): set the degrees, with run.elastic = false, or use nodes of one kind"
+    node = os.uname().nodename
+    cure = "all ranks need the same file, keys and code, or nodes of one kind, as run.elastic chooses"
+    assert refusal(_agree, store, other) == (
+        f"parallel.dp_shard: 4 on {node}, and 2 on {node}: {cure} by their devices\n"
+        f"parallel.tp: 1 on {node}, and 2 on {node}: {cure} by their devices"
     )
     _agree(dist.HashStore(), other)
+
+
+def test_nodes_with_another_config_or_code_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each rank updates its own part of the weights: with another rate it would train another model."""
+    store, node = dist.HashStore(), os.uname().nodename
+    _agree(store, make_config(2, data__path="stdlib", run__staging="here"))
+    _agree(store, make_config(2, data__path="other.bin", run__staging="there"))
+    cure = ": all ranks need the same file, keys and code"
+    assert refusal(_agree, store, make_config(2, optimizer__lr=0.5, train__seed=7)) == (
+        f"train.seed: 7 on {node}, and 0 on {node}{cure}\n"
+        f"optimizer.lr: 0.5 on {node}, and 0.003 on {node}{cure}"
+    )
+    (tmp_path / "plan.py").touch()
+    monkeypatch.setattr(processes, "source_files", lambda _: [tmp_path / "plan.py"])
+    assert refusal(_agree, store, make_config(2)).startswith(f"the code: e3b0c44298fc on {node}, and ")

@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import functools
 import gc
 import io
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -33,6 +36,8 @@ from compose.config.tables import Config
 from compose.config.toml import dump
 from compose.data.datasets import open_data, training_batches
 from compose.object_storage import Remote, StoreError, as_path
+from compose.train import run_folder
+from compose.train.processes import TrainingError
 from compose.train.run_folder import Report, RunFolder, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
@@ -99,10 +104,15 @@ def test_what_a_run_goes_on_with_is_said(
     alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another batch, rate or precision, in one line; and that no step is left to train."""
-    _trainer(tmp_path, train__stop_after=2).run()
+    held_out = [tmp_path / f"{name}.txt" for name in "ab"]
+    for path in held_out:
+        path.write_text(f"{path.stem} text\n" * 9)
+    more = {"train__validate_every": 1}
+    _trainer(tmp_path, train__stop_after=2, data__validation=held_out[0], **more).run()
     capsys.readouterr()
-    _trainer(tmp_path, train__stop_after=1).run()
+    _trainer(tmp_path, train__stop_after=1, data__validation=held_out[1], **more).run()
     said = capsys.readouterr().out
+    assert "step-00000002: the data are not what they were (validation " in said
     assert f"{tmp_path}: 2 steps are done, and train.stop_after = 1: nothing is left to train" in said
     assert logged_steps(tmp_path) == [1, 2]
     folder = tmp_path / "checkpoints" / store.name_of(2)
@@ -283,13 +293,13 @@ def test_what_is_not_ours_stays(alone: None, tmp_path: Path) -> None:
 
 
 def test_the_newest_whole_checkpoint_is_spared(tmp_path: Path) -> None:
-    """Though those that were found damaged are newer, and as many as are kept."""
-    for step in (2, 4, 6, 8):
+    """And the one before it, though those that were found damaged are newer, and more than are kept."""
+    for step in (2, 4, 6, 8, 10, 12):
         folder = tmp_path / store.name_of(step)
         folder.mkdir()
         (folder / store.MANIFEST).write_text("")
-    store.prune(tmp_path, keep_last=2, keep_every=0, newest=tmp_path / store.name_of(4))
-    assert [store.step_of(each) for each in store.newest_first(tmp_path)] == [8, 6, 4]
+    store.prune(tmp_path, keep_last=2, keep_every=0, newest=tmp_path / store.name_of(6))
+    assert [store.step_of(each) for each in store.newest_first(tmp_path)] == [12, 10, 8, 6, 4]
 
 
 def test_what_is_published_is_on_the_device_first(
@@ -316,6 +326,67 @@ def test_what_is_published_is_on_the_device_first(
     assert {str(folder / "a"), str(folder / store.MANIFEST), str(folder)} <= set(before)
     assert before[0] == str(folder / f".{store.MANIFEST}.new"), "before it is a manifest"
     assert after == [str(tmp_path)]
+
+
+def test_metrics_are_on_the_device_before_a_checkpoint(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that loses its power must not lose lines of steps that are not taken again."""
+    done: list[str] = []
+    flush, publish = os.fsync, store.publish
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda number: (done.append(os.readlink(f"/proc/self/fd/{number}")), flush(number)),
+    )
+    monkeypatch.setattr(store, "publish", lambda *a, **k: (done.append("published"), publish(*a, **k)))
+    _trainer(tmp_path, train__stop_after=2).run()
+    assert str(tmp_path / "metrics.jsonl") in done[: done.index("published")]
+
+
+def test_a_save_after_which_none_can_follow(alone: None, tmp_path: Path) -> None:
+    """Ranks that have waited for too long for another one meet no more in gloo's group."""
+    trainer = _trainer(tmp_path, checkpoint__async=False)
+    late = RuntimeError("Application timeout caused pair closure")
+    broken = mock.patch.object(checkpointer_module, "gathered_objects", side_effect=late)
+    with broken, pytest.raises(TrainingError) as caught:
+        trainer.run()
+    line = "step 3: a rank was too late in a save, and no save can follow: start again, to go on"
+    assert str(caught.value) == line
+
+
+def test_a_lock_of_another_node_is_waited_for(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file server keeps the lock of a node that is lost, for a while. One of this node is real."""
+    monkeypatch.setattr(run_folder, "_LOOK", 0.01, raising=False)
+    monkeypatch.setattr(run_folder, "_LEASE", 5.0, raising=False)
+    lock = tmp_path / ".lock"
+    for holder, waits in (("process 7 on lost", True), (f"process 7 on {os.uname().nodename}", False)):
+        lock.write_text(f"{holder}\n")
+        held = lock.open()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        line = f"run.dir: {tmp_path} is in use by another run ({holder})"
+        if not waits:
+            assert refusal(RunFolder, str(tmp_path)) == line
+            continue
+        timer = threading.Timer(0.3, held.close)
+        timer.start()
+        RunFolder(str(tmp_path)).release()
+        timer.join()
+        assert capsys.readouterr().out == f"{line}; waits for 5 s, in case that node is lost\n"
+        assert lock.read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+    held.close()
+
+
+def test_a_lock_on_a_full_disk(alone: None, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        said = refusal(RunFolder, str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said == f"run.dir: cannot write to {tmp_path}: .lock: {os.strerror(errno.EFBIG)}"
 
 
 @pytest.mark.parametrize("quick", [{}, {"precision__param": "bfloat16"}, {"compile__mode": "block"}])

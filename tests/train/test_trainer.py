@@ -22,7 +22,7 @@ from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError
 from compose.train.readings import Reading, StepClock, read_step
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
-from tests.support.command_lines import QUICK, answered, begin, command, execute, launch
+from tests.support.command_lines import QUICK, TIMEOUT, answered, begin, command, execute, launch
 from tests.support.helpers import ROOT, make_job
 from tests.support.pool import Pool
 from tests.support.training import (
@@ -283,6 +283,15 @@ def test_two_ranks_train(tmp_path: Path) -> None:
     assert done.stdout.count("step 3/3") == 1
     assert logged_steps(tmp_path / "run") == [1, 2, 3]
     assert list((tmp_path / "run").glob("events*"))
+
+
+def test_output_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    """The log may be on a disk that is full, as the one of the checkpoints is."""
+    words = command("train.py", *QUICK, "--train.steps=3", f"--run.dir={tmp_path}/run")
+    with Path("/dev/full").open("w") as full:
+        done = begin(words, stdout=full, stderr=full)
+        assert done.wait(TIMEOUT) == 0
+    assert logged_steps(tmp_path / "run") == [1, 2, 3]
 
 
 @pytest.mark.slow
