@@ -1,5 +1,7 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
+import math
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from inspect import signature
@@ -60,7 +62,8 @@ def forward_backward(
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
-        ConfigError: The ranks cannot share the sequences, or a model with dropout gets no key for it.
+        ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, or
+            the ranks have gradients of different parameters.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
@@ -89,8 +92,28 @@ def forward_backward(
         else:
             total = _run(model, batch, micro_batch, loss, composition.data[0])
     finish_step(model, mesh)
+    _check_gradients(composition, total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
+
+
+def _check_gradients(composition: Composition, device: torch.device) -> None:
+    """Raise ConfigError if ranks of data parallel have gradients of different parameters.
+
+    A message of gradients has no names, and only those that a rank has: others would be added to them.
+    """
+    mesh, data = composition.mesh, (*BATCH_AXES, "cp")
+    lacking = [n for n, p in composition.named_parameters() if p.requires_grad and p.grad is None]
+    own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
+    total = sum_over(own, mesh, data)
+    # A GPU is waited for only where a gradient is lacking. A simulation has nothing to read.
+    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
+    if reads and float(total) != float(own) * math.prod(axis_size(mesh, axis) for axis in data):
+        raise ConfigError(
+            f"model: {lacking[0] if lacking else 'some parameter'} has a gradient on some ranks of data"
+            " parallel and not on others, so that their sums are wrong; let each forward use every"
+            " parameter, as by adding 0.0 * parameter.sum() to its output"
+        )
 
 
 def begun(
