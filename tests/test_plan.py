@@ -91,13 +91,13 @@ def test_either_name_covers_a_tied_parameter() -> None:
 
 
 def test_parameters_that_a_copy_changes() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight.register_hook(lambda gradient: 2 * gradient)
-    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    model[2].bias.data = model[0].bias.data
+    first, second, third = parts = [nn.Linear(3, 3) for _ in range(3)]
+    second.weight.register_hook(lambda gradient: 2 * gradient)
+    third.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    third.bias.data = first.bias.data
     hook = "has a hook, which its parts would not have; change the gradient after forward_backward, or"
     hook += " by a torch.autograd.Function in forward"
-    assert problems(Plan(), model) == [
+    assert problems(Plan(), nn.Sequential(*parts)) == [
         f"parameter 1.weight {hook}",
         f"parameter 2.weight {hook}",
         "parameters 0.bias and 2.bias are two in one memory, which a copy separates; make them one"

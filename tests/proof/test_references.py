@@ -35,6 +35,13 @@ class Noise(nn.Module):
         return x + 0.1 * torch.randn_like(x)
 
 
+class Seldom(nn.Module):
+    """With the seed of the proof, the first twelve numbers have no effect."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.9 else 2 * x
+
+
 class Functional(nn.Module):
     """Random in its own forward, around a module that is not."""
 
@@ -44,6 +51,11 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(F.dropout(x, 0.5))
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0.1 * x.mean(0)
 
 
 class Counts(nn.Module):
@@ -146,10 +158,17 @@ RANDOM = (
         (Noise, RANDOM.format(inner=" (Noise)")),
         (Functional, RANDOM.format(inner=" (Functional)")),
         (partial(nn.Sequential, nn.Linear(8, 8), Noise()), RANDOM.format(inner=".1 (Noise)")),
+        (Seldom, RANDOM.format(inner="").replace("part", "the forward (Around)")),
         (
             partial(nn.BatchNorm1d, 8),
             "model: part is BatchNorm1d, whose result depends on which samples are in one forward, so"
             " that meshes differ; use GroupNorm or LayerNorm, or call its eval()",
+        ),
+        (
+            Centred,
+            "loss_function: samples in one forward give another loss than one by one, so that meshes"
+            " differ: it has to return the sum over targets, not their mean (with PyTorch's losses,"
+            ' reduction="sum"), and the model may compute nothing over samples',
         ),
         (
             Counts,
