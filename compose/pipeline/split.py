@@ -382,16 +382,16 @@ def _noted(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[list[Any
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the tensors, numbers and texts that differ in two calls of a layer."""
+    kinds = (Tensor, int, float, str, type(None))
     for key in (key for key in one if key in other):
-        for pair in zip(tree_leaves(one[key]), tree_leaves(other[key]), strict=False):
-            tensors = [local_tensor(value) for value in pair if isinstance(value, Tensor)]
-            if len(tensors) == 2:
-                same = tensors[0].dtype == tensors[1].dtype and torch.equal(*tensors)
+        for a, b in zip(tree_leaves(one[key]), tree_leaves(other[key]), strict=False):
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                same = a.dtype == b.dtype and torch.equal(local_tensor(a), local_tensor(b))
             else:  # other objects, as caches, are not compared
-                plain = all(isinstance(x, (Tensor, int, float, str, type(None))) for x in pair)
-                same = not plain or (not tensors and pair[0] == pair[1])
+                plain = isinstance(a, kinds) and isinstance(b, kinds)
+                same = not plain or (type(a) is type(b) and a == b)
             if not same:
-                yield key, *pair
+                yield key, a, b
 
 
 def _form(value: Any) -> str:

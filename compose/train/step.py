@@ -2,13 +2,15 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -86,24 +88,28 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
+    lacking: list[str] = []
     with scales, loss_parallel(), hpz, sent, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
-            total = _run(model, batch, micro_batch, loss, composition.data[0])
+            total = _run(model, batch, micro_batch, loss, composition.data[0], lacking)
     finish_step(model, mesh)
-    _check_gradients(composition, total.device)
+    _check_gradients(mesh, [*lacking, *_lacking(model)], total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
 
 
-def _check_gradients(composition: Composition, device: torch.device) -> None:
+def _lacking(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def _check_gradients(mesh: DeviceMesh, lacking: Sequence[str], device: torch.device) -> None:
     """Raise ConfigError if ranks of data parallel have gradients of different parameters.
 
     A message of gradients has no names, and only those that a rank has: others would be added to them.
     """
-    mesh, data = composition.mesh, (*BATCH_AXES, "cp")
-    lacking = [n for n, p in composition.named_parameters() if p.requires_grad and p.grad is None]
+    data = (*BATCH_AXES, "cp")
     own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
     total = sum_over(own, mesh, data)
     # A GPU is waited for only where a gradient is lacking. A simulation has nothing to read.
@@ -247,9 +253,17 @@ def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any
 
 
 def _run(
-    model: nn.Module, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, data: DataParallel
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    micro_batch: int,
+    loss: StepLoss,
+    data: DataParallel,
+    lacking: list[str],
 ) -> Tensor:
-    """Run forward and backward of one micro-batch after another, and return the sum of their losses."""
+    """Run forward and backward of one micro-batch after another, and return the sum of their losses.
+
+    ``lacking`` gets the parameters of which the first one's message had no gradient.
+    """
     total = torch.zeros((), device=batch["targets"].device)
     parts = list(micro_batches(batch, micro_batch))
     for number, part in enumerate(parts):
@@ -259,6 +273,8 @@ def _run(
         value = loss(model(**part), targets)
         value.backward()
         data.end_micro_batch()
+        if number == 0 and len(parts) > 1 and data.zero >= 2 and isinstance(model, FSDPModule):
+            lacking += _lacking(model)
         total = total + value.detach()  # the loss may be wider than float32
     return total
 
