@@ -22,7 +22,6 @@ from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
-from compose.parallel.data_parallel import DataParallel
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
@@ -93,7 +92,7 @@ def forward_backward(
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
-            total = _run(model, batch, micro_batch, loss, composition.data[0], lacking)
+            total = _run(composition, batch, micro_batch, loss, lacking)
     finish_step(model, mesh)
     _check_gradients(mesh, [*lacking, *_lacking(model)], total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
@@ -253,17 +252,13 @@ def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any
 
 
 def _run(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    micro_batch: int,
-    loss: StepLoss,
-    data: DataParallel,
-    lacking: list[str],
+    whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, lacking: list[str]
 ) -> Tensor:
     """Run forward and backward of one micro-batch after another, and return the sum of their losses.
 
-    ``lacking`` gets the parameters of which the first one's message had no gradient.
+    ``lacking`` gets the parameters of which the first one's message, if it has one, had no gradient.
     """
+    model, data = whole.model, whole.data[0]
     total = torch.zeros((), device=batch["targets"].device)
     parts = list(micro_batches(batch, micro_batch))
     for number, part in enumerate(parts):

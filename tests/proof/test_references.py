@@ -35,13 +35,6 @@ class Noise(nn.Module):
         return x + 0.1 * torch.randn_like(x)
 
 
-class Seldom(nn.Module):
-    """With the seed of the proof, the first twelve numbers have no effect."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand(()) < 0.9 else 2 * x
-
-
 class Functional(nn.Module):
     """Random in its own forward, around a module that is not."""
 
@@ -158,7 +151,6 @@ RANDOM = (
         (Noise, RANDOM.format(inner=" (Noise)")),
         (Functional, RANDOM.format(inner=" (Functional)")),
         (partial(nn.Sequential, nn.Linear(8, 8), Noise()), RANDOM.format(inner=".1 (Noise)")),
-        (Seldom, RANDOM.format(inner="").replace("part", "the forward (Around)")),
         (
             partial(nn.BatchNorm1d, 8),
             "model: part is BatchNorm1d, whose result depends on which samples are in one forward, so"
