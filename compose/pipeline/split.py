@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -318,17 +318,23 @@ def try_first_stage(
         # A stage may take more than its model, as the numbers of samples.
         inputs = {name: value for name, value in inputs.items() if name in taken}
     other, held = stream + 1, dict(container)  # what forward makes of the stream has to show
-    stand: Any = Skipped(layer)
-    stand.forward = wraps(layer.forward)(lambda *args, **named: result)
+    stands = dict[str, Any]()
+    for key, part in [*cast(Any, stage.get_submodule(layers)._modules.items())][:2]:
+        stands[key] = Skipped(part)
+        stands[key].forward = wraps(part.forward)(lambda *args, **named: result)
+    *_, second = stands
 
     def run() -> Any:
         return shell(other.clone(), **inputs)  # forward may work in place
 
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
         alone = plain_stream(run())
-        container.update(dict.fromkeys([*held][:1] if whole else ["0", "1"], stand))
-        _, ((_, later, _), *more) = _noted(stand, run)
-    container.clear()
+        container.update(stands)
+        _, ((_, later, _), *_) = _noted(next(iter(stands.values())), run)
+        _, ((_, behind, _), *_) = _noted(stands[second], run)
+        container.clear()
+        container.update({**held, second: stands[second]})
+        _, ((_, begins, _), *_) = _noted(stands[second], run)
     container.update(held)
     if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
         raise ConfigError(
@@ -341,7 +347,7 @@ def try_first_stage(
             f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
             f" {_form(late)}, not the same, in others: {instead}; {cure}"
         )
-    for key, early, late in _unlike(call, more[0][1] if more else {}):
+    for key, early, late in _unlike(begins, behind):
         raise ConfigError(
             f"plan.pipeline: the second layer gets {key} = {_form(late)}, and {_form(early)}, not the"
             " same, if a stage begins with it: a stage hands on the stream alone, and counts its layers"
@@ -386,7 +392,7 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[
     for key in (key for key in one if key in other):
         for a, b in zip(tree_leaves(one[key]), tree_leaves(other[key]), strict=False):
             if isinstance(a, Tensor) and isinstance(b, Tensor):
-                same = a.dtype == b.dtype and torch.equal(local_tensor(a), local_tensor(b))
+                same = local_tensor(a).equal(local_tensor(b))
             else:  # other objects, as caches, are not compared
                 plain = isinstance(a, kinds) and isinstance(b, kinds)
                 same = not plain or (type(a) is type(b) and a == b)
