@@ -194,6 +194,7 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
         raise ConfigError(*problems)
     outputs = parts["output"]
     result = Resolved(**{**parts, "output": outputs[0] if outputs else ""})
+    problems += _unfit_parameters(model)
     tensor, expert = [n for n, _ in result.tensor], [n for n, _ in result.expert]
     sharded = [n for unit in result.shard for n in unit]
     problems += _twice("tensor or replicate", tensor + result.replicate)
@@ -216,6 +217,24 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
     if problems:
         raise ConfigError(*problems)
     return result
+
+
+def _unfit_parameters(model: nn.Module) -> list[str]:
+    """Return one line for each parameter that would lose something where it is copied or cut."""
+    problems, names = [], dict[int, str]()
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            problems.append(
+                f"parameter {name} has a hook, which its parts would not have; change the gradient"
+                " after forward_backward, or by a torch.autograd.Function in forward"
+            )
+        kept = type(p) is nn.Parameter and not p.is_meta and p.numel()
+        if kept and (first := names.setdefault(p.data_ptr(), name)) != name:
+            problems.append(
+                f"parameters {first} and {name} are two in one memory, which a copy separates; make"
+                " them one parameter"
+            )
+    return problems
 
 
 def _unfit_styles(styles: Iterable[tuple[str, ParallelStyle]], model: nn.Module) -> list[str]:

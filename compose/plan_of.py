@@ -262,7 +262,7 @@ class _Decoder:
             for node in ast.walk(ast.parse(textwrap.dedent(source)))
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            if ast.unparse(target) == "logits"
+            if re.match(r"logits(\[|$)", ast.unparse(target))
         ]
         name = self._name_of(head)
         return name if len(values) == 1 and _is_output_of(f"self.{name}", values[0]) else ""

@@ -90,6 +90,21 @@ def test_either_name_covers_a_tied_parameter() -> None:
     resolve(plan(config, Parallel(tp=2)), model)
 
 
+def test_parameters_that_a_copy_changes() -> None:
+    first, second, third = parts = [nn.Linear(3, 3) for _ in range(3)]
+    second.weight.register_hook(lambda gradient: 2 * gradient)
+    third.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    third.bias.data = first.bias.data
+    hook = "has a hook, which its parts would not have; change the gradient after forward_backward, or"
+    hook += " by a torch.autograd.Function in forward"
+    assert problems(Plan(), nn.Sequential(*parts)) == [
+        f"parameter 1.weight {hook}",
+        f"parameter 2.weight {hook}",
+        "parameters 0.bias and 2.bias are two in one memory, which a copy separates; make them one"
+        " parameter",
+    ]
+
+
 class Rooted(Tiny):
     def __init__(self) -> None:
         super().__init__()

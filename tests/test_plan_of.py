@@ -185,6 +185,7 @@ def test_refusals() -> None:
         ("self.lm_head(h[:, -1:])", True),
         ("self.lm_head(h).float().contiguous()", True),
         ("self.lm_head(h) * scale", False),
+        ("self.lm_head(h)\nlogits[..., 3] = 0.0", False),
         ("self.lm_head(h).mul(scale)", False),
         ("self.lm_head(h).float(scale)", False),
         ("self.lm_head.other(h)", False),

@@ -8,11 +8,11 @@ to call layers as the first stage does. Otherwise a later stage fails, or is wro
 import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -284,10 +284,6 @@ def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
 _CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
 
 
-class _Called(Exception):
-    """A forward has come to its first layer."""
-
-
 @torch.no_grad()
 def try_first_stage(
     stage: nn.Module, shell: nn.Module, cut: "Pipeline", first: Tensor, inputs: Mapping[str, Any]
@@ -299,7 +295,7 @@ def try_first_stage(
     with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
         if layer is None or first.is_meta:
             return stage(first, **inputs)
-        output, stream, others = _noted(layer, False, lambda: stage(first, **inputs))
+        output, ((stream, call, result), *_) = _noted(layer, lambda: stage(first, **inputs))
     if type(stream) is not Tensor:
         return output
     from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
@@ -317,29 +313,42 @@ def try_first_stage(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
         inputs = {name: value for name, value in inputs.items() if name in taken}
+    other, held = stream + 1, dict(container)  # what forward makes of the stream has to show
+    stands = dict[str, Any]()
+    for key, part in [*cast(Any, stage.get_submodule(layers)._modules.items())][:2]:
+        stands[key] = Skipped(part)
+        stands[key].forward = wraps(part.forward)(lambda *args, **named: result)
+    *_, second = stands
+
+    def run() -> Any:
+        return shell(other.clone(), **inputs)  # forward may work in place
+
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
-        alone = plain_stream(shell(stream, **inputs))
-        container[next(iter(container), "0")] = layer
-        _, _, later = _noted(layer, True, lambda: shell(stream, **inputs))
-    if alone.shape != stream.shape or not torch.equal(alone.to(stream.dtype), stream):
+        alone = plain_stream(run())
+        container.update(stands)
+        _, ((_, later, _), *_) = _noted(next(iter(stands.values())), run)
+        _, ((_, behind, _), *_) = _noted(stands[second], run)
+        container.clear()
+        container.update({**held, second: stands[second]})
+        _, ((_, begins, _), *_) = _noted(stands[second], run)
+    container.update(held)
+    if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
         raise ConfigError(
             f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
             f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
             f" same; do that in a module of first or last, {_CURE}"
         )
-    pairs = [
-        (key, *both)
-        for key, value in others.items()
-        for both in zip(tree_leaves(value), tree_leaves(later.get(key)), strict=False)
-    ]
-    for key, early, late in pairs:
-        if not isinstance(early, Tensor) or not isinstance(late, Tensor):
-            continue
-        if not local_tensor(early).equal(local_tensor(late)):  # nor if shapes differ
-            raise ConfigError(
-                f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
-                f" {_form(late)}, not the same, in others: {instead}; {cure}"
-            )
+    for key, early, late in _unlike(call, later):
+        raise ConfigError(
+            f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
+            f" {_form(late)}, not the same, in others: {instead}; {cure}"
+        )
+    for key, early, late in _unlike(begins, behind):
+        raise ConfigError(
+            f"plan.pipeline: the second layer gets {key} = {_form(late)}, and {_form(early)}, not the"
+            " same, if a stage begins with it: a stage hands on the stream alone, and counts its layers"
+            f" anew; have no {key} that depends on the layers before, {_CURE}"
+        )
     return output
 
 
@@ -356,20 +365,36 @@ def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
         raise
 
 
-def _noted(layer: nn.Module, ends: bool, run: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return what ``run`` returns, and the first and other arguments of ``layer``, where it may end."""
-    names, call = list(signature(layer.forward).parameters), dict[str, Any]()
+def _noted(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
+    """Return what ``run`` returns, and of calls of ``layer`` the stream, other arguments and output."""
+    names, calls = list(signature(layer.forward).parameters), list[list[Any]]()
 
-    def note(module: nn.Module, args: Any, named: Any) -> None:
-        call.update({**dict(zip(names, args, strict=False)), **named})
-        if ends:
-            raise _Called
+    def begin(module: nn.Module, args: Any, named: Any) -> None:
+        call = {**dict(zip(names, args, strict=False)), **named}
+        stream = call.pop(names[0], None)
+        others = {key: "the stream" if value is stream else value for key, value in call.items()}
+        calls.append([arrived(stream), others])
 
-    output = None
-    with suppress(_Called), layer.register_forward_pre_hook(note, with_kwargs=True, prepend=True):
-        output = run()
-    return output, arrived(call.pop(names[0], None)), call
+    with (
+        layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+        layer.register_forward_hook(lambda *given: calls[-1].append(given[-1])),
+    ):
+        return run(), calls
 
 
-def _form(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the tensors, numbers and texts that differ in two calls of a layer."""
+    kinds = (Tensor, int, float, str, type(None))
+    for key in (key for key in one if key in other):
+        for a, b in zip(tree_leaves(one[key]), tree_leaves(other[key]), strict=False):
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                same = local_tensor(a).equal(local_tensor(b))
+            else:  # other objects, as caches, are not compared
+                plain = isinstance(a, kinds) and isinstance(b, kinds)
+                same = not plain or (type(a) is type(b) and a == b)
+            if not same:
+                yield key, a, b
+
+
+def _form(value: Any) -> str:
+    return str(tuple(value.shape) if isinstance(value, Tensor) else value)

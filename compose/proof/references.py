@@ -6,7 +6,7 @@ into float64: a buffer in a product, a loss with a tensor of weights, a cast for
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,8 @@ _FINER = 2.0**-29
 # In float64 a sum of parts that cancel leaves 2^-29 of the error that float32 makes there. Any other
 # gradient is about a million times that error.
 _ZERO = 1e-4
+# So many samples have to give together the sum of the losses that each gives alone, but for this share.
+_TOGETHER, _ALONE = 4, 1e-4
 # A margin counts as a tie up to this many times the greatest change of a margin by rounding.
 _TIE = 2.0
 
@@ -64,15 +66,17 @@ class References:
 
     In a reduced precision the ``own`` run takes the composition's micro-batches, so that it rounds as
     often. Otherwise it takes other micro-batches, since a correct result does not depend on them.
+    ``ranks`` is the number of those that share the ``samples``.
     """
 
     def __init__(
-        self, model: nn.Module, run: "ProofRun", trial: "Trial", samples: int, tie: float
+        self, model: nn.Module, run: "ProofRun", trial: "Trial", samples: int, ranks: int, tie: float
     ) -> None:
         self.model, self.tie = model, tie
         setup, precision, finest, split = run.setup, run.precision, run.finest, trial.micro_batch
-        # The samples of one forward for a run that must not use the composition's micro-batches.
-        other = None if split is not None and split < samples else (samples + 1) // 2
+        # The samples of one forward in the composition, and for a run that must not use as many.
+        cut = split or -(-samples // ranks)
+        other = None if cut < samples else (samples + 1) // 2
 
         def one(kind: Precision, micro_batch: int | None, float8: Choice = NOTHING) -> OneProcess:
             return OneProcess(
@@ -92,7 +96,7 @@ class References:
         self.again: OneProcess | None = None
         if precision == finest:
             self.own = self.exact
-            self.again = one(finest, split)
+            self.again = one(finest, cut)
             self.coarse = one(Precision(), other) if finest == EXACT else self.again
         else:
             self.own = self.coarse = one(precision, split if precision.reduced else other, setup.float8)
@@ -154,7 +158,11 @@ class References:
         size = float(exact.double().norm())
         state: State = "zero" if size <= _ZERO * rounding else ""
         if self.again:
-            rounding = max(rounding * _FINER, _distance(of(self.again), own))
+            # Other micro-batches change it by rounding. More than that of float32 is a fault: the model
+            # mixes samples.
+            recut = _distance(of(self.again), own)
+            most = recut if self.coarse is self.again else rounding
+            rounding = max(rounding * _FINER, min(recut, most))
         return Expected(own, rounding, exact, state)
 
     def gradient(self, name: str) -> Expected:
@@ -230,21 +238,6 @@ def check_provable(batches: Sequence[Mapping[str, Tensor]], parallel: Parallel) 
             )
 
 
-def _check_sum(loss_function: LossFunction, output: object, targets: Tensor) -> None:
-    """Raise ConfigError if the loss is a mean: only a sum doubles when all targets come twice."""
-    if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != len(targets):
-        return
-    with torch.no_grad():
-        once = float(loss_function(output, targets))
-        twice = float(loss_function(torch.cat([output, output]), torch.cat([targets, targets])))
-    if abs(twice - 2 * once) > 1e-2 * abs(once):
-        ratio = twice / once if once else float("inf")
-        raise ConfigError(
-            f"loss_function: all targets twice give {ratio:.3g} times the loss, not 2: it has to return"
-            ' the sum over targets, not their mean; with PyTorch\'s losses, reduction="sum"'
-        )
-
-
 def examine(
     model: nn.Module,
     batch: Mapping[str, Tensor],
@@ -260,12 +253,33 @@ def examine(
     one, given = run(Precision())
     inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
     check_repeats(one.model, lambda: one.forward(inputs))
-    with torch.no_grad():
-        _check_sum(loss_function, one.forward(inputs), batch["targets"][:micro_batch])
     exact, given = run(EXACT)
     sample = {name: value[:1] for name, value in given.items()}
     count = torch.ones((), device=batch["targets"].device)
-    return float64_problem(lambda: exact.accumulate(sample, count))
+    widens, problem = float64_problem(lambda: exact.accumulate(sample, count))
+    with nullcontext() if problem else Widened(widens):
+        _check_alone(one if problem else exact, given)
+    return widens, problem
+
+
+@torch.no_grad()
+def _check_alone(one: OneProcess, batch: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError unless samples in one forward have the loss that they have one by one."""
+
+    def loss(rows: Tensor) -> float:
+        part = {name: value[rows] for name, value in batch.items()}
+        targets = part.pop("targets")
+        return float(one.plain_loss(one.forward(part), targets))
+
+    samples = len(batch["targets"])  # one alone is taken twice, as a mean is no sum of those either
+    rows = torch.arange(max(2, min(_TOGETHER, samples))) % samples
+    alone = [loss(row) for row in rows[:, None]]
+    if not abs(loss(rows) - sum(alone)) <= _ALONE * sum(map(abs, alone)):
+        raise ConfigError(
+            "loss_function: samples in one forward give another loss than one by one, so that meshes"
+            " differ: it has to return the sum over targets, not their mean (with PyTorch's losses,"
+            ' reduction="sum"), and the model may compute nothing over samples'
+        )
 
 
 def _none(precision: Precision, named: Named) -> torch.optim.Optimizer:

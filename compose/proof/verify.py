@@ -255,7 +255,7 @@ def compare(
     spread(model, composition, first)
 
     samples = len(batches[0]["targets"])
-    reference = References(model, run, trial, samples, tie=tolerance.loss) if first else None
+    reference = References(model, run, trial, samples, count, tolerance.loss) if first else None
 
     def expected(of: Callable[[References], _T]) -> _T | None:
         return of(reference) if reference else None

@@ -1,12 +1,16 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
-from collections.abc import Iterator, Mapping
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -18,7 +22,6 @@ from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
-from compose.parallel.data_parallel import DataParallel
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
@@ -60,7 +63,8 @@ def forward_backward(
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
-        ConfigError: The ranks cannot share the sequences, or a model with dropout gets no key for it.
+        ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, or
+            the ranks have gradients of different parameters.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
@@ -83,14 +87,38 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
+    lacking: list[str] = []
     with scales, loss_parallel(), hpz, sent, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
-            total = _run(model, batch, micro_batch, loss, composition.data[0])
+            total = _run(composition, batch, micro_batch, loss, lacking)
     finish_step(model, mesh)
+    _check_gradients(mesh, [*lacking, *_lacking(model)], total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
+
+
+def _lacking(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def _check_gradients(mesh: DeviceMesh, lacking: Sequence[str], device: torch.device) -> None:
+    """Raise ConfigError if ranks of data parallel have gradients of different parameters.
+
+    A message of gradients has no names, and only those that a rank has: others would be added to them.
+    """
+    data = (*BATCH_AXES, "cp")
+    own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
+    total = sum_over(own, mesh, data)
+    # A GPU is waited for only where a gradient is lacking. A simulation has nothing to read.
+    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
+    if reads and float(total) != float(own) * math.prod(axis_size(mesh, axis) for axis in data):
+        raise ConfigError(
+            f"model: {lacking[0] if lacking else 'some parameter'} has a gradient on some ranks of data"
+            " parallel and not on others, so that their sums are wrong; let each forward use every"
+            " parameter, as by adding 0.0 * parameter.sum() to its output"
+        )
 
 
 def begun(
@@ -224,9 +252,13 @@ def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any
 
 
 def _run(
-    model: nn.Module, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, data: DataParallel
+    whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, lacking: list[str]
 ) -> Tensor:
-    """Run forward and backward of one micro-batch after another, and return the sum of their losses."""
+    """Run forward and backward of one micro-batch after another, and return the sum of their losses.
+
+    ``lacking`` gets the parameters of which the first one's message, if it has one, had no gradient.
+    """
+    model, data = whole.model, whole.data[0]
     total = torch.zeros((), device=batch["targets"].device)
     parts = list(micro_batches(batch, micro_batch))
     for number, part in enumerate(parts):
@@ -236,6 +268,8 @@ def _run(
         value = loss(model(**part), targets)
         value.backward()
         data.end_micro_batch()
+        if number == 0 and len(parts) > 1 and data.zero >= 2 and isinstance(model, FSDPModule):
+            lacking += _lacking(model)
         total = total + value.detach()  # the loss may be wider than float32
     return total
 

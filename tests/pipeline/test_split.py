@@ -84,11 +84,51 @@ class Long(Model):
         return x, torch.ones(tokens.shape[1])
 
 
+class InPlace(Model):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x.mul_(2.0), None
+
+
+class FromTheFirst(Model):
+    """All layers get what the first one got."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, x
+
+
+class Counted(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(shift=0.5, tokens=tokens)
+        for number, layer in enumerate(self.layers):
+            x, _ = layer(x, scale=torch.full((1,), number + 1.0))
+        return self.head(x)
+
+
+class HandedOn(Model):
+    """A layer takes what the layers before it made."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, scale = self.between(self.embedding(shift=0.5, tokens=tokens), tokens)
+        for layer in self.layers:
+            before = x
+            x, _ = layer(x, scale=scale)
+            scale = x - before
+        return self.head(x)
+
+
 class Numbered(Model):
     """nn.TransformerEncoder looks at its first layer so."""
 
     def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None if self.layers[0].training else torch.ones(1)
+
+
+CHANGED = "{} does something to the stream outside the modules of first, layers and last: without them"
+CHANGED += " it takes (1, 4, 6) and returns (1, 4, 6), not the same; do that in a module of first or"
+CHANGED += " last, " + CURE
+SECOND = "the second layer gets scale = {}, and {}, not the same, if a stage begins with it: a stage"
+SECOND += " hands on the stream alone, and counts its layers anew; have no scale that depends on the"
+SECOND += " layers before, " + CURE
 
 
 PIPELINE = Pipeline(["embedding"], "layers", ["head"])
@@ -151,13 +191,7 @@ def _refused(kind: type[Model], tp: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "tp", "line"),
     [
-        (
-            Added,
-            1,
-            "Added does something to the stream outside the modules of first, layers and last: without"
-            " them it takes (1, 4, 6) and returns (1, 4, 6), not the same; do that in a module of first"
-            f" or last, {CURE}",
-        ),
+        (Added, 1, CHANGED.format("Added")),
         (
             Unpacked,
             1,
@@ -170,6 +204,10 @@ def _refused(kind: type[Model], tp: int) -> str:
             "layers get scale = (1, 4) in the first stage, and (1, 4), not the same, in others: "
             + LATER.format("Masked", "(1, 4, 6)", ""),
         ),
+        (InPlace, 1, CHANGED.format("InPlace")),
+        (FromTheFirst, 1, SECOND.format("(1, 4, 6)", "the stream")),
+        (Counted, 1, SECOND.format("(1,)", "(1,)")),
+        (HandedOn, 1, SECOND.format("(1, 4, 6)", "None")),
         (
             Numbered,
             1,

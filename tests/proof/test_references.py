@@ -46,6 +46,11 @@ class Functional(nn.Module):
         return self.inner(F.dropout(x, 0.5))
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0.1 * x.mean(0)
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -150,6 +155,12 @@ RANDOM = (
             partial(nn.BatchNorm1d, 8),
             "model: part is BatchNorm1d, whose result depends on which samples are in one forward, so"
             " that meshes differ; use GroupNorm or LayerNorm, or call its eval()",
+        ),
+        (
+            Centred,
+            "loss_function: samples in one forward give another loss than one by one, so that meshes"
+            " differ: it has to return the sum over targets, not their mean (with PyTorch's losses,"
+            ' reduction="sum"), and the model may compute nothing over samples',
         ),
         (
             Counts,

@@ -153,6 +153,49 @@ def test_a_loss_scale_is_taken_away_without_clipping_too(pool: Pool) -> None:
     assert pool.run(_scaled, 1) == [(5.0, [3.0, 4.0])]
 
 
+class _Chosen(nn.Module):
+    """Each sample goes to one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(1, 3) for _ in range(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        positive = input[:, 0] > 0
+        result = input.new_zeros(len(input), 3)
+        for part, mine in zip(self.parts, (positive, ~positive), strict=True):
+            if mine.any():
+                result[mine] = part(input[mine])
+        return result
+
+
+def _choose(parallel: Parallel, inputs: list[list[float]], micro_batch: int | None = None) -> str:
+    composition = apply(_Chosen(), Plan(), make_mesh(parallel), Options(parallel))
+    input = torch.tensor(inputs[dist.get_rank()])[:, None]
+    batch = {"input": input, "targets": torch.zeros(len(input), dtype=torch.int64)}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return refusal(forward_backward, composition, batch, micro_batch=micro_batch, loss_function=loss)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(dp_shard=2), Parallel(dp_shard=2, zero=1), Parallel(dp_shard=1, dp_replicate=2)],
+    ids=["zero 3", "zero 1", "replicas"],
+)
+def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Parallel) -> None:
+    """A rank's gradient of one layer was added to the other's of another layer."""
+    line = "model: parts.{}.weight has a gradient on some ranks of data parallel and not on others, so"
+    line += " that their sums are wrong; let each forward use every parameter, as by adding 0.0 *"
+    line += " parameter.sum() to its output"
+    assert pool.run(_choose, 2, parallel, [[1.0], [-1.0]]) == [line.format(1), line.format(0)]
+    assert pool.run(_choose, 2, parallel, [[1.0], [1.0]]) == [""] * 2
+    # Each micro-batch has a message of its own with ZeRO 2 and 3; at the end no gradient is lacking.
+    refused = (
+        [line.format(1), line.format(0)] if parallel.zero == 3 and parallel.dp_shard == 2 else [""] * 2
+    )
+    assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1) == refused
+
+
 class _Operators(TorchDispatchMode):
     """Counts operators."""
 
