@@ -109,10 +109,8 @@ def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
     else:
         read = given.text if shape == PLAIN else given.needed
         prompt, completion = map(read, SHAPES["prompt"])
-        messages, texts = (
-            _turns(prompt, "user"),
-            isinstance(prompt, str) and isinstance(completion, str),
-        )
+        messages = _turns(prompt, "user")
+        texts = isinstance(prompt, str) and isinstance(completion, str)
         first = len(messages)
         messages += _turns(completion, _ROLE)
     return _chat(given, _messages(messages, names), first, texts)
@@ -245,6 +243,8 @@ def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     if calls := _objects(message.get("tool_calls"), f"message {number}: tool_calls"):
         message["tool_calls"] = calls
+    if message.get(_CALL):
+        raise ValueError(f"message {number}: {_CALL}: is OpenAI's older form; write it as tool_calls")
     if content is None and not calls and thoughts is None:
         raise ValueError(f"message {number} has no content")
     if weight not in (0, 1):
