@@ -34,7 +34,7 @@ TOOLS = [
 ARGUMENTS = [{"city": "Paris"}, {"a": 1, "b": 2.5}, {}, {"city": 'Zür "q"', "n": [1, None, True]}]
 PARTS = ["hello", " world", "\n", "\n\n", "é", "½ ", " return", "日本", "a + b", "  ", "e\u0301", "."]
 # Some templates refuse chats in these words.
-REFUSES = ("alternate", "no system role", "one call alone", "tool call")
+REFUSES = ("alternate", "no system role", "one call alone", "tool call", "the role 'tool'")
 
 
 def user(content: Any) -> dict[str, Any]:
