@@ -111,8 +111,7 @@ def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
         prompt, completion = map(read, SHAPES["prompt"])
         messages = _turns(prompt, "user")
         texts = isinstance(prompt, str) and isinstance(completion, str)
-        first = len(messages)
-        messages += _turns(completion, _ROLE)
+        first, messages = len(messages), [*messages, *_turns(completion, _ROLE)]
     return _chat(given, _messages(messages, names), first, texts)
 
 
@@ -157,14 +156,13 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     given = _Row(row, names)
     values = list(map(given.needed, SHAPES["chosen"]))
     prompt = given.get("prompt")
-    if prompt is None and given.get("instruction") is not None:
+    if prompt is not None:
+        before = _turns(prompt if isinstance(prompt, list) else given.needed("prompt"), "user")
+    elif given.get("instruction") is not None:
         before = _instruction(given)
     else:
-        fields = ("messages", "conversations") if prompt is None else ()
-        asked = next((given.messages(f) for f in fields if given.get(f) is not None), [])
-        if prompt is not None and not isinstance(prompt, list):
-            prompt = given.needed("prompt")
-        before = asked if prompt is None else _turns(prompt, "user")
+        fields = ("messages", "conversations")
+        before = next((given.messages(f) for f in fields if given.get(f) is not None), [])
     before = _messages(before, names)
     sides = [_messages(_turns(value, _ROLE), names) for value in values]
     replies = all(side[0]["role"] == _ROLE for side in sides)
@@ -180,8 +178,7 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
                 f"{given.field(name)!r} has a reply alone; put what it replies to in 'prompt'"
             )
     texts = all(isinstance(value, str) for value in (prompt, *values))
-    chosen, rejected = (_chat(given, side, first, texts) for side in sides)
-    return chosen, rejected
+    return _chat(given, sides[0], first, texts), _chat(given, sides[1], first, texts)
 
 
 def _chat(row: _Row, messages: list[ChatMessage], first: int, texts: bool) -> Chat:

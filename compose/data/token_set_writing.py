@@ -381,6 +381,9 @@ def _chats(
                 )
             pair = job.kind == "pairs"
             chats = pairs_of(row, job.names) if pair else (read_chat(row, job.names),)
+            asked = [[m for m in chat.messages if m["role"] != "system"][:1] for chat in chats]
+            if asked[0] != asked[-1]:
+                raise ValueError("is no pair: the two chats ask for different things")
             rendered = [text for chat in chats for text in replies.render(chat)]
             encoded = [encode(tokenizer, text) for text in rendered]
             if pair and [any(learnt[1:]) for _, learnt in encoded] != [True, True]:
