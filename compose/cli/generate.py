@@ -141,6 +141,8 @@ def _generate_text(source: Path, words: Words) -> None:
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             raise flag_error("--prompt", f"{prompt!r} has no token of {tokenizer.name}")
+        if max(ids) >= job.config.model.config.vocab_size:
+            raise flag_error("--prompt", f"{prompt!r} has the id {max(ids)}, beyond model.vocab_size")
         _check_length(len(ids), sampling.max_tokens, max_seq_len(job.config.model.config))
     with process_group(job.config) as device:
         mesh = init_mesh(job.degrees, device.type)
@@ -232,7 +234,7 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
             f"{beside / FILE}: no such file, and model.vocab_size {size} is not that of bytes; give"
             " --tokenizer FILE, a tokenizer.json, or --tokenizer bytes"
         )
-    if tokenizer.vocab_size > size:
+    if tokenizer.ordinary > size:
         raise ConfigError(
             f"{tokenizer.name}: has {tokenizer.vocab_size} ids, the model's vocabulary {size}; give the"
             " --tokenizer that it was trained with"

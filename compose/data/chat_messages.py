@@ -109,12 +109,9 @@ def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
     else:
         read = given.text if shape == PLAIN else given.needed
         prompt, completion = map(read, SHAPES["prompt"])
-        messages, texts = (
-            _turns(prompt, "user"),
-            isinstance(prompt, str) and isinstance(completion, str),
-        )
-        first = len(messages)
-        messages += _turns(completion, _ROLE)
+        messages = _turns(prompt, "user")
+        texts = isinstance(prompt, str) and isinstance(completion, str)
+        first, messages = len(messages), [*messages, *_turns(completion, _ROLE)]
     return _chat(given, _messages(messages, names), first, texts)
 
 
@@ -159,14 +156,13 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     given = _Row(row, names)
     values = list(map(given.needed, SHAPES["chosen"]))
     prompt = given.get("prompt")
-    if prompt is None and given.get("instruction") is not None:
+    if prompt is not None:
+        before = _turns(prompt if isinstance(prompt, list) else given.needed("prompt"), "user")
+    elif given.get("instruction") is not None:
         before = _instruction(given)
     else:
-        fields = ("messages", "conversations") if prompt is None else ()
-        asked = next((given.messages(f) for f in fields if given.get(f) is not None), [])
-        if prompt is not None and not isinstance(prompt, list):
-            prompt = given.needed("prompt")
-        before = asked if prompt is None else _turns(prompt, "user")
+        fields = ("messages", "conversations")
+        before = next((given.messages(f) for f in fields if given.get(f) is not None), [])
     before = _messages(before, names)
     sides = [_messages(_turns(value, _ROLE), names) for value in values]
     replies = all(side[0]["role"] == _ROLE for side in sides)
@@ -182,8 +178,7 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
                 f"{given.field(name)!r} has a reply alone; put what it replies to in 'prompt'"
             )
     texts = all(isinstance(value, str) for value in (prompt, *values))
-    chosen, rejected = (_chat(given, side, first, texts) for side in sides)
-    return chosen, rejected
+    return _chat(given, sides[0], first, texts), _chat(given, sides[1], first, texts)
 
 
 def _chat(row: _Row, messages: list[ChatMessage], first: int, texts: bool) -> Chat:
@@ -245,6 +240,8 @@ def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     if calls := _objects(message.get("tool_calls"), f"message {number}: tool_calls"):
         message["tool_calls"] = calls
+    if message.get(_CALL):
+        raise ValueError(f"message {number}: {_CALL}: is OpenAI's older form; write it as tool_calls")
     if content is None and not calls and thoughts is None:
         raise ValueError(f"message {number} has no content")
     if weight not in (0, 1):

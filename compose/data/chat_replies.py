@@ -115,7 +115,15 @@ class Replies:
                 break
         if best is None:
             raise problem or ValueError
-        return best[1:]
+        _, messages, text = best
+        for i, message in enumerate(messages):
+            role, content = message["role"], text_of(message.get("content"))
+            # Mistral's templates leave a system message out on purpose.
+            written = role in ("assistant", "system") or str(content or "").strip() in text
+            if not written and self._ignored(messages, i, text, chat.more):
+                words = f"does not write the role {role!r}; name another, as in --roles {role}=user"
+                raise ValueError(f"message {i + 1}: the chat template {words}")
+        return messages, text
 
     def _tagged(
         self, chat: Chat, messages: Sequence[ChatMessage], whole: str, marks: list[tuple[int, int]]
@@ -128,6 +136,9 @@ class Replies:
                     f" marks {len(marks)} parts: it is not known which"
                 )
             marks = [mark for i, mark in zip(replies, marks, strict=True) if i in chat.learnt]
+        if len(marks) == len(chat.learnt):
+            for i, (start, stop) in zip(chat.learnt, marks, strict=True):
+                self._check(messages, i, whole[start:stop], whole, chat.more)
         for _, stop in marks:
             if not whole[:stop].rstrip().endswith(self.ends):
                 self.notes["replies have no end token within {% generation %}"] += 1
@@ -139,18 +150,34 @@ class Replies:
         start = self._start(messages, i, text, more)
         # White space after the token that ends the turn is not part of the reply.
         stop = max(start, len(text.rstrip()))
-        body, message = text[start:stop], messages[i]
-        if absent := [f for call in calls_of(message) if (f := str(call.get("name"))) not in body]:
-            raise ValueError(
-                f"message {i + 1}: the chat template does not write its tool call {absent[0]!r}"
-            )
-        content = None if calls_of(message) else text_of(message.get("content"))
-        written = not isinstance(content, str) or content.split("</think>")[-1].strip() in body
-        if not written and text == self.template.text([*messages[:i], _other(message)], more):
-            raise ValueError(f"message {i + 1}: the chat template does not write its content")
+        body = text[start:stop]
+        self._check(messages[: i + 1], i, body, text, more)
         if body.endswith(self.ends) or self._closing(messages[:i], more) != "":
             return Rendered(text, [(start, stop)])
         return Rendered(text[:stop], [(start, stop)], self._end(messages, i, text[:stop], more))
+
+    def _check(
+        self, messages: Sequence[ChatMessage], i: int, body: str, text: str, more: Mapping[str, Any]
+    ) -> None:
+        """Raise ValueError if ``body``, what is learnt of a text, lacks the reply's call or content."""
+        message, content = messages[i], text_of(messages[i].get("content"))
+        calls = calls_of(message)
+        if absent := [f for call in calls if (f := str(call.get("name"))) not in body]:
+            raise ValueError(
+                f"message {i + 1}: the chat template does not write its tool call {absent[0]!r}"
+            )
+        inner, _, words = content.rpartition("</think>") if isinstance(content, str) else ("",) * 3
+        lost = words.strip() not in body
+        if lost and not calls and self._ignored(messages, i, text, more):
+            raise ValueError(f"message {i + 1}: the chat template does not write its content")
+        thoughts = str(message.get("reasoning_content", "")), inner.rpartition("<think>")[2]
+        if (lost and calls) or any(one.strip() not in body for one in thoughts):
+            self.notes["replies have words or thoughts that the chat template leaves out"] += 1
+
+    def _ignored(self, said: Sequence[ChatMessage], i: int, text: str, more: Mapping[str, Any]) -> bool:
+        """Return whether messages have the same text with another content at index i."""
+        other = [*said[:i], {**said[i], "content": PROBE}, *said[i + 1 :]]
+        return self.template.text(other, more) == text
 
     def _start(
         self, messages: Sequence[ChatMessage], i: int, text: str, more: Mapping[str, Any]
@@ -163,12 +190,14 @@ class Replies:
         before = self.template.text(messages[: max(i, 1)], more)
         # Another reply to the same messages tells where the reply itself has begun at the latest.
         latest = _common(text, self.template.text([*messages[:i], _other()], more))
+        # It begins after what the messages before it have written.
+        first = max(min(_common(text, before), latest) if i else 0, latest - _WINDOW)
         # The prompt may open a thought that this reply does not have.
         header = _common(before, asked)
         stops = [header + m.end() for m in _PLACE.finditer(asked[header:])]
         for stop in dict.fromkeys((len(asked), *reversed(stops))):
             end = asked[max(0, stop - _WINDOW) : stop][::-1]
-            places = range(max(0, latest - _WINDOW), latest + 1)
+            places = range(first, latest + 1)
             same, start = max((_common(text[max(0, n - _WINDOW) : n][::-1], end), n) for n in places)
             if same >= _CERTAIN:
                 if extra := asked[stop:].strip():
@@ -231,8 +260,8 @@ class Replies:
         return -1 if after.strip() else len(rendered.text)
 
 
-def _other(reply: ChatMessage | None = None) -> ChatMessage:
-    return {**(reply or {"role": "assistant"}), "content": PROBE}
+def _other() -> ChatMessage:
+    return {"role": "assistant", "content": PROBE}
 
 
 def _common(one: str, other: str) -> int:

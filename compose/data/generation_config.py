@@ -102,8 +102,9 @@ def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
         vocabulary = tokenizer.tokenizer.get_vocab()
         for name in ("bos_token", "pad_token"):
             token = tokenizer.special.get(name)
-            if results[f"{name}_id"] is None and token in vocabulary:
-                results[f"{name}_id"] = vocabulary[token]
+            place = vocabulary.get(token or "", vocab_size)
+            if results[f"{name}_id"] is None and place < vocab_size:  # the model may lack a row for it
+                results[f"{name}_id"] = place
     elif vocab_size == Bytes.vocab_size:
         tokenizer = Bytes()
     if tokenizer:

@@ -75,6 +75,7 @@ class Counts:
     """The counts of one shard, or of all shards."""
 
     tokens: Count = 0
+    highest: Count = 0  # of the ids
     documents: Count = 0
     empty: Count = 0  # documents that are left out, since nothing in them is learnt
     rows: Count = 0  # rows of JSON or Parquet, or files of text, without the bad ones
@@ -197,6 +198,7 @@ def _work(
 def _add(total: Counts, more: Counts) -> None:
     for name in ("tokens", "documents", "empty", "rows", "replies", "learnt", "bad"):
         setattr(total, name, getattr(total, name) + getattr(more, name))
+    total.highest = max(total.highest, more.highest)
     total.reasons = [*total.reasons, *more.reasons][:_REASONS]
     total.notes = dict(Counter(total.notes) + Counter(more.notes))
 
@@ -247,11 +249,12 @@ def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | Non
 def _publish(job: TokenizeJob, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
     tokenizer = _tokenizer(job)
     copy_tokenizer(tokenizer.path.parent, target, tokenizer.path)
+    size = max(tokenizer.ordinary, total.highest + 1, job.end + 1)  # of the vocabulary that it needs
     manifest = {
         "format": FORMAT,
         "kind": job.kind,
         "dtype": _dtype(tokenizer),
-        "tokenizer": {"sha256": job.sha256, "vocab_size": tokenizer.vocab_size, "end": job.end},
+        "tokenizer": {"sha256": job.sha256, "vocab_size": size, "end": job.end},
         "tokens": total.tokens,
         "documents": total.documents,
         "added": job.added,
@@ -294,6 +297,7 @@ def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
         for ids, learnt, ends in make(job, unit, tokenizer, counts):
             files[0].write(np.asarray(ids, _dtype(tokenizer)).tobytes())
             counts.tokens += len(ids)
+            counts.highest = max(counts.highest, *ids, 0)
             if ends:
                 counts.documents += 1
                 files[1].write(np.asarray([counts.tokens], "<i8").tobytes())
@@ -377,6 +381,9 @@ def _chats(
                 )
             pair = job.kind == "pairs"
             chats = pairs_of(row, job.names) if pair else (read_chat(row, job.names),)
+            asked = [[m for m in chat.messages if m["role"] != "system"][:1] for chat in chats]
+            if asked[0] != asked[-1]:
+                raise ValueError("is no pair: the two chats ask for different things")
             rendered = [text for chat in chats for text in replies.render(chat)]
             encoded = [encode(tokenizer, text) for text in rendered]
             if pair and [any(learnt[1:]) for _, learnt in encoded] != [True, True]:

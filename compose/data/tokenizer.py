@@ -43,7 +43,7 @@ _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁se
 class Bytes:
     """The tokenizer whose ids are the bytes of UTF-8; the id 256 ends a document."""
 
-    name, sha256, vocab_size, end = "bytes", "", SEPARATOR + 1, SEPARATOR
+    name, sha256, vocab_size, ordinary, end = "bytes", "", SEPARATOR + 1, SEPARATOR + 1, SEPARATOR
 
     def encode(self, text: str, added: bool = True, markup: bool = False) -> list[int]:
         """Return the bytes of ``text`` in UTF-8; nothing is added, and no text is special."""
@@ -86,6 +86,10 @@ class JsonTokenizer:
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps: the model needs a row for the highest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        added = self.tokenizer.get_added_tokens_decoder()
+        plain = (i for i in vocabulary.values() if i not in added or not added[i].special)
+        self.ordinary = max(plain, default=-1) + 1
+        """The same without special tokens after all others: Gemma 3's 1B has no row for such a one."""
         named = self.special.get("eos_token")
         ends = [vocabulary[named]] if named in vocabulary else []
         if not named:

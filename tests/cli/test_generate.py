@@ -205,8 +205,12 @@ def test_which_tokenizer(runs: Runs, tmp_path: Path) -> None:
     assert _tokenizer("", run, folders, larger).name == str(file)
     assert _tokenizer(str(other), run, folders, larger).name == str(other)
     assert _tokenizer("", tmp_path / "other", [], larger).name == str(other)  # as Hugging Face has it
+    more = '{"additional_special_tokens": ["<image>"]}'  # the model has no row for it
+    (tmp_path / "other/special_tokens_map.json").write_text(more)
+    exact = replace(config, model=replace(config.model, config=llama.Config(vocab_size=280)))
+    assert _tokenizer(str(other), run, folders, exact).vocab_size == 281
     assert refusal(_tokenizer, str(other), run, folders, config) == (
-        f"{other}: has 280 ids, the model's vocabulary 257; give the --tokenizer that it was trained"
+        f"{other}: has 281 ids, the model's vocabulary 257; give the --tokenizer that it was trained"
         " with"
     )
 

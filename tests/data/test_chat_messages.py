@@ -186,6 +186,9 @@ REFUSED: dict[str, Row] = {
         HUMAN, ("function_call", "f(1)")
     ),
     "message 2: function_call: is not a list of objects": share(HUMAN, ("function_call", "[5]")),
+    "message 2: function_call: is OpenAI's older form; write it as tool_calls": said(
+        "a", content="", function_call={"name": "f", "arguments": "{}"}
+    ),
     "message 1 has no role": {"conversations": ["a"]},
     "message 2 has no role": {"messages": [ASKED, {"content": "b"}]},
     "message 1 has no content": {"messages": [{"role": "user"}]},

@@ -3,6 +3,7 @@ templates and kinds of tokenizers."""
 
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ TOOLS = [
 ARGUMENTS = [{"city": "Paris"}, {"a": 1, "b": 2.5}, {}, {"city": 'Zür "q"', "n": [1, None, True]}]
 PARTS = ["hello", " world", "\n", "\n\n", "é", "½ ", " return", "日本", "a + b", "  ", "e\u0301", "."]
 # Some templates refuse chats in these words.
-REFUSES = ("alternate", "no system role", "one call alone", "tool call")
+REFUSES = ("alternate", "no system role", "one call alone", "tool call", "the role 'tool'")
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -338,6 +339,17 @@ def test_a_prompt_that_opens_a_thought(ours: JsonTokenizer) -> None:
     assert replies.notes == {"replies do not begin with the '<think>' of the template's prompt": 1}
 
 
+def test_a_reply_begins_after_the_messages_before_it(ours: JsonTokenizer) -> None:
+    """An earlier reply has more of what the prompt ends with than the last one has."""
+    source = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
+    source = source.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+    thoughts = {"reasoning_content": "<think>\nt\n</think>\n\n"}
+    row = {"messages": [user("a"), reply("b", **thoughts), user("c"), reply("d", **thoughts)]}
+    (text,) = written(ours, source, row)
+    assert "c" in text.text
+    assert "c" not in learnt(ours, text)
+
+
 def test_a_system_message_that_stands_in_the_prompt_alone(ours: JsonTokenizer) -> None:
     """Mistral's templates write it before the last message, if this is the user's."""
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), reply("b")]}
@@ -416,3 +428,34 @@ def test_a_reply_that_is_not_written(ours: JsonTokenizer) -> None:
     row = {"messages": [user("a"), reply("", tool_calls=[call({})])]}
     with pytest.raises(ValueError, match=r"^message 2: .* does not write its tool call 'get_weather'$"):
         written(ours, plain(FAMILIES["chatml"]), row)
+    with pytest.raises(ValueError, match=r"^message 2: .* does not write its tool call 'get_weather'$"):
+        written(ours, tagged(FAMILIES["chatml"]), row)
+
+
+@pytest.mark.parametrize("write", [plain, tagged])
+def test_a_message_that_is_not_written(ours: JsonTokenizer, write: Callable[[str], str]) -> None:
+    source = write(FAMILIES["zephyr"])
+    with pytest.raises(ValueError, match=r".") as caught:
+        written(ours, source, {"messages": [{"role": "human", "content": "ask"}, reply("b")]})
+    assert str(caught.value) == (
+        "message 1: the chat template does not write the role 'human'; name another, as in --roles"
+        " human=user"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("chatml", {"reasoning_content": "thought"}),
+        ("deepseek_r1", {"content": "<think>thought</think>b"}),
+        ("llama_3.1", {"content": "words", "tool_calls": [call({})]}),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_reply_is_said(
+    ours: JsonTokenizer, name: str, more: dict[str, Any]
+) -> None:
+    for write in (plain, tagged):
+        (ours.path.parent / "chat_template.jinja").write_text(write(FAMILIES[name]))
+        replies = Replies(ours, ours.end)
+        replies.render(read_chat({"messages": [user("a"), reply("b") | more], "tools": TOOLS}))
+        assert replies.notes["replies have words or thoughts that the chat template leaves out"] == 1

@@ -161,6 +161,25 @@ def test_a_vocabulary_that_the_model_lacks_is_named(tmp_path: Path, tokenizer: P
     ]
 
 
+def test_a_special_token_that_no_document_holds_needs_no_row(tmp_path: Path) -> None:
+    """Gemma 3's 1B has a token for images, and no row for it."""
+    file = save_tokenizer(tmp_path / "tokenizer")
+    size, beside = open_tokenizer(file).vocab_size, file.parent / "tokenizer_config.json"
+    config = json.loads(beside.read_text()) | {"additional_special_tokens": ["<image>"]}
+    beside.write_text(json.dumps(config))
+    texts, chats = tmp_path / "texts", tmp_path / "chats"
+    make(file, texts, json_lines(tmp_path / "a.jsonl", documents(20)))
+    assert open_tokenizer(file).vocab_size == size + 1
+    assert len(open_samples(str(texts), Data(), 16, size))
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"prompt": "a", "completion": "<image>"}))
+    job = describe_job(open_tokenizer(file), "chat", "messages", END, [source])
+    make_token_set(job, chats, 1, lambda done, counts: None)
+    assert refusal(open_samples, str(chats), Data(), 16, size) == (
+        f"{chats} has ids up to {size}; set model.vocab_size to at least {size + 1} (it is {size})"
+    )
+
+
 def test_tokenizers_must_agree(tmp_path: Path) -> None:
     file = json_lines(tmp_path / "a.jsonl", documents(5))
     first, second = (save_tokenizer(tmp_path / f"t{n}", vocab_size=n) for n in (262, 263))

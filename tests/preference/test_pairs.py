@@ -78,10 +78,14 @@ def test_tokenized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--workers=1",
         str(file),
     ]
-    file.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "a", "chosen": "b"}])))
+    asked = {"role": "user", "content": "multiply"}
+    other = ROWS[1] | {"rejected": [asked, {"role": "assistant", "content": "no"}]}
+    file.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "a", "chosen": "b"}, other])))
     assert refusal(main, words).startswith(f"{file}:3: ")
     assert main([*words, "--skip-bad", f"--out={out}-2"]) == 0
-    assert "4 conversations of 2 pairs" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "4 conversations of 2 pairs" in table
+    assert f"{file}:4: is no pair: the two chats ask for different things" in table
     path = f"{out}-2"
     config = make_config(1, data__path=path, dpo__beta=0.1, train__seq_len=99, model__vocab_size=300)
     (samples,) = open_data(config).sets
