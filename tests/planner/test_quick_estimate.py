@@ -19,6 +19,8 @@ from compose.planner import quick_estimate
 from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import estimate
+from compose.planner.layer_probe import Figures, Part
+from compose.planner.probe_scaling import combined
 from compose.planner.quick_estimate import QuickEstimate, quick
 from tests.support.helpers import ROOT, tiered
 
@@ -47,6 +49,18 @@ ERROR = dict.fromkeys(FAMILIES, 0.05) | {"gpt2 774m": 0.09}
 @pytest.mark.parametrize("family", tiered(FAMILIES, slow=[f for f in FAMILIES if f != "qwen3 1.7b"]))
 def test_a_family_has_the_recorded_memory(family: str) -> None:
     assert mean(error(*pair) for pair in beside(family)) <= ERROR[family]
+
+
+def test_a_rank_of_ep_has_the_rows_of_more_ranks() -> None:
+    """With ep 8 a rank has one of eight experts, and the rows that eight ranks send to it."""
+    part = Part(
+        "0", "F", "op", 1, ("aten._grouped_mm", "product", "bfloat16"), (True,) * 2 + (False,) * 4
+    )
+
+    def made(tp: int, cp: int, ep: int) -> Figures:
+        return {part: (1e12, 2e9 + 1e9 / ep, 8 / ep, 510.0 * ep, 4096.0, 1024.0)}
+
+    assert combined(1, 1, 8, made)[part][2:] == (1, 8 * 510, 4096, 1024)
 
 
 @pytest.mark.slow
