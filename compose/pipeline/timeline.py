@@ -20,6 +20,8 @@ from compose.pipeline.schedules import (
 )
 
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
+MessageSeconds = float | Callable[[int, int], float]
+"""The time of a message between any two ranks, or a function of the sender and the receiver."""
 _ROUNDING = 1e-12  # of the clock, at which an action's work is done
 
 # For each schedule a formula, and its busy time in units of (p-1), as a multiple of v m.
@@ -65,7 +67,7 @@ def of_run(parallel: Parallel, micro_batches: int) -> tuple[Table, str]:
 def simulate(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float] = lambda action: DURATIONS[action.kind],
-    message: float = 0,
+    message: MessageSeconds = 0,
     after_result: Callable[[Action], float] = lambda action: 0,
     sharing: float = 1,
 ) -> list[Slot]:
@@ -100,7 +102,7 @@ def simulate(
 def _simulate_shared(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float],
-    message: float,
+    message: MessageSeconds,
     sharing: float,
 ) -> list[Slot]:
     """Return when each action runs, if ranks that wait leave their processors to the others.
@@ -145,12 +147,18 @@ def _ready(
     rank: int,
     rank_of: dict[Action, int],
     ends: dict[Action, float],
-    message: float,
+    message: MessageSeconds,
 ) -> float | None:
     """Return when all inputs of an action of ``rank`` have come; None if one was not sent yet."""
+
+    def took(sender: int) -> float:
+        if sender == rank:
+            return 0
+        return message(sender, rank) if callable(message) else message
+
     ready = 0
     for options in inputs:
-        sent = [ends[a] + (message if rank_of[a] != rank else 0) for a in options if a in ends]
+        sent = [ends[a] + took(rank_of[a]) for a in options if a in ends]
         if not sent:
             return None
         ready = max(ready, *sent)

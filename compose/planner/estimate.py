@@ -14,7 +14,7 @@ from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
-from compose.pipeline.timeline import Slot, simulate, versions
+from compose.pipeline.timeline import MessageSeconds, Slot, simulate, versions
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.memory import ACTIVATIONS, STATE, STEP, WEIGHTS, peak, place_of
@@ -250,13 +250,12 @@ def _estimate(
     def after(action: Action) -> float:
         return after_result(parts(action), action.kind)
 
-    def simulated(message: float) -> list[Slot]:
+    def simulated(message: MessageSeconds) -> list[Slot]:
         return simulate(rows, took, message, after, cluster.device.sharing)
 
-    message = _message(job, cluster)
-    slots = simulated(message)
+    slots = simulated(_message(job, cluster))
     # A rank waits for other stages even if messages take no time. The rest is their time.
-    shortest = max(slot.end for slot in (simulated(0.0) if message else slots))
+    shortest = max(slot.end for slot in (simulated(0.0) if job.degrees.pp > 1 else slots))
     length = max(slot.end for slot in slots)
     if not waits:  # the step before fills the gaps of the table, and messages travel meanwhile
         length = shortest = max(sum(map(took, row)) for row in rows)
@@ -264,12 +263,11 @@ def _estimate(
     return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, (length, shortest))
 
 
-def _message(job: Job, cluster: Cluster) -> float:
-    """Return the seconds of a message between two ranks of the pipeline."""
-    if job.degrees.pp == 1:
-        return 0.0
-    stride = job.world_size // job.degrees.pp
-    return costs.collective_seconds(cluster, "p2p", stream_bytes(job.config), 2, stride)
+def _message(job: Job, cluster: Cluster) -> MessageSeconds:
+    """Return a function of two ranks of the pipeline: the seconds of a message between them."""
+    here, each = costs.for_ranks(cluster, job.world_size), job.world_size // job.degrees.pp
+    size = stream_bytes(job.config)
+    return lambda one, other: costs.stage_seconds(here, size, each, one, other)
 
 
 def _summary(

@@ -17,7 +17,7 @@ from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner import costs
 from compose.planner.cluster import Cluster
-from compose.planner.costs import collective_seconds
+from compose.planner.costs import collective_seconds, stage_seconds
 from compose.planner.layer_probe import FIRST, LAST
 from compose.planner.quick_memory import (
     Rank,
@@ -63,6 +63,7 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
 
     If it needs more bytes than ``room``, its seconds are not worked out.
     """
+    cluster, whole = costs.for_ranks(cluster, _world(config.parallel)), cluster.node
     try:
         units = units_of_rank(shape, config, cluster)
         ranks, sizes = ranks_of(shape, config), sizes_of(units, config)
@@ -78,7 +79,7 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     own, trained = (max(column) for column in zip(*kept, strict=True))
     size = peak_bytes(shape, config, units, sizes, zip(ranks, kept, strict=True))
     host = host_bytes(config, own, trained)
-    copies = copies_kept(config, _world(config.parallel) > cluster.node)
+    copies = copies_kept(config, _world(config.parallel) > whole)
     precision = config.precision
     host += copies * trained * (precision.master_dtype.itemsize + 2 * precision.state_dtype.itemsize)
     if sum(size.values()) > room:
@@ -186,7 +187,8 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
         waits /= 3
     if cluster.device.sharing > 1:  # ranks that wait leave their processors to the others
         waits *= max(0.0, 1 - cluster.device.sharing / pp)
-    took = collective_seconds(cluster, "p2p", stream_bytes(config), 2, _world(parallel) // pp)
+    each, size = _world(parallel) // pp, stream_bytes(config)
+    took = sum(stage_seconds(cluster, size, each, rank, rank + 1) for rank in range(pp - 1)) / (pp - 1)
     return waits * mean + took * messages
 
 
@@ -246,5 +248,4 @@ def _offload(config: Config, cluster: Cluster, own: float, count: int) -> dict[s
     Each micro-batch copies its shards for forward and for backward, and its gradients back.
     """
     copied = 3 * count * costs.host_seconds(cluster, own * config.precision.master_dtype.itemsize)
-    host = costs.for_ranks(cluster, _world(config.parallel))
-    return {"offload": copied, "optimizer": costs.processor_seconds(host, 28 * own)}
+    return {"offload": copied, "optimizer": costs.processor_seconds(cluster, 28 * own)}

@@ -382,7 +382,7 @@ def _message(cluster: Cluster, parallel: Parallel, kind: str, axis: str, size: f
         return costs.collective_seconds(cluster, kind, size, parallel.ep, 1)
     ranks = math.prod(getattr(parallel, each) for each in axis.split("+") if hasattr(parallel, each))
     stride = 1 if "tp" in axis else parallel.tp
-    return costs.collective_seconds(cluster, kind, size, 2 if kind == "p2p" else ranks, stride)
+    return costs.collective_seconds(cluster, kind, size, ranks, stride)
 
 
 def stream_bytes(config: Config) -> float:

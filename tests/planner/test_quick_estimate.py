@@ -90,7 +90,7 @@ def test_a_bubble_is_that_of_the_simulator(
     )
     monkeypatch.setattr(quick_estimate, "stream_bytes", lambda *of: 0.0)
     for message in (0.0, 0.01):
-        monkeypatch.setattr(quick_estimate, "collective_seconds", lambda *of, m=message: m)
+        monkeypatch.setattr(quick_estimate, "stage_seconds", lambda *of, m=message: m)
         waits = quick_estimate._bubble(config, load_cluster("h100_sxm"), 3.0)
         length = max(slot.end for slot in simulate(table, lambda action: took[action.kind], message))
         assert waits == pytest.approx(length - 3 * count)
