@@ -66,7 +66,7 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     cluster, whole = costs.for_ranks(cluster, _world(config.parallel)), cluster.node
     try:
         units = units_of_rank(shape, config, cluster)
-        ranks, sizes = ranks_of(shape, config), sizes_of(units, config)
+        ranks, sizes = ranks_of(shape, config), sizes_of(shape, units, config)
     except ConfigError:  # the model cannot be cut so, or the schedule takes other micro-batches
         return QuickEstimate({"compute": math.inf}, {"weights": math.inf})
     kept = [
@@ -203,15 +203,16 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
     over, of_experts = shards(config)
     held = size.whole
     gather = reduce = replicas = 0.0
-    inner = parallel.dp_shard * parallel.cp * parallel.tp
+    data = math.prod((parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp))
     weights = (unit.dense, over, parallel.tp)
     for numbers, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if numbers:
             part = unit.trained * numbers * wide
             gather += collective_seconds(cluster, "all_gather", numbers * width, ranks, stride)
             reduce += collective_seconds(cluster, "reduce_scatter", part, ranks, stride)
+            of_shard = ranks * stride
             replicas += collective_seconds(
-                cluster, "all_reduce", part / ranks, parallel.dp_replicate, inner
+                cluster, "all_reduce", part / ranks, data // of_shard, of_shard
             )
     copies = sums = added = 0.0
     master = precision.master_dtype.itemsize
@@ -219,8 +220,10 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
         trained, own = unit.trained * held, unit.trained * size.own
         copies = bytes_seconds(cluster, "fsdp.split_with_sizes_copy", 2 * width * held)
         copies += bytes_seconds(cluster, "aten._foreach_copy_", (master + width) * size.own)
+        copies += bytes_seconds(cluster, "aten.cat", 2 * width * size.moved)
         sums = bytes_seconds(cluster, "fsdp.chunk_cat", (width + wide) * trained)
         sums += bytes_seconds(cluster, "aten.add_", 3 * wide * own)
+        sums += bytes_seconds(cluster, "aten.cat", 2 * width * unit.trained * size.moved)
         if micro_batches(config) > 1:
             added = bytes_seconds(cluster, "aten.add_", (width + 2 * wide) * trained)
 
@@ -230,8 +233,9 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
 
     forward, backward = unit.forward, unit.backward
     if parallel.zero < 3:
-        once, backwards = shown(forward, copies, gather), shown(backward, sums, reduce)
-        return (backwards, once) if parallel.zero == 2 else (added, once + backwards)
+        once, last = shown(forward, copies, gather), shown(backward, sums, reduce + replicas)
+        each = shown(backward, sums, reduce) if parallel.zero == 2 else 0.0
+        return each + (parallel.zero < 2) * added, once + last - each
     # NCCL sends both by one communicator, one after the other.
     both = gather + reduce if cluster.backend == "nccl" else max(gather, reduce)
     each = shown(forward, copies, gather)

@@ -1,5 +1,6 @@
 """The memory of a rank by formulas: the pipeline's ranks, what they keep between steps, their peaks."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,6 +134,21 @@ def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[
     return most
 
 
+def _cut_of_stacks(shape: ModelShape, config: Config) -> tuple[float, float]:
+    """Return the numbers of padded experts over their own, and the part that other dims cut.
+
+    The first dim that the ranks divide is cut, else the first one (parallel/data_parallel.py).
+    """
+    ranks, ep = shards(config)[1], config.parallel.ep
+    whole = padded = moved = 0.0
+    for (number, *dims), count in shape.stacks.items():
+        here, size = number / ep, count * math.prod((number, *dims))
+        other = here % ranks and any(dim % ranks == 0 for dim in dims)
+        whole, moved = whole + size, moved + (size if other else 0)
+        padded += size if other else size * math.ceil(here / ranks) * ranks / here
+    return (padded / whole, moved / whole) if whole else (1.0, 0.0)
+
+
 class Size(NamedTuple):
     """Numbers of a unit."""
 
@@ -142,15 +158,19 @@ class Size(NamedTuple):
     """Those that one rank keeps between steps."""
     trained: float
     """The part of these that is trained."""
+    moved: float
+    """Those of experts that another dim than the first cuts, for which FSDP copies once more."""
 
 
-def sizes_of(units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
+def sizes_of(shape: ModelShape, units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
     """Return the numbers of each unit."""
     over, of_experts = shards(config)
+    padded, moved = _cut_of_stacks(shape, config)
     result = {}
     for name, unit in units.items():
-        own = unit.dense / over + unit.experts / of_experts
-        result[name] = Size(unit.dense + unit.experts, own, unit.trained * own)
+        experts = unit.experts * padded
+        own = unit.dense / over + experts / of_experts
+        result[name] = Size(unit.dense + experts, own, unit.trained * own, unit.experts * moved)
     return result
 
 

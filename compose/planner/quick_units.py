@@ -42,8 +42,8 @@ from compose.planner.step_time import bytes_seconds, dispatch, operator_seconds
 class ModelShape:
     """A model, as far as quick estimates know it; its probes are made when they are needed first."""
 
-    experts: frozenset[int]
-    """The numbers of experts that layers have."""
+    stacks: Mapping[tuple[int, ...], int]
+    """How many stacks of experts there are, by their shapes."""
     active: float
     """The parameters that compute on a token."""
     axes: frozenset[str]
@@ -54,6 +54,11 @@ class ModelShape:
     """The folder of probes that were made before; None: none is used."""
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
     """Results of parts of quick estimates, by what decides them."""
+
+    @property
+    def experts(self) -> frozenset[int]:
+        """The numbers of experts that layers have."""
+        return frozenset(stack[0] for stack in self.stacks)
 
     @property
     def count(self) -> int:
@@ -89,10 +94,10 @@ def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
         "ep": job.resolved.expert,
     }
     top_k, weights = getattr(job.config.model.config, "top_k", 1), list(job.model.parameters())
-    experts = frozenset(len(p) for p in weights if p.ndim == 3 and id(p) in routed)
+    stacks = Counter(tuple(p.shape) for p in weights if p.ndim == 3 and id(p) in routed)
     active = sum(p.numel() * (min(1, top_k / len(p)) if id(p) in routed else 1) for p in weights)
     axes = frozenset(axis for axis, cut in cuts.items() if cut)
-    return ModelShape(experts, active, axes, job, few, cache)
+    return ModelShape(stacks, active, axes, job, few, cache)
 
 
 class Unit(NamedTuple):

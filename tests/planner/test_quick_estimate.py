@@ -18,10 +18,12 @@ from compose.pipeline.timeline import simulate
 from compose.planner import quick_estimate
 from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
+from compose.planner.costs import collective_seconds
 from compose.planner.estimate import estimate
 from compose.planner.layer_probe import Figures, Part
 from compose.planner.probe_scaling import combined
 from compose.planner.quick_estimate import QuickEstimate, quick
+from compose.planner.quick_memory import sizes_of
 from tests.support.helpers import ROOT, tiered
 
 TRAIN = str(ROOT / "train.toml")
@@ -61,6 +63,31 @@ def test_a_rank_of_ep_has_the_rows_of_more_ranks() -> None:
         return {part: (1e12, 2e9 + 1e9 / ep, 8 / ep, 510.0 * ep, 4096.0, 1024.0)}
 
     assert combined(1, 1, 8, made)[part][2:] == (1, 8 * 510, 4096, 1024)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep", "padded", "moved"),
+    [(8, 1, 1, 0), (64, 1, 1, 1), (64, 8, 1, 1), (64, 64, 1, 0), (24, 1, 3, 0), (24, 8, 3, 0)],
+)
+def test_experts_are_cut_as_fsdp_cuts_them(ranks: int, ep: int, padded: int, moved: int) -> None:
+    """24 ranks divide no dim of a stack of experts, and pad; 64 cut another dim than the first."""
+    number = 64 if ep == 64 else 8
+    unit: Any = SimpleNamespace(dense=1e6, experts=1e9 / ep, trained=1.0)
+    shape: Any = SimpleNamespace(stacks={(number, 4096, 14336): 64})
+    config: Any = SimpleNamespace(parallel=Parallel(dp_shard=ranks, ep=ep))
+    size = sizes_of(shape, {"0": unit}, config)["0"]
+    assert size.own == pytest.approx((1e6 + 1e9 * padded) / ranks)
+    assert size.whole == pytest.approx(1e6 + 1e9 / ep * padded)
+    assert size.moved == moved * 1e9 / ep
+
+
+def test_ddp_sends_all_gradients() -> None:
+    cluster = load_cluster("ethernet_25g")
+    config = load(TRAIN, [("parallel.zero", "0"), ("train.global_batch", "32")])
+    shape = shape_for(Space(config, cluster, 16))
+    meshes = [{"parallel.dp_shard": n, "parallel.dp_replicate": 16 // n} for n in (16, 1)]
+    ddp, same = (quick(shape, with_keys(config, m), cluster).seconds["dp"] for m in meshes)
+    assert ddp == same > collective_seconds(cluster, "all_reduce", 4 * shape.active, 16, 1) / 2
 
 
 @pytest.mark.slow
