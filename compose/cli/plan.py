@@ -138,7 +138,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 def _check_flags(given: Words) -> None:
     """Raise ConfigError for flags that another one leaves without use, and for files that are read."""
-    flags, devices = given.flags, given.flags.get("--objective") == "devices"
+    flags, objective = given.flags, given.flags.get("--objective")
     if "--against" in flags:
         for word in (*given.plain, *flags):
             if word not in ("--against", "--cluster", "--write"):
@@ -150,10 +150,11 @@ def _check_flags(given: Words) -> None:
     for flag in _OF_A_SEARCH if "--as-is" in flags else ():
         if flag in flags:
             raise flag_error("--as-is", f"searches nothing; remove {flag}")
-    if "--days" in flags and not devices:
+    if "--days" in flags and objective != "devices":
         raise flag_error("--days", "goes with --objective devices")
-    if "," in flags.get("--batch", "") and ("--as-is" in flags or devices):
-        other = "--as-is" if "--as-is" in flags else "--objective devices"
+    one = "--as-is" in flags or objective in ("devices", "params")
+    if "," in flags.get("--batch", "") and one:
+        other = "--as-is" if "--as-is" in flags else f"--objective {objective}"
         raise flag_error("--batch", f"{other} takes one number")
     if "--tokens" in flags:
         amount(given, "--tokens")

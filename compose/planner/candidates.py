@@ -41,6 +41,11 @@ class Space:
     """The kinds of device, of which ``cluster`` is the weakest; empty: all are of ``cluster``."""
 
     @property
+    def node(self) -> int:
+        """Ranks of a node."""
+        return min(self.cluster.node, self.world_size)
+
+    @property
     def all_ranks(self) -> int:
         """Ranks of all islands."""
         return self.world_size * self.islands

@@ -13,6 +13,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import ActivationCheckpoint, UnitCost, unit_costs, within
 from compose.parallel.mesh import AXES, Parallel
+from compose.parallel.tensor_parallel import check_heads
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.layer_probe import (
@@ -163,6 +164,8 @@ def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _
     Raises ConfigError if the model cannot be cut so.
     """
     parallel, device = config.parallel, cluster.device
+    if heads := shape.job.resolved.heads:  # probes of tp 2 and 4 say nothing of them
+        check_heads(*heads, parallel.tp)
     own = (
         *(parallel.cp_method, parallel.sequence, parallel.loss, config.precision, cluster.backend),
         *(device.capability, cluster.target.float8),

@@ -96,12 +96,17 @@ def test_fsdp_with_and_without_offload_does_not_share_its_turns() -> None:
 
 
 def test_a_mesh_that_cannot_cut_the_model_is_no_candidate() -> None:
-    """GPT-2 of 1,558M parameters has 25 heads, also if all candidates are asked for."""
+    """GPT-2 of 1,558M parameters has 25 heads, also if all candidates are asked for; a Llama has 8."""
     shape = keys_in("model.name=gpt2 model.preset=1558m train.seq_len=1024 train.global_batch=64")
     where = space(TRAIN, "a100_40gb", 8, **shape)
     every = list(candidates(where, shape_for(where), anyway=True))
     assert {candidate.config.parallel.tp for candidate in every} == {1}
     assert all(math.isfinite(candidate.rough.memory) for candidate in every)
+    where = space(TRAIN, "h100_sxm", 24, train__global_batch=48)
+    heads = where.config.model.config.n_heads
+    assert {
+        heads % candidate.config.parallel.tp for candidate in candidates(where, shape_for(where))
+    } == {0}
 
 
 def test_one_node_holds_a_7b_by_zero_alone() -> None:
