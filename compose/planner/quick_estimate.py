@@ -22,6 +22,7 @@ from compose.planner.layer_probe import FIRST, LAST
 from compose.planner.quick_memory import (
     Rank,
     Size,
+    bytes_of_state,
     copies_kept,
     host_bytes,
     micro_batches,
@@ -78,10 +79,10 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     ]
     own, trained = (max(column) for column in zip(*kept, strict=True))
     size = peak_bytes(shape, config, units, sizes, zip(ranks, kept, strict=True))
-    host = host_bytes(config, own, trained)
+    state = trained * bytes_of_state(shape, config)
+    host = host_bytes(config, own, trained, state)
     copies = copies_kept(config, _world(config.parallel) > whole)
-    precision = config.precision
-    host += copies * trained * (precision.master_dtype.itemsize + 2 * precision.state_dtype.itemsize)
+    host += copies * (trained * config.precision.master_dtype.itemsize + state)
     if sum(size.values()) > room:
         return QuickEstimate({"compute": math.inf}, size, host)
     data = {unit: _data(one, sizes[unit], config, cluster) for unit, one in units.items()}

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
+from compose.optim.optimizers import OPTIMIZERS
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
@@ -185,10 +187,21 @@ class _Moment(NamedTuple):
     logits: float = 0.0
 
 
-def host_bytes(config: Config, own: float, trained: float) -> float:
-    """Return the bytes of host memory of a rank with so many numbers."""
+def bytes_of_state(shape: ModelShape, config: Config) -> float:
+    """Return the bytes of the optimizer's state for each number that is trained, on average."""
+    key = "states", config.optimizer
+    if key not in shape.known:
+        job = shape.job
+        rules = parameter_rules(job.model, job.plan, config.optimizer)
+        sizes = {n: p.numel() for n, p in job.model.named_parameters() if p.requires_grad}
+        states = sum(size * len(OPTIMIZERS[rules[n].optimizer].state) for n, size in sizes.items())
+        shape.known[key] = states / max(1, sum(sizes.values()))
+    return shape.known[key] * config.precision.state_dtype.itemsize
+
+
+def host_bytes(config: Config, own: float, trained: float, state: float) -> float:
+    """Return the bytes of host memory of a rank with so many numbers, and bytes of ``state``."""
     precision = config.precision
-    state = 2 * trained * precision.state_dtype.itemsize
     if config.parallel.offload == "cpu":
         return _PINNED * (own + trained) * precision.master_dtype.itemsize + state
     return _PINNED * state if config.optimizer.offload == "cpu" else 0.0
@@ -218,7 +231,7 @@ def peak_bytes(
     for rank, (own, trained) in ranks:
         held = {"PipeDream": rank.flight, "PipeDream2BW": 2}.get(schedule, 1)  # versions
         weights = own * precision.master_dtype.itemsize * here * held
-        state = trained * 2 * precision.state_dtype.itemsize * here
+        state = trained * bytes_of_state(shape, config) * here
         gradients = trained * precision.master_dtype.itemsize * here
         moment = max(_moments(shape, config, (units, sizes), rank, gradients), key=sum)
         if sum(moment) + weights + state > most:

@@ -81,6 +81,17 @@ def test_experts_are_cut_as_fsdp_cuts_them(ranks: int, ep: int, padded: int, mov
     assert size.moved == moved * 1e9 / ep
 
 
+def test_muon_keeps_one_state_of_matrices() -> None:
+    cluster = load_cluster("h100_sxm")
+    config = load(TRAIN, [("train.global_batch", "16"), ("parallel.dp_shard", "8")])
+    shape = shape_for(Space(config, cluster, 8))
+    muon = with_keys(config, {"optimizer.name": "muon"})
+    one, other = (quick(shape, each, cluster).bytes["optimizer"] for each in (config, muon))
+    model = shape.job.model
+    layers = sum(p.numel() for p in model.get_submodule("layers").parameters() if p.ndim == 2)
+    assert one - other == pytest.approx(4 * layers / 8)
+
+
 def test_ddp_sends_all_gradients() -> None:
     cluster = load_cluster("ethernet_25g")
     config = load(TRAIN, [("parallel.zero", "0"), ("train.global_batch", "32")])
