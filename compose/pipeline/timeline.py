@@ -20,8 +20,6 @@ from compose.pipeline.schedules import (
 )
 
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
-MessageSeconds = float | Callable[[int, int], float]
-"""The time of a message between any two ranks, or a function of the sender and the receiver."""
 _ROUNDING = 1e-12  # of the clock, at which an action's work is done
 
 # For each schedule a formula, and its busy time in units of (p-1), as a multiple of v m.
@@ -67,7 +65,7 @@ def of_run(parallel: Parallel, micro_batches: int) -> tuple[Table, str]:
 def simulate(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float] = lambda action: DURATIONS[action.kind],
-    message: MessageSeconds = 0,
+    message: Callable[[int, int], float] = lambda sender, receiver: 0,
     after_result: Callable[[Action], float] = lambda action: 0,
     sharing: float = 1,
 ) -> list[Slot]:
@@ -102,7 +100,7 @@ def simulate(
 def _simulate_shared(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float],
-    message: MessageSeconds,
+    message: Callable[[int, int], float],
     sharing: float,
 ) -> list[Slot]:
     """Return when each action runs, if ranks that wait leave their processors to the others.
@@ -147,18 +145,13 @@ def _ready(
     rank: int,
     rank_of: dict[Action, int],
     ends: dict[Action, float],
-    message: MessageSeconds,
+    message: Callable[[int, int], float],
 ) -> float | None:
     """Return when all inputs of an action of ``rank`` have come; None if one was not sent yet."""
-
-    def took(sender: int) -> float:
-        if sender == rank:
-            return 0
-        return message(sender, rank) if callable(message) else message
-
     ready = 0
     for options in inputs:
-        sent = [ends[a] + took(rank_of[a]) for a in options if a in ends]
+        come = [(ends[a], rank_of[a]) for a in options if a in ends]
+        sent = [end + (message(r, rank) if r != rank else 0) for end, r in come]
         if not sent:
             return None
         ready = max(ready, *sent)

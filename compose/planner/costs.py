@@ -265,11 +265,9 @@ def for_ranks(cluster: Cluster, world_size: int) -> Cluster:
     """Return the cluster whose node has no more devices than a job, which shares the whole host."""
     if world_size >= cluster.node:
         return cluster
-    within = cluster.within
-    if within.direct:  # links to other devices are of no use
-        within = replace(
-            within, bandwidth=within.bandwidth * max(1, world_size - 1) / (cluster.node - 1)
-        )
+    within, used = cluster.within, max(1, world_size - 1) / (cluster.node - 1)
+    if within.direct:
+        within = replace(within, bandwidth=within.bandwidth * used)
     return replace(cluster, node=world_size, within=within)
 
 
@@ -309,23 +307,20 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     return min(sent, _in_switch(cluster, kind, bytes, group))
 
 
-def _in_node(node: int, ranks: int, stride: int) -> bool:
-    """Return whether no group of an axis has ranks in two nodes: groups follow one another."""
-    return node % (ranks * stride) == 0
-
-
 def stage_seconds(cluster: Cluster, bytes: float, ranks: int, one: int, other: int) -> float:
     """Return the seconds of a message between two pipeline ranks, each of ``ranks`` devices."""
     low, high = sorted((one, other))
     inside = low * ranks // cluster.node == ((high + 1) * ranks - 1) // cluster.node
-    return collective_seconds(cluster, "p2p", bytes, 2, 1 if inside else cluster.node)
+    return collective_seconds(
+        cluster, "p2p", bytes, *((cluster.node, 1) if inside else (2, cluster.node))
+    )
 
 
 class _Group:
     """The ranks of a collective and their places in the nodes."""
 
     def __init__(self, node: int, ranks: int, stride: int) -> None:
-        inside = _in_node(node, ranks, stride)
+        inside = node % (ranks * stride) == 0  # else some group of the axis has ranks in two nodes
         self.ranks = ranks
         # In one node; where groups straddle nodes, the fewest ranks of a group in one.
         self.local = ranks if inside else max(1, math.gcd(node, ranks * stride) // stride)
@@ -374,8 +369,8 @@ def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collectiv
     """Return the measured collective of as many ranks on the same level, with the nearest stride."""
     many = 2 if kind == "p2p" else ranks  # a ring's messages are each between two
     rows = [row for row in cluster.measured.collectives if (row.kind, row.ranks) == (kind, many)]
-    inside = _in_node(cluster.node, ranks, stride)
-    rows = [row for row in rows if _in_node(cluster.node, row.ranks, row.stride) == inside]
+    across = bool(cluster.node % (ranks * stride))
+    rows = [row for row in rows if bool(cluster.node % (row.ranks * row.stride)) == across]
     return min(rows, key=lambda row: abs(math.log(row.stride / stride)), default=None)
 
 

@@ -7,14 +7,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
-from compose.pipeline.timeline import MessageSeconds, Slot, simulate, versions
+from compose.pipeline.timeline import Slot, simulate, versions
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.memory import ACTIVATIONS, STATE, STEP, WEIGHTS, peak, place_of
@@ -250,24 +250,18 @@ def _estimate(
     def after(action: Action) -> float:
         return after_result(parts(action), action.kind)
 
-    def simulated(message: MessageSeconds) -> list[Slot]:
-        return simulate(rows, took, message, after, cluster.device.sharing)
-
-    slots = simulated(_message(job, cluster))
+    each = job.world_size // job.degrees.pp
+    here, sharing = costs.for_ranks(cluster, job.world_size), cluster.device.sharing
+    message = partial(costs.stage_seconds, here, stream_bytes(job.config), each)
+    slots = simulate(rows, took, message, after, sharing)
     # A rank waits for other stages even if messages take no time. The rest is their time.
-    shortest = max(slot.end for slot in (simulated(0.0) if job.degrees.pp > 1 else slots))
+    free = simulate(rows, took, after_result=after, sharing=sharing) if job.degrees.pp > 1 else slots
+    shortest = max(slot.end for slot in free)
     length = max(slot.end for slot in slots)
     if not waits:  # the step before fills the gaps of the table, and messages travel meanwhile
         length = shortest = max(sum(map(took, row)) for row in rows)
     of_rows = [[parts(action) for action in row] for row in rows]
     return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, (length, shortest))
-
-
-def _message(job: Job, cluster: Cluster) -> MessageSeconds:
-    """Return a function of two ranks of the pipeline: the seconds of a message between them."""
-    here, each = costs.for_ranks(cluster, job.world_size), job.world_size // job.degrees.pp
-    size = stream_bytes(job.config)
-    return lambda one, other: costs.stage_seconds(here, size, each, one, other)
 
 
 def _summary(

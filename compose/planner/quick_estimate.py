@@ -140,7 +140,12 @@ def _seconds(
         best["bubble"] = 0.0
     best["optimizer"] = costs.memory_seconds(cluster, 32 * trained)
     if parallel.offload == "cpu":
-        best |= _offload(config, cluster, trained, count)
+        # Each micro-batch copies its shards for forward and for backward, and its gradients back.
+        copied = costs.host_seconds(cluster, trained * config.precision.master_dtype.itemsize)
+        best |= {
+            "offload": 3 * count * copied,
+            "optimizer": costs.processor_seconds(cluster, 28 * trained),
+        }
     return best
 
 
@@ -204,17 +209,15 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
     over, of_experts = shards(config)
     held = size.whole
     gather = reduce = replicas = 0.0
-    data = math.prod((parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp))
+    ranks_of_stage = _world(parallel) // parallel.pp
     weights = (unit.dense, over, parallel.tp)
     for numbers, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if numbers:
             part = unit.trained * numbers * wide
             gather += collective_seconds(cluster, "all_gather", numbers * width, ranks, stride)
             reduce += collective_seconds(cluster, "reduce_scatter", part, ranks, stride)
-            of_shard = ranks * stride
-            replicas += collective_seconds(
-                cluster, "all_reduce", part / ranks, data // of_shard, of_shard
-            )
+            own, others = part / ranks, ranks_of_stage // (ranks * stride)
+            replicas += collective_seconds(cluster, "all_reduce", own, others, ranks * stride)
     copies = sums = added = 0.0
     master = precision.master_dtype.itemsize
     if gather or width < master:
@@ -245,12 +248,3 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
     else:
         each += shown(backward, copies + sums, both)
     return each, max(0.0, max(reduce + replicas, gather) - max(backward, both))
-
-
-def _offload(config: Config, cluster: Cluster, own: float, count: int) -> dict[str, float]:
-    """Return the seconds of shards that are copied to the device and back, and of the host's optimizer.
-
-    Each micro-batch copies its shards for forward and for backward, and its gradients back.
-    """
-    copied = 3 * count * costs.host_seconds(cluster, own * config.precision.master_dtype.itemsize)
-    return {"offload": copied, "optimizer": costs.processor_seconds(cluster, 28 * own)}

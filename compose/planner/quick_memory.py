@@ -137,10 +137,7 @@ def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[
 
 
 def _cut_of_stacks(shape: ModelShape, config: Config) -> tuple[float, float]:
-    """Return the numbers of padded experts over their own, and the part that other dims cut.
-
-    The first dim that the ranks divide is cut, else the first one (parallel/data_parallel.py).
-    """
+    """Return padded experts over their own numbers, and the part that another dim than the first cuts."""
     ranks, ep = shards(config)[1], config.parallel.ep
     whole = padded = moved = 0.0
     for (number, *dims), count in shape.stacks.items():
@@ -191,9 +188,9 @@ def bytes_of_state(shape: ModelShape, config: Config) -> float:
     """Return the bytes of the optimizer's state for each number that is trained, on average."""
     key = "states", config.optimizer
     if key not in shape.known:
-        job = shape.job
-        rules = parameter_rules(job.model, job.plan, config.optimizer)
-        sizes = {n: p.numel() for n, p in job.model.named_parameters() if p.requires_grad}
+        model = shape.job.model
+        rules = parameter_rules(model, shape.job.plan, config.optimizer)
+        sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
         states = sum(size * len(OPTIMIZERS[rules[n].optimizer].state) for n, size in sizes.items())
         shape.known[key] = states / max(1, sum(sizes.values()))
     return shape.known[key] * config.precision.state_dtype.itemsize
@@ -303,9 +300,7 @@ def _moments(
 
 def _before(shape: ModelShape, unit: str) -> Counter[str]:
     """Return the layers up to the last one of a kind."""
-    key = "before", unit
+    key, order = ("before", unit), shape.few.order
     if key not in shape.known:
-        order = shape.few.order
-        last = len(order) - order[::-1].index(unit)
-        shape.known[key] = Counter(order[:last])
+        shape.known[key] = Counter(order[: len(order) - order[::-1].index(unit)])
     return shape.known[key]

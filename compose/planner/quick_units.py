@@ -57,11 +57,6 @@ class ModelShape:
     """Results of parts of quick estimates, by what decides them."""
 
     @property
-    def experts(self) -> frozenset[int]:
-        """The numbers of experts that layers have."""
-        return frozenset(stack[0] for stack in self.stacks)
-
-    @property
     def count(self) -> int:
         """The number of layers."""
         return len(self.few.order)
@@ -195,8 +190,15 @@ def _probed(
     shape: ModelShape, config: Config, degrees: tuple[int, ...], cluster: Cluster
 ) -> Figures | ConfigError:
     """Return the figures of a probe, by its file if there is one, or why the model cannot be cut."""
+
+    def made() -> Figures | ConfigError:
+        try:
+            return probe(shape.job, config, shape.few, degrees, cluster)
+        except ConfigError as error:
+            return error
+
     if not shape.cache:
-        return _made(shape, config, degrees, cluster)
+        return made()
     of = config_of_probe(config, degrees, shape.few.prime)
     model, parallel, device = of.model, of.parallel, cluster.device.capability
     played = cluster.backend, device, cluster.target.float8
@@ -210,19 +212,10 @@ def _probed(
         }
         return ConfigError(*problems) if problems else figures
     except BROKEN:
-        made = _made(shape, config, degrees, cluster)
-        refused = isinstance(made, ConfigError)
-        file.write(((), made.problems) if refused else ([*made.items()], ()))
-        return made
-
-
-def _made(
-    shape: ModelShape, config: Config, degrees: tuple[int, ...], cluster: Cluster
-) -> Figures | ConfigError:
-    try:
-        return probe(shape.job, config, shape.few, degrees, cluster)
-    except ConfigError as error:
-        return error
+        result = made()
+        refused = isinstance(result, ConfigError)
+        file.write(((), result.problems) if refused else ([*result.items()], ()))
+        return result
 
 
 _Ways = tuple[tuple[float, tuple[str, ...] | None], ...]

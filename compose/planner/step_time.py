@@ -75,7 +75,6 @@ def action_seconds(
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
     world_size = math.prod(getattr(degrees, axis) for axis in AXES)
-    cluster = costs.for_ranks(cluster, world_size)
     slowest = costs.slowest(cluster, world_size)
     issue = dispatch(cluster, fused and compiled)
     hooks = _hooks(record, cluster, fused and compiled)

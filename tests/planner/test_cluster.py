@@ -279,6 +279,7 @@ def test_some_group_of_three_is_in_two_nodes() -> None:
     assert (
         far == stage_seconds(h100, size, 1, 8, 7) == pytest.approx(size / h100.between.usable, rel=0.01)
     )
+    assert near == stage_seconds(for_ranks(h100, 7), size, 1, 0, 1)
     # A ring of 16 waits for its slowest message; one of eight stays in the node.
     ring, whole = (collective_seconds(h100, "p2p", size, ranks, 1) for ranks in (8, 16))
     assert (ring, whole) == (near, far)

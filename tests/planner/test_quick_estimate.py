@@ -130,7 +130,8 @@ def test_a_bubble_is_that_of_the_simulator(
     for message in (0.0, 0.01):
         monkeypatch.setattr(quick_estimate, "stage_seconds", lambda *of, m=message: m)
         waits = quick_estimate._bubble(config, load_cluster("h100_sxm"), 3.0)
-        length = max(slot.end for slot in simulate(table, lambda action: took[action.kind], message))
+        slots = simulate(table, lambda action: took[action.kind], lambda *ranks, m=message: m)
+        length = max(slot.end for slot in slots)
         assert waits == pytest.approx(length - 3 * count)
 
 
