@@ -137,7 +137,7 @@ def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[
 
 
 def _cut_of_stacks(shape: ModelShape, config: Config) -> tuple[float, float]:
-    """Return padded experts over their own numbers, and the part that another dim than the first cuts."""
+    """Return padded experts over their own numbers, and the part that later dims cut."""
     ranks, ep = shards(config)[1], config.parallel.ep
     whole = padded = moved = 0.0
     for (number, *dims), count in shape.stacks.items():
