@@ -107,8 +107,7 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     The textbook's mesh has tp over the node, with pp and data parallel between nodes. In one node ZeRO
     alone is the textbook's too, so there it stands for a mesh that the reader would try next.
     """
-    node = space.node
-    results = []
+    node, results = space.node, list[Compared]()
     for name, known, keys in (
         (PLAIN, PLAIN, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
         (f"tensor parallel {node} in the node", TEXTBOOK, {"tp": node}),

@@ -85,6 +85,16 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
     assert set(order) == {(c.config.parallel.pp_schedule, c.config.parallel.tp) for c in every}
 
 
+def test_the_best_without_a_pipeline_is_recorded_first_too() -> None:
+    """Records of pipelines alone say nothing of quick estimates without one."""
+    where, every = space(TRAIN, "h100_sxm", 16), []
+    for number, (pp, replicas) in enumerate([(2, 1), (4, 1), (8, 1), (1, 4), (1, 2)]):
+        keys = {"parallel.pp": pp, "parallel.dp_replicate": replicas, "parallel.tp": 2}
+        rough = QuickEstimate({"compute": number + 1.0}, {"weights": 2.0**30})
+        every.append(Candidate(with_keys(where.config, keys), keys, rough))
+    assert RecordQueue(where, every).next_round([], 6) == [every[0], every[3], every[1]]
+
+
 def test_fsdp_with_and_without_offload_does_not_share_its_turns() -> None:
     where, every = space(TRAIN, "h100_sxm", 16), []
     for number, (tp, offload) in enumerate([(1, "none"), (1, "none"), (1, "cpu"), (2, "none")]):
