@@ -311,6 +311,7 @@ COMPOSITIONS: tuple[dict[str, Any], ...] = (
     {"parallel.dp_shard": 8, "train.micro_batch": 2, "activation_checkpoint.mode": "full"},
     {"parallel.dp_shard": 8, "parallel.zero": 1, "activation_checkpoint.mode": "selective"},
     {"parallel.dp_shard": 4, "parallel.tp": 2, "train.micro_batch": 4},
+    {"parallel.dp_shard": 8, "parallel.ep": 4, "activation_checkpoint.mode": "full"},  # with experts
 )
 RECORDED_ON = "h100_sxm", 8
 

@@ -61,6 +61,7 @@ from compose.planner.report import as_data, command_line, in_words, table, write
 from compose.planner.search import MOST, Searched, fewest, own, search
 
 _OBJECTIVES = ("time", "memory", "devices", "params")
+_ONE_BATCH = ("--as-is", "--objective devices", "--objective params")
 _WRITTEN = ("--json", "--report", "--write")
 _OF_A_SEARCH = ("--candidates", "--seconds", "--objective", "--free", "--keep", "--tokens")
 
@@ -75,7 +76,7 @@ def plan(arguments: Sequence[str]) -> int:
     question, searched = _largest(given) if largest else (read_question(given), None)
     if "--as-is" not in given.flags:
         question = for_devices(given, question)
-    space, answer, batches = _space(given, question), {}, []
+    space, answer, batches, firsts = _space(given, question), {}, [], []
     began, refused = time.monotonic(), list[ConfigError]()
     if searched:
         results = searched.candidates
@@ -104,7 +105,9 @@ def plan(arguments: Sequence[str]) -> int:
                 break
         if not batches:
             raise refused[-1]
-        question, space, searched = max(batches, key=lambda row: _rate(*row[1:]))
+        firsts = [(space, one.candidates[0]) for _, space, one in batches]
+        rates = [(fits(*row), row[1].recorded.tokens_per_second_per_device) for row in firsts]
+        question, space, searched = batches[rates.index(max(rates))]
         results = searched.candidates
     best = results[0]
     if "--as-is" not in given.flags:
@@ -112,8 +115,7 @@ def plan(arguments: Sequence[str]) -> int:
         made = not (searched and searched.capped) and not late and not space.kinds
         answer = _answer(given, question, space, results, made)
     if len(batches) > 1:
-        rows = [(here, one.candidates[0]) for _, here, one in batches]
-        print(batch_table(rows, answer["tokens"]), "", sep="\n")
+        print(batch_table(firsts, answer["tokens"]), "", sep="\n")
     print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
     if space.islands > 1:
         print("", *_between_islands(question, space, best), sep="\n")
@@ -138,7 +140,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 def _check_flags(given: Words) -> None:
     """Raise ConfigError for flags that another one leaves without use, and for files that are read."""
-    flags, devices = given.flags, given.flags.get("--objective") == "devices"
+    flags, objective = given.flags, given.flags.get("--objective")
     if "--against" in flags:
         for word in (*given.plain, *flags):
             if word not in ("--against", "--cluster", "--write"):
@@ -150,10 +152,10 @@ def _check_flags(given: Words) -> None:
     for flag in _OF_A_SEARCH if "--as-is" in flags else ():
         if flag in flags:
             raise flag_error("--as-is", f"searches nothing; remove {flag}")
-    if "--days" in flags and not devices:
+    if "--days" in flags and objective != "devices":
         raise flag_error("--days", "goes with --objective devices")
-    if "," in flags.get("--batch", "") and ("--as-is" in flags or devices):
-        other = "--as-is" if "--as-is" in flags else "--objective devices"
+    other = "--as-is" if "--as-is" in flags else f"--objective {objective}"
+    if "," in flags.get("--batch", "") and other in _ONE_BATCH:
         raise flag_error("--batch", f"{other} takes one number")
     if "--tokens" in flags:
         amount(given, "--tokens")
@@ -289,12 +291,6 @@ def _between_islands(question: Question, space: Space, best: Candidate) -> list[
         for _, lines in brought("between_workers")
         for line in lines(job, outer, space.islands, link, seconds)
     ]
-
-
-def _rate(space: Space, searched: Searched) -> tuple[bool, float]:
-    """Return whether the best candidate fits, and its tokens a second."""
-    best = searched.candidates[0]
-    return fits(space, best), best.recorded.tokens_per_second_per_device
 
 
 def _largest(given: Words) -> tuple[Question, Searched]:

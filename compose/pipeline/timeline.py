@@ -65,7 +65,7 @@ def of_run(parallel: Parallel, micro_batches: int) -> tuple[Table, str]:
 def simulate(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float] = lambda action: DURATIONS[action.kind],
-    message: float = 0,
+    message: Callable[[int, int], float] = lambda sender, receiver: 0,
     after_result: Callable[[Action], float] = lambda action: 0,
     sharing: float = 1,
 ) -> list[Slot]:
@@ -100,7 +100,7 @@ def simulate(
 def _simulate_shared(
     table: Sequence[Sequence[Action]],
     duration: Callable[[Action], float],
-    message: float,
+    message: Callable[[int, int], float],
     sharing: float,
 ) -> list[Slot]:
     """Return when each action runs, if ranks that wait leave their processors to the others.
@@ -145,12 +145,13 @@ def _ready(
     rank: int,
     rank_of: dict[Action, int],
     ends: dict[Action, float],
-    message: float,
+    message: Callable[[int, int], float],
 ) -> float | None:
     """Return when all inputs of an action of ``rank`` have come; None if one was not sent yet."""
     ready = 0
     for options in inputs:
-        sent = [ends[a] + (message if rank_of[a] != rank else 0) for a in options if a in ends]
+        come = [(ends[a], rank_of[a]) for a in options if a in ends]
+        sent = [end + (message(r, rank) if r != rank else 0) for end, r in come]
         if not sent:
             return None
         ready = max(ready, *sent)

@@ -72,7 +72,7 @@ class Compared:
 
 def composition_in_words(space: Space, candidate: Candidate) -> str:
     """Return a composition in plain words."""
-    config, node = candidate.config, space.cluster.node
+    config, node = candidate.config, space.node
     parallel, inner = config.parallel, config.parallel.tp
     parts = []
     shared = parallel.dp_shard * parallel.cp
@@ -82,7 +82,7 @@ def composition_in_words(space: Space, candidate: Candidate) -> str:
     if parallel.dp_replicate > 1:
         parts.append(f"{parallel.dp_replicate} replicas")
     if inner > 1:
-        parts.append(f"tensor parallel {inner} {'in the node' if inner <= node else 'over nodes'}")
+        parts.append(f"tensor parallel {inner} {'over nodes' if node % inner else 'in the node'}")
     if parallel.cp > 1:
         parts.append(f"context parallel {parallel.cp}")
     if parallel.ep > 1:
@@ -107,8 +107,7 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     The textbook's mesh has tp over the node, with pp and data parallel between nodes. In one node ZeRO
     alone is the textbook's too, so there it stands for a mesh that the reader would try next.
     """
-    node = min(space.cluster.node, space.world_size)
-    results = []
+    node, results = space.node, list[Compared]()
     for name, known, keys in (
         (PLAIN, PLAIN, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
         (f"tensor parallel {node} in the node", TEXTBOOK, {"tp": node}),

@@ -41,6 +41,11 @@ class Space:
     """The kinds of device, of which ``cluster`` is the weakest; empty: all are of ``cluster``."""
 
     @property
+    def node(self) -> int:
+        """Ranks of a node."""
+        return min(self.cluster.node, self.world_size)
+
+    @property
     def all_ranks(self) -> int:
         """Ranks of all islands."""
         return self.world_size * self.islands
@@ -360,8 +365,8 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
             continue
         inner = dp_replicate * dp_shard * cp * tp
         eps = [config.parallel.ep if "parallel.ep" in fixed else 1]
-        if shape.experts and "parallel.ep" not in fixed:
-            fewest = min(shape.experts)
+        if shape.stacks and "parallel.ep" not in fixed:
+            fewest = min(stack[0] for stack in shape.stacks)
             powers = (1 << n for n in range(fewest.bit_length()))
             eps = [d for d in powers if inner % d == 0 and fewest % d == 0]
         for ep in eps:

@@ -262,12 +262,13 @@ def processor_seconds(cluster: Cluster, bytes: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def for_ranks(cluster: Cluster, world_size: int) -> Cluster:
-    """Return the cluster in which a rank has its share of a host, where the node's ranks are fewer."""
+    """Return the cluster whose node has no more devices than a job, which shares the whole host."""
     if world_size >= cluster.node:
         return cluster
-    share = cluster.node / world_size
-    cores = round(cluster.host_cores * share)
-    return replace(cluster, host_bandwidth=cluster.host_bandwidth * share, host_cores=cores)
+    within, used = cluster.within, max(1, world_size - 1) / (cluster.node - 1)
+    if within.direct:
+        within = replace(within, bandwidth=within.bandwidth * used)
+    return replace(cluster, node=world_size, within=within)
 
 
 def host_seconds(cluster: Cluster, bytes: float) -> float:
@@ -306,14 +307,24 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     return min(sent, _in_switch(cluster, kind, bytes, group))
 
 
+def stage_seconds(cluster: Cluster, bytes: float, ranks: int, one: int, other: int) -> float:
+    """Return the seconds of a message between two pipeline ranks, each of ``ranks`` devices."""
+    low, high = sorted((one, other))
+    inside = low * ranks // cluster.node == ((high + 1) * ranks - 1) // cluster.node
+    return collective_seconds(
+        cluster, "p2p", bytes, *((cluster.node, 1) if inside else (2, cluster.node))
+    )
+
+
 class _Group:
     """The ranks of a collective and their places in the nodes."""
 
     def __init__(self, node: int, ranks: int, stride: int) -> None:
-        inside = ranks * stride <= node
+        inside = node % (ranks * stride) == 0  # else some group of the axis has ranks in two nodes
         self.ranks = ranks
-        self.local = ranks if inside else max(1, min(ranks, node // stride))  # in one node
-        self.nodes = 1 if inside else max(2, -(-ranks // self.local))
+        # In one node; where groups straddle nodes, the fewest ranks of a group in one.
+        self.local = ranks if inside else max(1, math.gcd(node, ranks * stride) // stride)
+        self.nodes = 1 if inside else max(2, min(ranks, -(-ranks * stride // node)))
 
 
 def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, protocol: Protocol) -> float:
@@ -341,7 +352,7 @@ def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, proto
         return protocol.start + steps + max(bytes * (ranks - 1) / ranks / within, leaves)
     results = [2 * ring + 2 * one]
     if cluster.backend == "nccl":
-        steps = (local - 1) * inner + math.ceil(math.log2(nodes)) * outer
+        steps = (-(-ranks // nodes) - 1) * inner + math.ceil(math.log2(nodes)) * outer
         results.append(2 * steps + 2 * bytes / (_TREE_SHARE * bus))
     return protocol.start + min(results)
 
@@ -356,9 +367,10 @@ def _in_switch(cluster: Cluster, kind: str, bytes: float, group: _Group) -> floa
 
 def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collective | None:
     """Return the measured collective of as many ranks on the same level, with the nearest stride."""
-    rows = [row for row in cluster.measured.collectives if (row.kind, row.ranks) == (kind, ranks)]
-    inside = ranks * stride <= cluster.node
-    rows = [row for row in rows if (row.ranks * row.stride <= cluster.node) == inside]
+    many = 2 if kind == "p2p" else ranks  # a ring's messages are each between two
+    rows = [row for row in cluster.measured.collectives if (row.kind, row.ranks) == (kind, many)]
+    across = bool(cluster.node % (ranks * stride))
+    rows = [row for row in rows if bool(cluster.node % (row.ranks * row.stride)) == across]
     return min(rows, key=lambda row: abs(math.log(row.stride / stride)), default=None)
 
 

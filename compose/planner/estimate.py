@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from compose.config.job import Job
@@ -250,26 +250,18 @@ def _estimate(
     def after(action: Action) -> float:
         return after_result(parts(action), action.kind)
 
-    def simulated(message: float) -> list[Slot]:
-        return simulate(rows, took, message, after, cluster.device.sharing)
-
-    message = _message(job, cluster)
-    slots = simulated(message)
+    each = job.world_size // job.degrees.pp
+    here, sharing = costs.for_ranks(cluster, job.world_size), cluster.device.sharing
+    message = partial(costs.stage_seconds, here, stream_bytes(job.config), each)
+    slots = simulate(rows, took, message, after, sharing)
     # A rank waits for other stages even if messages take no time. The rest is their time.
-    shortest = max(slot.end for slot in (simulated(0.0) if message else slots))
+    free = simulate(rows, took, after_result=after, sharing=sharing) if job.degrees.pp > 1 else slots
+    shortest = max(slot.end for slot in free)
     length = max(slot.end for slot in slots)
     if not waits:  # the step before fills the gaps of the table, and messages travel meanwhile
         length = shortest = max(sum(map(took, row)) for row in rows)
     of_rows = [[parts(action) for action in row] for row in rows]
     return _summary(job, cluster, (rows, of_rows, ranks, peaks), slots, (length, shortest))
-
-
-def _message(job: Job, cluster: Cluster) -> float:
-    """Return the seconds of a message between two ranks of the pipeline."""
-    if job.degrees.pp == 1:
-        return 0.0
-    stride = job.world_size // job.degrees.pp
-    return costs.collective_seconds(cluster, "p2p", stream_bytes(job.config), 2, stride)
 
 
 def _summary(

@@ -4,6 +4,7 @@ With tp every size is a + b / tp, so two probes (tp 2 and 4) give all. With cp e
 the tokens, and each rank more adds a step of the ring. With ep each rank has 1 / ep of the experts.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from compose.errors import ConfigError
@@ -95,10 +96,10 @@ def _with_ep(base: Figures, one: Figures, two: Figures, tp: int, cp: int, ep: in
         alone, here = one.get(part), base.get(part)
         if here is None or alone is None:  # messages to experts
             result[part] = tuple(_divided(values, part, tp * cp))
-        elif part.what == "op":
+        elif part.what == "op":  # a rank has fewer experts, and each has the rows of more ranks
             result[part] = tuple(
-                x / ep if y and z / y == 0.5 and not grows else x
-                for x, y, z, grows in zip(here, alone, values, part.tokens, strict=True)
+                x * ep ** round(math.log2(z / y)) if y and z else x
+                for x, y, z in zip(here, alone, values, strict=True)
             )
         elif part.what == "own gradients":  # those of experts are fewer: a + b / ep
             experts = 2 * (1 - values[0] / alone[0]) if alone[0] else 0.0

@@ -17,11 +17,12 @@ from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner import costs
 from compose.planner.cluster import Cluster
-from compose.planner.costs import collective_seconds
+from compose.planner.costs import collective_seconds, stage_seconds
 from compose.planner.layer_probe import FIRST, LAST
 from compose.planner.quick_memory import (
     Rank,
     Size,
+    bytes_of_state,
     copies_kept,
     host_bytes,
     micro_batches,
@@ -63,9 +64,10 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
 
     If it needs more bytes than ``room``, its seconds are not worked out.
     """
+    cluster, whole = costs.for_ranks(cluster, _world(config.parallel)), cluster.node
     try:
         units = units_of_rank(shape, config, cluster)
-        ranks, sizes = ranks_of(shape, config), sizes_of(units, config)
+        ranks, sizes = ranks_of(shape, config), sizes_of(shape, units, config)
     except ConfigError:  # the model cannot be cut so, or the schedule takes other micro-batches
         return QuickEstimate({"compute": math.inf}, {"weights": math.inf})
     kept = [
@@ -77,10 +79,10 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     ]
     own, trained = (max(column) for column in zip(*kept, strict=True))
     size = peak_bytes(shape, config, units, sizes, zip(ranks, kept, strict=True))
-    host = host_bytes(config, own, trained)
-    copies = copies_kept(config, _world(config.parallel) > cluster.node)
-    precision = config.precision
-    host += copies * trained * (precision.master_dtype.itemsize + 2 * precision.state_dtype.itemsize)
+    state = trained * bytes_of_state(shape, config)
+    host = host_bytes(config, own, trained, state)
+    copies = copies_kept(config, _world(config.parallel) > whole)
+    host += copies * (trained * config.precision.master_dtype.itemsize + state)
     if sum(size.values()) > room:
         return QuickEstimate({"compute": math.inf}, size, host)
     data = {unit: _data(one, sizes[unit], config, cluster) for unit, one in units.items()}
@@ -138,7 +140,12 @@ def _seconds(
         best["bubble"] = 0.0
     best["optimizer"] = costs.memory_seconds(cluster, 32 * trained)
     if parallel.offload == "cpu":
-        best |= _offload(config, cluster, trained, count)
+        # Each micro-batch copies its shards for forward and for backward, and its gradients back.
+        copied = costs.host_seconds(cluster, trained * config.precision.master_dtype.itemsize)
+        best |= {
+            "offload": 3 * count * copied,
+            "optimizer": costs.processor_seconds(cluster, 28 * trained),
+        }
     return best
 
 
@@ -186,7 +193,8 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
         waits /= 3
     if cluster.device.sharing > 1:  # ranks that wait leave their processors to the others
         waits *= max(0.0, 1 - cluster.device.sharing / pp)
-    took = collective_seconds(cluster, "p2p", stream_bytes(config), 2, _world(parallel) // pp)
+    each, size = _world(parallel) // pp, stream_bytes(config)
+    took = sum(stage_seconds(cluster, size, each, rank, rank + 1) for rank in range(pp - 1)) / (pp - 1)
     return waits * mean + took * messages
 
 
@@ -201,24 +209,25 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
     over, of_experts = shards(config)
     held = size.whole
     gather = reduce = replicas = 0.0
-    inner = parallel.dp_shard * parallel.cp * parallel.tp
+    ranks_of_stage = _world(parallel) // parallel.pp
     weights = (unit.dense, over, parallel.tp)
     for numbers, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if numbers:
             part = unit.trained * numbers * wide
             gather += collective_seconds(cluster, "all_gather", numbers * width, ranks, stride)
             reduce += collective_seconds(cluster, "reduce_scatter", part, ranks, stride)
-            replicas += collective_seconds(
-                cluster, "all_reduce", part / ranks, parallel.dp_replicate, inner
-            )
+            own, others = part / ranks, ranks_of_stage // (ranks * stride)
+            replicas += collective_seconds(cluster, "all_reduce", own, others, ranks * stride)
     copies = sums = added = 0.0
     master = precision.master_dtype.itemsize
     if gather or width < master:
         trained, own = unit.trained * held, unit.trained * size.own
         copies = bytes_seconds(cluster, "fsdp.split_with_sizes_copy", 2 * width * held)
         copies += bytes_seconds(cluster, "aten._foreach_copy_", (master + width) * size.own)
+        copies += bytes_seconds(cluster, "aten.cat", 2 * width * size.moved)
         sums = bytes_seconds(cluster, "fsdp.chunk_cat", (width + wide) * trained)
         sums += bytes_seconds(cluster, "aten.add_", 3 * wide * own)
+        sums += bytes_seconds(cluster, "aten.cat", 2 * width * unit.trained * size.moved)
         if micro_batches(config) > 1:
             added = bytes_seconds(cluster, "aten.add_", (width + 2 * wide) * trained)
 
@@ -228,8 +237,9 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
 
     forward, backward = unit.forward, unit.backward
     if parallel.zero < 3:
-        once, backwards = shown(forward, copies, gather), shown(backward, sums, reduce)
-        return (backwards, once) if parallel.zero == 2 else (added, once + backwards)
+        once, last = shown(forward, copies, gather), shown(backward, sums, reduce + replicas)
+        each = shown(backward, sums, reduce) if parallel.zero == 2 else 0.0
+        return each + (parallel.zero < 2) * added, once + last - each
     # NCCL sends both by one communicator, one after the other.
     both = gather + reduce if cluster.backend == "nccl" else max(gather, reduce)
     each = shown(forward, copies, gather)
@@ -238,13 +248,3 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
     else:
         each += shown(backward, copies + sums, both)
     return each, max(0.0, max(reduce + replicas, gather) - max(backward, both))
-
-
-def _offload(config: Config, cluster: Cluster, own: float, count: int) -> dict[str, float]:
-    """Return the seconds of shards that are copied to the device and back, and of the host's optimizer.
-
-    Each micro-batch copies its shards for forward and for backward, and its gradients back.
-    """
-    copied = 3 * count * costs.host_seconds(cluster, own * config.precision.master_dtype.itemsize)
-    host = costs.for_ranks(cluster, _world(config.parallel))
-    return {"offload": copied, "optimizer": costs.processor_seconds(host, 28 * own)}

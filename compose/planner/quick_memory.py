@@ -1,11 +1,14 @@
 """The memory of a rank by formulas: the pipeline's ranks, what they keep between steps, their peaks."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
+from compose.optim.optimizers import OPTIMIZERS
+from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
@@ -133,6 +136,18 @@ def _most_waiting(schedule: str, pp: int, virtual: int, count: int) -> Sequence[
     return most
 
 
+def _cut_of_stacks(shape: ModelShape, config: Config) -> tuple[float, float]:
+    """Return padded experts over their own numbers, and the part that later dims cut."""
+    ranks, ep = shards(config)[1], config.parallel.ep
+    whole = padded = moved = 0.0
+    for (number, *dims), count in shape.stacks.items():
+        here, size = number / ep, count * math.prod((number, *dims))
+        other = here % ranks and any(dim % ranks == 0 for dim in dims)
+        whole, moved = whole + size, moved + (size if other else 0)
+        padded += size if other else size * math.ceil(here / ranks) * ranks / here
+    return (padded / whole, moved / whole) if whole else (1.0, 0.0)
+
+
 class Size(NamedTuple):
     """Numbers of a unit."""
 
@@ -142,15 +157,19 @@ class Size(NamedTuple):
     """Those that one rank keeps between steps."""
     trained: float
     """The part of these that is trained."""
+    moved: float
+    """Those of experts that another dim than the first cuts, for which FSDP copies once more."""
 
 
-def sizes_of(units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
+def sizes_of(shape: ModelShape, units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
     """Return the numbers of each unit."""
     over, of_experts = shards(config)
+    padded, moved = _cut_of_stacks(shape, config)
     result = {}
     for name, unit in units.items():
-        own = unit.dense / over + unit.experts / of_experts
-        result[name] = Size(unit.dense + unit.experts, own, unit.trained * own)
+        experts = unit.experts * padded
+        own = unit.dense / over + experts / of_experts
+        result[name] = Size(unit.dense + experts, own, unit.trained * own, unit.experts * moved)
     return result
 
 
@@ -165,10 +184,21 @@ class _Moment(NamedTuple):
     logits: float = 0.0
 
 
-def host_bytes(config: Config, own: float, trained: float) -> float:
-    """Return the bytes of host memory of a rank with so many numbers."""
+def bytes_of_state(shape: ModelShape, config: Config) -> float:
+    """Return the bytes of the optimizer's state for each number that is trained, on average."""
+    key = "states", config.optimizer
+    if key not in shape.known:
+        model = shape.job.model
+        rules = parameter_rules(model, shape.job.plan, config.optimizer)
+        sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+        states = sum(size * len(OPTIMIZERS[rules[n].optimizer].state) for n, size in sizes.items())
+        shape.known[key] = states / max(1, sum(sizes.values()))
+    return shape.known[key] * config.precision.state_dtype.itemsize
+
+
+def host_bytes(config: Config, own: float, trained: float, state: float) -> float:
+    """Return the bytes of host memory of a rank with so many numbers, and bytes of ``state``."""
     precision = config.precision
-    state = 2 * trained * precision.state_dtype.itemsize
     if config.parallel.offload == "cpu":
         return _PINNED * (own + trained) * precision.master_dtype.itemsize + state
     return _PINNED * state if config.optimizer.offload == "cpu" else 0.0
@@ -198,7 +228,7 @@ def peak_bytes(
     for rank, (own, trained) in ranks:
         held = {"PipeDream": rank.flight, "PipeDream2BW": 2}.get(schedule, 1)  # versions
         weights = own * precision.master_dtype.itemsize * here * held
-        state = trained * 2 * precision.state_dtype.itemsize * here
+        state = trained * bytes_of_state(shape, config) * here
         gradients = trained * precision.master_dtype.itemsize * here
         moment = max(_moments(shape, config, (units, sizes), rank, gradients), key=sum)
         if sum(moment) + weights + state > most:
@@ -270,9 +300,7 @@ def _moments(
 
 def _before(shape: ModelShape, unit: str) -> Counter[str]:
     """Return the layers up to the last one of a kind."""
-    key = "before", unit
+    key, order = ("before", unit), shape.few.order
     if key not in shape.known:
-        order = shape.few.order
-        last = len(order) - order[::-1].index(unit)
-        shape.known[key] = Counter(order[:last])
+        shape.known[key] = Counter(order[: len(order) - order[::-1].index(unit)])
     return shape.known[key]

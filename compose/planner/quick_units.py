@@ -13,6 +13,7 @@ from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.memory.activation_checkpointing import ActivationCheckpoint, UnitCost, unit_costs, within
 from compose.parallel.mesh import AXES, Parallel
+from compose.parallel.tensor_parallel import check_heads
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.layer_probe import (
@@ -42,8 +43,8 @@ from compose.planner.step_time import bytes_seconds, dispatch, operator_seconds
 class ModelShape:
     """A model, as far as quick estimates know it; its probes are made when they are needed first."""
 
-    experts: frozenset[int]
-    """The numbers of experts that layers have."""
+    stacks: Mapping[tuple[int, ...], int]
+    """How many stacks of experts there are, by their shapes."""
     active: float
     """The parameters that compute on a token."""
     axes: frozenset[str]
@@ -89,10 +90,10 @@ def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
         "ep": job.resolved.expert,
     }
     top_k, weights = getattr(job.config.model.config, "top_k", 1), list(job.model.parameters())
-    experts = frozenset(len(p) for p in weights if p.ndim == 3 and id(p) in routed)
+    stacks = Counter(tuple(p.shape) for p in weights if p.ndim == 3 and id(p) in routed)
     active = sum(p.numel() * (min(1, top_k / len(p)) if id(p) in routed else 1) for p in weights)
     axes = frozenset(axis for axis, cut in cuts.items() if cut)
-    return ModelShape(experts, active, axes, job, few, cache)
+    return ModelShape(stacks, active, axes, job, few, cache)
 
 
 class Unit(NamedTuple):
@@ -158,6 +159,8 @@ def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _
     Raises ConfigError if the model cannot be cut so.
     """
     parallel, device = config.parallel, cluster.device
+    if heads := shape.job.resolved.heads:  # probes of tp 2 and 4 say nothing of them
+        check_heads(*heads, parallel.tp)
     own = (
         *(parallel.cp_method, parallel.sequence, parallel.loss, config.precision, cluster.backend),
         *(device.capability, cluster.target.float8),
@@ -187,8 +190,15 @@ def _probed(
     shape: ModelShape, config: Config, degrees: tuple[int, ...], cluster: Cluster
 ) -> Figures | ConfigError:
     """Return the figures of a probe, by its file if there is one, or why the model cannot be cut."""
+
+    def made() -> Figures | ConfigError:
+        try:
+            return probe(shape.job, config, shape.few, degrees, cluster)
+        except ConfigError as error:
+            return error
+
     if not shape.cache:
-        return _made(shape, config, degrees, cluster)
+        return made()
     of = config_of_probe(config, degrees, shape.few.prime)
     model, parallel, device = of.model, of.parallel, cluster.device.capability
     played = cluster.backend, device, cluster.target.float8
@@ -202,19 +212,10 @@ def _probed(
         }
         return ConfigError(*problems) if problems else figures
     except BROKEN:
-        made = _made(shape, config, degrees, cluster)
-        refused = isinstance(made, ConfigError)
-        file.write(((), made.problems) if refused else ([*made.items()], ()))
-        return made
-
-
-def _made(
-    shape: ModelShape, config: Config, degrees: tuple[int, ...], cluster: Cluster
-) -> Figures | ConfigError:
-    try:
-        return probe(shape.job, config, shape.few, degrees, cluster)
-    except ConfigError as error:
-        return error
+        result = made()
+        refused = isinstance(result, ConfigError)
+        file.write(((), result.problems) if refused else ([*result.items()], ()))
+        return result
 
 
 _Ways = tuple[tuple[float, tuple[str, ...] | None], ...]
@@ -382,7 +383,7 @@ def _message(cluster: Cluster, parallel: Parallel, kind: str, axis: str, size: f
         return costs.collective_seconds(cluster, kind, size, parallel.ep, 1)
     ranks = math.prod(getattr(parallel, each) for each in axis.split("+") if hasattr(parallel, each))
     stride = 1 if "tp" in axis else parallel.tp
-    return costs.collective_seconds(cluster, kind, size, 2 if kind == "p2p" else ranks, stride)
+    return costs.collective_seconds(cluster, kind, size, ranks, stride)
 
 
 def stream_bytes(config: Config) -> float:

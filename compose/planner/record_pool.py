@@ -27,6 +27,7 @@ from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.pipeline.schedules import Action
 from compose.planner.cluster import Cluster
+from compose.planner.costs import for_ranks
 from compose.planner.few_layers import (
     FEWEST,
     LayerRuns,
@@ -373,6 +374,7 @@ def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
     categorize(record, job.resolved.output)
     runs = runs_of(job)
     where = places(job, runs, kept) if runs and kept else {}
+    cluster = for_ranks(cluster, job.world_size)
     if job.config.compile.async_tp:
         in_pieces(record, cluster, job.degrees)
     fused = other.fused if other else job.config.compile.mode != "off"

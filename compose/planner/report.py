@@ -93,7 +93,7 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
         "memory": {**_bytes(fullest), "by_stage": [_bytes(p) for p in estimate.peaks]},
         "host_bytes": estimate.host_bytes,
         "kwh": estimate.kwh,
-        "why": crosses_nodes(candidate.config.parallel, space.cluster.node),
+        "why": crosses_nodes(candidate.config.parallel, space.node),
     }
     if best:
         data["timeline"] = [
@@ -146,7 +146,7 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
                 f"{estimate.mfu:.1%}",
                 f"{estimate.bubble:.1%}",
                 f"{candidate.reserved / _GIB:.1f}",
-                "; ".join(filter(None, [*warnings, crosses_nodes(parallel, space.cluster.node)])),
+                "; ".join(filter(None, [*warnings, crosses_nodes(parallel, space.node)])),
             ]
         )
     return in_columns(rows)
@@ -241,9 +241,9 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
 
 def reasons(space: Space, best: Candidate) -> dict[str, str]:
     """Return a reason for each key of the best candidate, by the key."""
-    parallel, node = best.config.parallel, space.cluster.node
+    parallel, node = best.config.parallel, space.node
     room = capacity(space.cluster) / 2**30
-    within = parallel.tp <= node
+    within = node % parallel.tp == 0
     return {
         "parallel.tp": "inside a node of " + str(node) if within else f"over nodes of {node}",
         "parallel.cp": "ranks that share a sequence",

@@ -75,7 +75,7 @@ def action_seconds(
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
     world_size = math.prod(getattr(degrees, axis) for axis in AXES)
-    slowest, shared = costs.slowest(cluster, world_size), costs.for_ranks(cluster, world_size)
+    slowest = costs.slowest(cluster, world_size)
     issue = dispatch(cluster, fused and compiled)
     hooks = _hooks(record, cluster, fused and compiled)
     unit = ""
@@ -120,7 +120,7 @@ def action_seconds(
                 seconds["host"] += late
             seconds[f"sent {axis}"] += took
         else:
-            took = operator_seconds(shared, work)
+            took = operator_seconds(cluster, work)
             if work.kind == PROCESSOR:
                 # It waits for what it computes with, and what follows on the device waits for it.
                 host = max([host, *clock.values()]) + took

@@ -148,7 +148,7 @@ def slots_of(
     """The slots of a schedule whose forwards take 1 s and backwards 2 s on each rank."""
     rows = build_table(schedule, pp, per_rank, micro_batches)
     took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    return simulate(rows, lambda action: took[action.kind] / per_rank, message)
+    return simulate(rows, lambda action: took[action.kind] / per_rank, lambda *ranks: message)
 
 
 def length_of(slots: list[Slot]) -> float:
@@ -172,7 +172,7 @@ def test_messages_between_stages_delay_the_next_one() -> None:
 def test_gradients_are_reduced_after_the_result() -> None:
     """Actions take 3 s, of a backward 1 s after its result; by hand, one micro-batch on two ranks."""
     rows = build_table("1F1B", 2, 1, 1)
-    slots = simulate(rows, lambda a: 3.0, 0.0, lambda a: float(a.kind == "B"))
+    slots = simulate(rows, lambda a: 3.0, after_result=lambda a: float(a.kind == "B"))
     starts = {(slot.rank, slot.action.kind): slot.start for slot in slots}
     assert starts == {(0, "F"): 0.0, (1, "F"): 3.0, (1, "B"): 6.0, (0, "B"): 8.0}
 
@@ -183,7 +183,7 @@ def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
     per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
     rows = build_table(schedule, 4, per_rank, 8)
     took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    slots = simulate(rows, lambda action: took[action.kind], 0.0, sharing=4.0)
+    slots = simulate(rows, lambda action: took[action.kind], sharing=4.0)
     whole = sum(took[action.kind] for row in rows for action in row)
     assert length_of(slots) == pytest.approx(whole / 4)
     assert sorted(slot.action for slot in slots) == sorted(action for row in rows for action in row)
@@ -192,7 +192,7 @@ def test_ranks_on_one_processor_leave_no_bubble(schedule: str) -> None:
 def test_two_ranks_for_each_processor_by_hand() -> None:
     """Four ranks, two processors, one micro-batch: one rank at a time works, twice as fast."""
     rows = build_table("1F1B", 4, 1, 1)
-    slots = simulate(rows, lambda action: 3.0, 0.5, sharing=2.0)
+    slots = simulate(rows, lambda action: 3.0, lambda *ranks: 0.5, sharing=2.0)
     assert length_of(slots) == pytest.approx(8 * 1.5 + 6 * 0.5)
 
 
@@ -200,7 +200,7 @@ def test_few_ranks_for_their_processors_are_as_fast_as_alone() -> None:
     """At most all processors work, so that a rank is never faster than by ``sharing``."""
     rows, took = build_table("1F1B", 4, 1, 16), {"F": 1.0, "B": 2.0}
     lengths = [
-        length_of(simulate(rows, lambda a: took[a.kind], 0.0, sharing=sharing))
+        length_of(simulate(rows, lambda a: took[a.kind], sharing=sharing))
         for sharing in (1.0, 1.0 + 1e-9, 1.5, 4.0)
     ]
     assert lengths[1] == pytest.approx(lengths[0])
@@ -223,7 +223,7 @@ def test_a_rank_runs_one_action_at_a_time_and_after_its_input() -> None:
 def test_a_table_that_waits_for_itself_is_refused() -> None:
     rows = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ValueError, match="waits for itself"):
-        simulate(rows, lambda action: 1.0, 0.0)
+        simulate(rows, lambda action: 1.0)
 
 
 def test_report() -> None:

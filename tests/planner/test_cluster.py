@@ -27,10 +27,12 @@ from compose.planner.costs import (
     attention_seconds,
     by_kernel,
     collective_seconds,
+    for_ranks,
     grouped_seconds,
     host_seconds,
     memory_seconds,
     product_seconds,
+    stage_seconds,
 )
 from tests.support.helpers import refusal
 
@@ -253,13 +255,34 @@ def test_a_group_in_several_nodes_is_never_faster(name: str) -> None:
     for kind, ranks, size in itertools.product(KINDS, range(2, cluster.node + 1, every), sizes):
         if cluster.within.direct and (ranks == 2 or kind == "p2p"):
             continue  # one link may be slower than a network card
-        inside = collective_seconds(cluster, kind, size, ranks, 1)
+        inside = collective_seconds(for_ranks(cluster, ranks), kind, size, ranks, 1)
         for stride in range(1, 2 * cluster.node, every):
             time = collective_seconds(cluster, kind, size, ranks, stride)
-            if ranks * stride <= cluster.node:
-                assert time == inside
+            if cluster.node % (ranks * stride) == 0:
+                assert time == pytest.approx(inside)
             else:
                 assert time >= inside, (kind, ranks, stride, size)
+
+
+def test_some_group_of_three_is_in_two_nodes() -> None:
+    """Groups follow one another: of nodes of eight, the third group of three has ranks in two.
+
+    In one node it is not so. Stages of a rank each send from node to node once in eight times.
+    """
+    h100, size = load_cluster("h100_sxm"), 1e9
+    alone = collective_seconds(for_ranks(h100, 6), "all_gather", size, 3, 1)
+    card = 2 / 3 * size / h100.between.usable
+    assert collective_seconds(h100, "all_gather", size, 3, 1) == pytest.approx(card, rel=0.01)
+    assert alone == pytest.approx(2 / 3 * size / h100.within.usable, rel=0.01)
+    near, far = (stage_seconds(h100, size, 1, one, one + 1) for one in (6, 7))
+    assert near == pytest.approx(size / h100.within.usable, rel=0.01)
+    assert (
+        far == stage_seconds(h100, size, 1, 8, 7) == pytest.approx(size / h100.between.usable, rel=0.01)
+    )
+    assert near == stage_seconds(for_ranks(h100, 7), size, 1, 0, 1)
+    # A ring of 16 waits for its slowest message; one of eight stays in the node.
+    ring, whole = (collective_seconds(h100, "p2p", size, ranks, 1) for ranks in (8, 16))
+    assert (ring, whole) == (near, far)
 
 
 def test_one_rank_and_nothing_cost_nothing() -> None:

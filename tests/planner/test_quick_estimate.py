@@ -18,8 +18,12 @@ from compose.pipeline.timeline import simulate
 from compose.planner import quick_estimate
 from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
+from compose.planner.costs import collective_seconds
 from compose.planner.estimate import estimate
+from compose.planner.layer_probe import Figures, Part
+from compose.planner.probe_scaling import combined
 from compose.planner.quick_estimate import QuickEstimate, quick
+from compose.planner.quick_memory import sizes_of
 from tests.support.helpers import ROOT, tiered
 
 TRAIN = str(ROOT / "train.toml")
@@ -49,6 +53,54 @@ def test_a_family_has_the_recorded_memory(family: str) -> None:
     assert mean(error(*pair) for pair in beside(family)) <= ERROR[family]
 
 
+def test_a_rank_of_ep_has_the_rows_of_more_ranks() -> None:
+    """With ep 8 a rank has one of eight experts, and the rows that eight ranks send to it."""
+    part = Part(
+        "0", "F", "op", 1, ("aten._grouped_mm", "product", "bfloat16"), (True,) * 2 + (False,) * 4
+    )
+
+    def made(tp: int, cp: int, ep: int) -> Figures:
+        return {part: (1e12, 2e9 + 1e9 / ep, 8 / ep, 510.0 * ep, 4096.0, 1024.0)}
+
+    assert combined(1, 1, 8, made)[part][2:] == (1, 8 * 510, 4096, 1024)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep", "padded", "moved"),
+    [(8, 1, 1, 0), (64, 1, 1, 1), (64, 8, 1, 1), (64, 64, 1, 0), (24, 1, 3, 0), (24, 8, 3, 0)],
+)
+def test_experts_are_cut_as_fsdp_cuts_them(ranks: int, ep: int, padded: int, moved: int) -> None:
+    """24 ranks divide no dim of a stack of experts, and pad; 64 cut another dim than the first."""
+    number = 64 if ep == 64 else 8
+    unit: Any = SimpleNamespace(dense=1e6, experts=1e9 / ep, trained=1.0)
+    shape: Any = SimpleNamespace(stacks={(number, 4096, 14336): 64})
+    config: Any = SimpleNamespace(parallel=Parallel(dp_shard=ranks, ep=ep))
+    size = sizes_of(shape, {"0": unit}, config)["0"]
+    assert size.own == pytest.approx((1e6 + 1e9 * padded) / ranks)
+    assert size.whole == pytest.approx(1e6 + 1e9 / ep * padded)
+    assert size.moved == moved * 1e9 / ep
+
+
+def test_muon_keeps_one_state_of_matrices() -> None:
+    cluster = load_cluster("h100_sxm")
+    config = load(TRAIN, [("train.global_batch", "16"), ("parallel.dp_shard", "8")])
+    shape = shape_for(Space(config, cluster, 8))
+    muon = with_keys(config, {"optimizer.name": "muon"})
+    one, other = (quick(shape, each, cluster).bytes["optimizer"] for each in (config, muon))
+    model = shape.job.model
+    layers = sum(p.numel() for p in model.get_submodule("layers").parameters() if p.ndim == 2)
+    assert one - other == pytest.approx(4 * layers / 8)
+
+
+def test_ddp_sends_all_gradients() -> None:
+    cluster = load_cluster("ethernet_25g")
+    config = load(TRAIN, [("parallel.zero", "0"), ("train.global_batch", "32")])
+    shape = shape_for(Space(config, cluster, 16))
+    meshes = [{"parallel.dp_shard": n, "parallel.dp_replicate": 16 // n} for n in (16, 1)]
+    ddp, same = (quick(shape, with_keys(config, m), cluster).seconds["dp"] for m in meshes)
+    assert ddp == same > collective_seconds(cluster, "all_reduce", 4 * shape.active, 16, 1) / 2
+
+
 @pytest.mark.slow
 def test_all_families_together() -> None:
     pairs = [pair for family in FAMILIES for pair in beside(family)]
@@ -76,9 +128,10 @@ def test_a_bubble_is_that_of_the_simulator(
     )
     monkeypatch.setattr(quick_estimate, "stream_bytes", lambda *of: 0.0)
     for message in (0.0, 0.01):
-        monkeypatch.setattr(quick_estimate, "collective_seconds", lambda *of, m=message: m)
+        monkeypatch.setattr(quick_estimate, "stage_seconds", lambda *of, m=message: m)
         waits = quick_estimate._bubble(config, load_cluster("h100_sxm"), 3.0)
-        length = max(slot.end for slot in simulate(table, lambda action: took[action.kind], message))
+        slots = simulate(table, lambda action: took[action.kind], lambda *ranks, m=message: m)
+        length = max(slot.end for slot in slots)
         assert waits == pytest.approx(length - 3 * count)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from compose.planner.answer import composition_in_words
 from compose.planner.report import as_data, command_line, memory, seconds, table
 from tests.support.planned import recorded, space_of
 
@@ -38,6 +39,19 @@ def test_recomputation_has_its_amount(keys: dict[str, Any], text: str) -> None:
     header, row = table(SPACE, [recorded(SPACE, 1.0, 1.0, **named)]).splitlines()
     end = header.index("recompute") + len("recompute")
     assert row[:end].endswith(f" {text}")
+
+
+def test_tp_that_does_not_divide_a_node_is_told() -> None:
+    """In nodes of 8 some group of three ranks is in two nodes, but not if a job has six ranks."""
+    for ranks, where, warning in (
+        (6, "in the node", ""),
+        (24, "over nodes", "tp 3 crosses nodes of 8 ranks"),
+    ):
+        space = space_of(ranks)
+        one = recorded(space, 1.0, 1.0, parallel__tp=3)
+        assert f"tensor parallel 3 {where}" in composition_in_words(space, one)
+        assert ("crosses" in table(space, [one])) == bool(warning)
+        assert as_data(space, [one])["candidates"][0]["why"] == warning
 
 
 @pytest.mark.parametrize(

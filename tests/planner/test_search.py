@@ -85,6 +85,16 @@ def test_a_record_corrects_the_quick_estimates_of_its_kind() -> None:
     assert set(order) == {(c.config.parallel.pp_schedule, c.config.parallel.tp) for c in every}
 
 
+def test_the_best_without_a_pipeline_is_recorded_first_too() -> None:
+    """Records of pipelines alone say nothing of quick estimates without one."""
+    where, every = space(TRAIN, "h100_sxm", 16), []
+    for number, (pp, replicas) in enumerate([(2, 1), (4, 1), (8, 1), (1, 4), (1, 2)]):
+        keys = {"parallel.pp": pp, "parallel.dp_replicate": replicas, "parallel.tp": 2}
+        rough = QuickEstimate({"compute": number + 1.0}, {"weights": 2.0**30})
+        every.append(Candidate(with_keys(where.config, keys), keys, rough))
+    assert RecordQueue(where, every).next_round([], 6) == [every[0], every[3], every[1]]
+
+
 def test_fsdp_with_and_without_offload_does_not_share_its_turns() -> None:
     where, every = space(TRAIN, "h100_sxm", 16), []
     for number, (tp, offload) in enumerate([(1, "none"), (1, "none"), (1, "cpu"), (2, "none")]):
@@ -96,12 +106,17 @@ def test_fsdp_with_and_without_offload_does_not_share_its_turns() -> None:
 
 
 def test_a_mesh_that_cannot_cut_the_model_is_no_candidate() -> None:
-    """GPT-2 of 1,558M parameters has 25 heads, also if all candidates are asked for."""
+    """GPT-2 of 1,558M parameters has 25 heads, also if all candidates are asked for; a Llama has 8."""
     shape = keys_in("model.name=gpt2 model.preset=1558m train.seq_len=1024 train.global_batch=64")
     where = space(TRAIN, "a100_40gb", 8, **shape)
     every = list(candidates(where, shape_for(where), anyway=True))
     assert {candidate.config.parallel.tp for candidate in every} == {1}
     assert all(math.isfinite(candidate.rough.memory) for candidate in every)
+    where = space(TRAIN, "h100_sxm", 24, train__global_batch=48)
+    heads = where.config.model.config.n_heads
+    assert {
+        heads % candidate.config.parallel.tp for candidate in candidates(where, shape_for(where))
+    } == {0}
 
 
 def test_one_node_holds_a_7b_by_zero_alone() -> None:
