@@ -60,12 +60,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Search:
         (["--as-is", "--objective=memory"], "--as-is: searches nothing; remove --objective"),
         (["--as-is", "--keep=train.seq_len"], "--as-is: searches nothing; remove --keep"),
         (["--objective=devices", "--batch=1,2"], "--batch: --objective devices takes one number"),
-<<<<<<< HEAD
         ([*QUESTION, "--seconds=0"], "--seconds: 0 is not a number above 0, as 30"),
         ([*QUESTION, "--json=no/a.json"], "--json: cannot write no/a.json: no is no folder"),
-=======
         (["--objective=params", "--batch=1,2"], "--batch: --objective params takes one number"),
->>>>>>> f58e
         ([*QUESTION, "--days=3"], "--days: goes with --objective devices"),
         ([*QUESTION, "--tokens=1TT"], "--tokens: 1TT is not a number above 0, as 15e12 or 1T"),
     ],
