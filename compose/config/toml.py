@@ -438,5 +438,5 @@ def values_of(config: Config) -> Iterator[tuple[str, str, Any]]:
         left_out = "steps" if kind is Train and values.epochs else ""
         names = (key for key in docs(kind) if key != left_out)
         yield from ((table, key, getattr(values, attribute(key))) for key in names)
-        if isinstance(values, Model):
+        if isinstance(values, Model) and values.config:
             yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))

@@ -226,7 +226,8 @@ REFUSED: list[tuple[Keys, str]] = [
     ),
     (
         lora(targets="all_linear"),
-        'command line: model.lora.targets: expected "all-linear" or list of str, got "all_linear"',
+        'command line: model.lora.targets: expected "all-linear" or list of str, got "all_linear";'
+        " did you mean all-linear?",
     ),
     (lora(dropout=1.0), "command line: model.lora.dropout: 1.0 should be less than 1"),
     (
