@@ -223,7 +223,7 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
     """Return one line for each parameter that would lose something where it is copied or cut."""
     problems, names = [], dict[int, str]()
     for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
             problems.append(
                 f"parameter {name} has a hook, which its parts would not have; change the gradient"
                 " after forward_backward, or by a torch.autograd.Function in forward"

@@ -35,6 +35,9 @@ INSTEAD = {
     "a copy, whether it is a view or not": "torch.Tensor._is_view",
     "data_ptr, where there is memory": "torch.UntypedStorage._cdata",
     "named_children and setattr": "torch.nn.Module._modules",
+    "no line on a parameter's hooks": """
+        torch.Tensor._backward_hooks torch.Tensor._post_accumulate_grad_hooks
+    """,
     "the public classes, one by one": "torch.nn.modules.batchnorm._BatchNorm",
     "type(torch.ops.aten.mm.default)": "torch._ops.OpOverload",
     "type(torch.ops.aten.mm)": "torch._ops.OpOverloadPacket",
