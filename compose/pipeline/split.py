@@ -331,6 +331,7 @@ def try_first_stage(
         container.clear()
         container.update({**held, second: stands[second]})
         _, ((_, begins, _), *_) = _noted(stands[second], run)
+    container.clear()
     container.update(held)
     if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
         raise ConfigError(
