@@ -270,7 +270,8 @@ def _run(
         value = loss(model(**part), targets)
         value.backward()
         data.end_micro_batch()
-        if number == 0 and len(parts) > 1 and data.zero >= 2 and isinstance(model, FSDPModule):
+        sent = data.zero >= 2 and isinstance(model, FSDPModule)  # replicas' sums come in the last one
+        if number == 0 and len(parts) > 1 and sent and axis_size(whole.mesh, "dp_replicate") == 1:
             lacking += _lacking(model)
         total = total + value.detach()  # the loss may be wider than float32
     return total
