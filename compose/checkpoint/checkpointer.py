@@ -136,7 +136,7 @@ class Checkpointer:
         self.report: SaveReport | None = None
         self.unreported: SaveReport | None = None  # of a save for whose end the next one has waited
         self.failures = 0
-        self.broken = False  # a rank was too late for the others, who can meet no more in this group
+        self.broken = False  # a rank was so late in a save that the group cannot be used again
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.reads_files = False  # saves do, of state that is in files
         self.only_in_memory = False  # the step that was resumed has no checkpoint yet
@@ -301,6 +301,13 @@ class Checkpointer:
         """1 if ``checkpoint.fail_after`` saves have failed, 2 if no other one can succeed, else 0."""
         return 2 if self.broken else int(0 < self.config.checkpoint.fail_after <= self.failures)
 
+    def failure(self, failed: int) -> str:
+        """Return why the run ends, by what :attr:`failed` is on the first rank."""
+        if failed == 2:
+            return "a rank was too late in a save, and no save can follow: start again, to go on"
+        many = self.config.checkpoint.fail_after
+        return f"{many} checkpoints could not be saved (checkpoint.fail_after)"
+
     def _set_aside(self, folders: list[Path], step: int) -> None:
         """Rename this run's checkpoints after ``step`` that its peers lack."""
         for folder in self.peers.others_lack(self.kept, folders, step):
@@ -322,7 +329,7 @@ class Checkpointer:
         try:
             self._write(*given)
         except Exception as error:
-            if not self.report.problem:  # it is published
+            if not self.report.problem:  # the checkpoint itself is whole
                 raise
             self.report.problem, self.broken = cause_of(error), True
 
@@ -369,7 +376,8 @@ class Checkpointer:
             tensors = {name: entry for part in files for name, entry in part.items()}
             state = {**asdict(progress), **self.fields}
             everything = store.write_run_state(target, state, dump(self.config), tensors)
-            with contextlib.suppress(OSError):  # a node that is lost later takes no step of it along
+            # Else a node without power could lose lines of steps that are not taken again.
+            with contextlib.suppress(OSError):
                 store.flush(self.root.parent / "metrics.jsonl")
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:

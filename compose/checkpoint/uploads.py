@@ -167,6 +167,6 @@ class Uploads:
                 lines.append(f"{kept / folder.name}: sent now; an earlier run left it in {folder}")
             if store.step_of(folder) <= newest:
                 shutil.rmtree(folder, ignore_errors=True)
-        if not lines and log.exists():  # those here may be of steps that another machine took anew
+        if not lines and log.exists():  # another machine may have taken these steps again
             write_whole(self.folder / "metrics.jsonl", log.read_bytes())
         return lines

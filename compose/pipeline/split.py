@@ -313,7 +313,7 @@ def try_first_stage(
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
         inputs = {name: value for name, value in inputs.items() if name in taken}
-    other, held = stream + 1, dict(container)  # what forward makes of the stream has to show
+    other, held = stream + 1, dict(container)  # another stream shows what forward computes from it
     stands = dict[str, Any]()
     for key, part in [*cast(Any, stage.get_submodule(layers)._modules.items())][:2]:
         stands[key] = Skipped(part)

@@ -140,7 +140,7 @@ def _seconds(
         best["bubble"] = 0.0
     best["optimizer"] = costs.memory_seconds(cluster, 32 * trained)
     if parallel.offload == "cpu":
-        # Each micro-batch copies its shards for forward and for backward, and its gradients back.
+        # Shards are copied for the forward and for the backward of a micro-batch, and gradients back.
         copied = costs.host_seconds(cluster, trained * config.precision.master_dtype.itemsize)
         best |= {
             "offload": 3 * count * copied,

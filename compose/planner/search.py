@@ -81,7 +81,8 @@ class RecordQueue:
             near = [c for c in self._left if known_as(self._space, c.config.parallel) == name]
             if near and not any(c and known_as(self._space, c.config.parallel) == name for c in first):
                 first.append(self._take(min(near, key=lambda c: order(self._space, c))))
-        if all(c and c.config.parallel.pp > 1 for c in first):  # which correct no others
+        # Records of pipelines correct no estimate without a pipeline.
+        if all(c and c.config.parallel.pp > 1 for c in first):
             flat = [c for c in self._left if c.config.parallel.pp == 1]
             first += [self._take(min(flat, key=lambda c: order(self._space, c)))] if flat else []
         first += self._best(recorded, _FIRST - len(first))

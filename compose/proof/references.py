@@ -36,7 +36,7 @@ _FINER = 2.0**-29
 # In float64 a sum of parts that cancel leaves 2^-29 of the error that float32 makes there. Any other
 # gradient is about a million times that error.
 _ZERO = 1e-4
-# So many samples have to give together the sum of the losses that each gives alone, but for this share.
+# The loss of this many samples in one forward is the sum of their own losses, within this share.
 _TOGETHER, _ALONE = 4, 1e-4
 # A margin counts as a tie up to this many times the greatest change of a margin by rounding.
 _TIE = 2.0
@@ -271,7 +271,7 @@ def _check_alone(one: OneProcess, batch: Mapping[str, Tensor]) -> None:
         targets = part.pop("targets")
         return float(one.plain_loss(one.forward(part), targets))
 
-    samples = len(batch["targets"])  # one alone is taken twice, as a mean is no sum of those either
+    samples = len(batch["targets"])  # a single one is taken twice: a mean differs then too
     rows = torch.arange(max(2, min(_TOGETHER, samples))) % samples
     alone = [loss(row) for row in rows[:, None]]
     if not abs(loss(rows) - sum(alone)) <= _ALONE * sum(map(abs, alone)):

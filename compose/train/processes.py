@@ -41,7 +41,7 @@ from compose.train.workers import FAILED, Spares, Worker, divide
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 
 LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is gone; it is not sent
-# Folders that may be elsewhere on another node.
+# Keys of folders and files, whose paths may differ between nodes.
 _OF_A_NODE = ("run.dir", "run.staging", "data.path", "data.validation", "optimizer.offload_dir")
 _OF_A_NODE += ("checkpoint.load_hf", "model.lora.load")
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
@@ -73,7 +73,7 @@ def _backstop(nccl: bool) -> timedelta:
 
 
 def outlive(stream: IO[str]) -> None:
-    """Let what cannot be written to a stream be lost: a full disk, or a broken pipe, ends no run."""
+    """Ignore errors of writing to a stream, so that a full disk or a broken pipe ends no run."""
 
     def patient(call: Callable[..., Any], *given: Any) -> None:
         with contextlib.suppress(OSError):

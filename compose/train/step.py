@@ -106,14 +106,14 @@ def _lacking(model: nn.Module) -> list[str]:
 def _check_gradients(mesh: DeviceMesh, lacking: Sequence[str], device: torch.device) -> None:
     """Raise ConfigError if ranks of data parallel have gradients of different parameters.
 
-    A message of gradients has no names, and only those that a rank has: others would be added to them.
+    A message has the gradients that a rank has, without names. So another parameter's would be added.
     """
     data = (*BATCH_AXES, "cp")
     if (ranks := math.prod(axis_size(mesh, axis) for axis in data)) == 1:
         return
     own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
     total = sum_over(own, mesh, data)
-    # A GPU is waited for only where a gradient is lacking. A simulation has nothing to read.
+    # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
     reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
     if reads and float(total) != float(own) * ranks:
         raise ConfigError(
@@ -258,7 +258,7 @@ def _run(
 ) -> Tensor:
     """Run forward and backward of one micro-batch after another, and return the sum of their losses.
 
-    ``lacking`` gets the parameters of which the first one's message, if it has one, had no gradient.
+    ``lacking`` gets the names of parameters without a gradient in the first one, if it has its own sum.
     """
     model, data = whole.model, whole.data[0]
     total = torch.zeros((), device=batch["targets"].device)
@@ -270,8 +270,9 @@ def _run(
         value = loss(model(**part), targets)
         value.backward()
         data.end_micro_batch()
-        sent = data.zero >= 2 and isinstance(model, FSDPModule)  # replicas' sums come in the last one
-        if number == 0 and len(parts) > 1 and sent and axis_size(whole.mesh, "dp_replicate") == 1:
+        # ZeRO 2 and 3 sum the gradients of every micro-batch. Replicas sum them in the last one only.
+        sums = data.zero >= 2 and isinstance(model, FSDPModule)
+        if number == 0 and len(parts) > 1 and sums and axis_size(whole.mesh, "dp_replicate") == 1:
             lacking += _lacking(model)
         total = total + value.detach()  # the loss may be wider than float32
     return total

@@ -157,9 +157,7 @@ class Trainer:
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
             if failed:
-                problem = f"{saving.fail_after} checkpoints could not be saved (checkpoint.fail_after)"
-                late = "a rank was too late in a save, and no save can follow: start again, to go on"
-                raise TrainingError(f"step {number}: {(problem, late)[failed - 1]}")
+                raise TrainingError(f"step {number}: {self.checkpointer.failure(failed)}")
             if self.checkpointer.due(self.progress, enough):
                 self._read_rest()
                 self.checkpointer.save(self.progress)

@@ -293,7 +293,7 @@ def test_what_is_not_ours_stays(alone: None, tmp_path: Path) -> None:
 
 
 def test_the_newest_whole_checkpoint_is_spared(tmp_path: Path) -> None:
-    """And the one before it, though those that were found damaged are newer, and more than are kept."""
+    """And the one before it, though damaged ones are newer, and more than are kept."""
     for step in (2, 4, 6, 8, 10, 12):
         folder = tmp_path / store.name_of(step)
         folder.mkdir()
