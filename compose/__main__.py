@@ -12,8 +12,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command that the first argument names, or list the commands."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("compose COMMAND ..., or python -m compose COMMAND ...\n")
+        width = max(map(len, COMMANDS))
         for name, usage in COMMANDS.items():
-            print(f"  {name:<10}{usage.summary}")
+            print(f"  {name:<{width}}  {usage.summary}")
         return 0
     name, *words = arguments
     if name not in COMMANDS:

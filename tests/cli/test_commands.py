@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from compose.cli import COMMANDS
 from compose.parallel.mesh import meshes
 from tests.support.command_lines import answered
+
+
+def test_the_list_of_commands_has_two_columns() -> None:
+    shown = answered("-m", "compose", "--help").stdout.splitlines()[2:]
+    assert [line.split("  ")[1] for line in shown] == list(COMMANDS)
 
 
 def test_legal() -> None:
