@@ -45,12 +45,11 @@ def apply_segments(
     ``prepare`` is as for ``apply_activation_checkpointing``. In forward, a module but the first of its
     segment raises ConfigError if it takes nothing that the one before it returned.
     """
-    before: _Segment | None = None
     for names in segments:
         modules = [model.get_submodule(name) for name in names]
-        before = _Segment(list(names), modules, before)
+        segment = _Segment(list(names), modules)
         for place, module in enumerate(modules):
-            module.forward = before.recomputed(place, module.forward, prepare)
+            module.forward = segment.recomputed(place, module.forward, prepare)
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,8 @@ class _Asking(torch.autograd.Function):
 class _Segment:
     """The layers of a segment, and how far the forward of a micro-batch has come in it."""
 
-    def __init__(
-        self, names: list[str], modules: list[nn.Module], before: "_Segment | None" = None
-    ) -> None:
-        self.names, self.modules, self.before = names, modules, before
+    def __init__(self, names: list[str], modules: list[nn.Module]) -> None:
+        self.names, self.modules = names, modules
         self.returned = _Returned()
         self.again: _Again | None = None
 

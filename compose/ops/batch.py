@@ -61,12 +61,10 @@ class Documents:
     """
 
     def __init__(self, ids: Tensor, device: torch.device | None = None) -> None:
-        """Find the documents.
+        """Take integers (B, S), of which each run of equal ones in a row is one document.
 
-        Args:
-            ids: (B, S), integers. Each run of equal ids in a row is one document. If they are in host
-                memory, a GPU is not waited for.
-            device: Where attention runs; None is where ``ids`` is.
+        If they are in host memory, a GPU is not waited for. Attention runs on ``device``; None is where
+        ``ids`` is.
         """
         self.ids, self.shape = ids, tuple(ids.shape)
         begins = torch.ones_like(ids, dtype=torch.bool)

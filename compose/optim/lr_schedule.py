@@ -13,26 +13,22 @@ Schedule = Callable[[int, int, Optimizer], float]
 
 def cosine(step: int, steps: int, options: Optimizer) -> float:
     """Half a cosine from the end of warmup (Loshchilov and Hutter 2017, arXiv:1608.03983)."""
-    return (1 + math.cos(math.pi * _progress(step, _begin(steps, options), steps))) / 2
+    return (1 + math.cos(math.pi * _progress(step, steps, options))) / 2
 
 
 def linear(step: int, steps: int, options: Optimizer) -> float:
     """A line from the end of warmup."""
-    return 1 - _progress(step, _begin(steps, options), steps)
+    return 1 - _progress(step, steps, options)
 
 
 def constant(step: int, steps: int, options: Optimizer) -> float:
     """The highest rate, and a line over the last ``decay`` steps."""
-    if not options.decay:
-        return 1.0
-    return 1 - _progress(step, _begin(steps, options), steps)
+    return linear(step, steps, options) if options.decay else 1.0
 
 
-def _begin(steps: int, options: Optimizer) -> int:
-    return max(options.warmup, steps - options.decay) if options.decay else options.warmup
-
-
-def _progress(step: int, start: int, steps: int) -> float:
+def _progress(step: int, steps: int, options: Optimizer) -> float:
+    """Return how far the decay has come, 0 to 1."""
+    start = max(options.warmup, steps - options.decay) if options.decay else options.warmup
     return min(max(0.0, (step - start) / max(1, steps - start)), 1.0)
 
 

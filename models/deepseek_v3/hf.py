@@ -11,10 +11,18 @@ from typing import Any
 
 from compose.errors import shown
 
-from ..layers.hf_names import EXPERTS, FEED_FORWARD, FIELDS, MODULES, SHARED_EXPERTS, in_layer
+from ..layers.hf_names import (
+    EXPERTS,
+    FEED_FORWARD,
+    FIELDS,
+    MODULES,
+    PREDICTION,
+    SHARED_EXPERTS,
+    in_layer,
+)
 from ..layers.kinds import Kind
 from ..layers.published import keys, only, rope, size, truth, unpublished
-from ..layers.rope import yarn_magnitude, yarn_weight
+from ..layers.rope import yarn_growth, yarn_magnitude, yarn_weight
 from .model import DeepSeekV3Config
 
 _LITE = "glm4_moe_lite"
@@ -63,14 +71,12 @@ _READ = ("num_key_value_heads", "head_dim", "qk_head_dim", "num_local_experts", 
 _ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "rope_interleave": (True,)}
 _THIRD = _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _SECOND = _ONLY | {"scoring_func": ("softmax",), "topk_method": ("greedy", _GROUPED)}
-# The keys of layers that no model here has.
-_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 _DEFAULTS = {"tie_embeddings": False, "z_weight": 0.0, "capacity_factor": 0.0}
 _WRITES = {"moe_layer_freq": 1, "hidden_act": "silu", "attention_bias": False}
 _WRITES |= {"num_nextn_predict_layers": 0}
 _V3 = Kind(
     "DeepseekV3ForCausalLM",
-    keys(_FIELDS | _GROUPS, _READ, _THIRD, _PREDICTION),
+    keys(_FIELDS | _GROUPS, _READ, _THIRD, PREDICTION),
     {"scoring": "sigmoid", "group_best": 2},
     _MODULES,
     # transformers moves no bias, and V3's training ended with 0: section 4.2 of arXiv:2412.19437.
@@ -85,14 +91,14 @@ KINDS = {
             _FIELDS,
             (*_READ, "n_group", "topk_group"),
             _SECOND | {"norm_topk_prob": (False,)},
-            _PREDICTION,
+            PREDICTION,
         ),
         {"scoring": "softmax", "normalize_weights": False},
         _MODULES,
         _DEFAULTS | {"balance_weight": 1e-3, "bias_rate": 0.0},
         writes=_WRITES,
     ),
-    _LITE: replace(_V3, keys=keys(_FIELDS | _GROUPS, (*_READ, "mlp_layer_types"), _THIRD, _PREDICTION)),
+    _LITE: replace(_V3, keys=keys(_FIELDS | _GROUPS, (*_READ, "mlp_layer_types"), _THIRD, PREDICTION)),
     "kimi_k2": _V3,
 }
 # The epsilon of the latents' norms in all published code, whatever rms_norm_eps says.
@@ -138,7 +144,7 @@ def hf_config(config: DeepSeekV3Config) -> dict[str, Any]:
     }
     # If one of the two is 0 and this key is absent, transformers takes the paper's magnitude.
     if not (c.rope_mscale and c.rope_mscale_all_dim) and c.rope_mscale != 1:
-        rule["attention_factor"] = _growth(c.rope_factor, c.rope_mscale, c.rope_mscale_all_dim)
+        rule["attention_factor"] = yarn_growth(c.rope_factor, c.rope_mscale, c.rope_mscale_all_dim)
     name = "deepseek_v3" if third else "deepseek_v2"
     return KINDS[name].write(name, c) | {
         **{theirs: getattr(c, ours) for ours, theirs in _GROUPS.items()},
@@ -219,7 +225,7 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
     for name, value in (("mscale", mscale), ("mscale_all_dim", all_dim)):
         if not value >= 0:
             raise ValueError(f"{key}.{name}: {value} should be at least 0")
-    growth = _growth(factor, mscale, all_dim)
+    growth = yarn_growth(factor, mscale, all_dim)
     if "attention_factor" in rule:  # it is used as it is, whatever the other two are
         wanted = rule["attention_factor"]
         if abs(wanted - growth) > 1e-12 * growth:
@@ -245,8 +251,3 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
         "rope_mscale": mscale,
         "rope_mscale_all_dim": all_dim,
     }
-
-
-def _growth(factor: float, mscale: float, all_dim: float) -> float:
-    """Return the factor on the rotated part of queries and keys alike, over that on all of them."""
-    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from compose.ops.layers import RMSNorm
 
-from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.attention import AttentionCore, Documents, attention_pairs
 from ..layers.checks import check_at_least, check_eps, check_even
+from ..layers.decoder import Block, Decoder
 from ..layers.feed_forward import FeedForward
-from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.rope import YarnFields, rotate, rotation, yarn_magnitude
+from ..layers.rope import YarnFields, rotate, rotation, yarn_growth, yarn_magnitude
 from ..layers.router import MoEConfig
 
 
@@ -94,6 +94,11 @@ class DeepSeekV3Config(YarnFields, MoEConfig):
             raise ValueError(
                 f"n_dense_layers: {self.n_dense_layers} is more than n_layers {self.n_layers}"
             )
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the network of shared experts; 0 without one."""
+        return self.n_shared_experts * self.expert_dim
 
     def is_dense(self, layer: int) -> bool:
         """Tell whether the layer of this index has a dense feed-forward network."""
@@ -224,77 +229,23 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLHK, v_BLHV, documents).flatten(2))
 
 
-class Block(nn.Module):
-    """One layer: attention and a feed-forward network or experts, each after a norm."""
-
-    def __init__(self, config: DeepSeekV3Config, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        if config.is_dense(layer):
-            self.feed_forward = FeedForward(config.dim, config.hidden_dim)
-        else:
-            width = config.n_shared_experts * config.expert_dim
-            self.moe = MoE(config.dim, config, FeedForward(config.dim, width) if width else None)
-
-    def forward(
-        self,
-        x_BLD: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        real_BL: Tensor,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the stream after the layer, (B, L, D); ``real_BL`` is False for padding."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
-        x = self.ffn_norm(x_BLD)
-        return x_BLD + (self.moe(x, real_BL) if hasattr(self, "moe") else self.feed_forward(x))
-
-
-class DeepSeekV3(nn.Module):
+class DeepSeekV3(Decoder):
     """The model."""
 
-    def __init__(self, config: DeepSeekV3Config) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        # The keys are indices, so that a layer keeps its name when others are removed.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+    config: DeepSeekV3Config
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the logits (B, L, V) of tokens (B, L).
+    def make_layer(self, index: int) -> Block:
+        """Return a layer, dense or with experts."""
+        c, attention = self.config, Attention(self.config)
+        if c.is_dense(index):
+            network = FeedForward(c.dim, c.hidden_dim)
+        else:
+            network = MoE(c.dim, c, FeedForward(c.dim, c.shared_width) if c.shared_width else None)
+        return Block(c.dim, c.norm_eps, attention, network)
 
-        ``positions`` (B, L) are -1 for padding; without them they count from 0. Attention stays within
-        a document. ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say
-        which; without both each row is one.
-        """
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See :class:`Decoder`; YaRN lets the rotated part of queries and keys grow."""
         c = self.config
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # It is computed, and no buffer, which would have no values if the model is built on meta.
-        frequency = c.yarn(c.rope_dim, c.rope_theta, True, tokens.device)
-        x_BLD = self.tok_embeddings(tokens)
-        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
-        growth = yarn_magnitude(c.rope_factor, c.rope_mscale)
-        growth /= yarn_magnitude(c.rope_factor, c.rope_mscale_all_dim)
-        cosine, sine = cosine * growth, sine * growth
-        documents = documents_of(document_ids, documents)
-        real_BL = (positions >= 0).expand(len(tokens), -1)
-        for layer in self.layers.values():
-            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
-        return self.output(self.norm(x_BLD))
-
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter."""
-        init_by_depth(name, tensor, generator, self.config.n_layers)
+        frequency = c.yarn(c.rope_dim, c.rope_theta, True, positions.device)
+        growth = yarn_growth(c.rope_factor, c.rope_mscale, c.rope_mscale_all_dim)
+        return rotation(positions, frequency, dtype, growth)

@@ -8,7 +8,7 @@ from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalLinear, LocalRowwise
 from compose.parallel.tensor_parallel import SharedByHeads
 
-from ..layers.plans import feed_forward, float8_feed_forward, outermost
+from ..layers.plans import feed_forward, float8_feed_forward, outermost, residual_stream
 from .model import DiTConfig
 
 _CONDITIONS = ["layers.*.condition", "final.condition"]
@@ -21,8 +21,7 @@ def plan(model: DiTConfig, parallel: Parallel) -> Plan:
     Time and class are the same on all ranks of tp, which embed them alike. With ``sequence`` each rank
     uses the result for its own patches, so the gradient is summed there.
     """
-    # The layout of the residual stream between layers, (B, L, D) over tp.
-    stream = Shard(1) if parallel.sequence else Replicate()
+    stream = residual_stream(parallel)
     ends = ["embedding.projection", "final.projection"]
     by_patches = {
         "embedding": PrepareModuleInput(

@@ -12,7 +12,7 @@ from compose.errors import shown
 
 from ..layers.hf_names import FEED_FORWARD, FIELDS, MODULES, QK_NORMS, in_layer
 from ..layers.kinds import Kind, kind_of
-from ..layers.published import keys, number, only, rope, size
+from ..layers.published import keys, number, only, rope, size, table
 from .model import Gemma3Config
 
 _TEXT, _IMAGES = "gemma3_text", "gemma3"
@@ -193,12 +193,7 @@ def _rope_rules(values: Mapping[str, Any]) -> dict[str, Any]:
     for local ones. Newer files have an object for each kind inside ``rope_parameters``.
     """
     rules = {key: values.get(key) for key in ("rope_theta", "rope_local_base_freq", "rope_scaling")}
-    nested = values.get("rope_parameters")
-    if nested is None:
-        return rules
-    if not isinstance(nested, Mapping):
-        raise ValueError(f"rope_parameters: expected an object, got {shown(nested)}")
-    for key, rule in nested.items():
+    for key, rule in table(values, "rope_parameters").items():
         if key not in (_LOCAL, _GLOBAL):
             raise ValueError(
                 f"rope_parameters: {shown(key)} is no kind of layer here (known: {_LOCAL}, {_GLOBAL})"

@@ -1,7 +1,5 @@
 """The plan that cuts GPT-2: one value, for any mesh."""
 
-from torch.distributed.tensor import Replicate, Shard
-
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import (
@@ -14,14 +12,13 @@ from compose.parallel.local_parallel import (
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 
-from ..layers.plans import feed_forward, float8_feed_forward, outermost
+from ..layers.plans import feed_forward, float8_feed_forward, outermost, residual_stream
 from .model import GPT2Config
 
 
 def plan(model: GPT2Config, parallel: Parallel) -> Plan:
     """Return the plan of a GPT-2 for these degrees."""
-    # The layout of the residual stream between layers, (B, L, D) over tp.
-    stream = Shard(1) if parallel.sequence else Replicate()
+    stream = residual_stream(parallel)
     # Their parameters are whole on every rank. With a stream that is cut, each rank has its own tokens.
     norms = ["layers.*.attention_norm", "layers.*.ffn_norm", "norm"]
     positions = "embeddings.positions"

@@ -12,7 +12,7 @@ from compose.errors import shown
 
 from ..layers.hf_names import FIELDS, MODULES, NOT_TRAINED, PLAIN_ROUTER, TRAINING, in_layer
 from ..layers.kinds import Kind, with_experts
-from ..layers.published import keys, layer_types, only, rope, shortest_pattern, size, unpublished
+from ..layers.published import keys, layer_types, only, rope, shortest_pattern, size, table, unpublished
 from ..layers.rope import yarn_magnitude
 from .model import GptOssConfig
 
@@ -164,10 +164,7 @@ def _yarn(rule: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _check_quantization(values: Mapping[str, Any]) -> None:
     """Raise ValueError for another quantization than MXFP4, whose weights the files themselves show."""
-    key, result = "quantization_config", values.get("quantization_config")
-    if result is None:
-        return
-    if not isinstance(result, Mapping):
-        raise ValueError(f"{key}: expected an object, got {shown(result)}")
-    if result.get("quant_method") != "mxfp4":
+    key = "quantization_config"
+    result = table(values, key)
+    if values.get(key) is not None and result.get("quant_method") != "mxfp4":
         raise ValueError(f'{key}: {shown(result)} cannot be expressed here, only quant_method "mxfp4"')

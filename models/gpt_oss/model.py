@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
-from compose.ops.layers import RMSNorm
 
-from ..layers.attention import AttentionCore, Documents, Sinks, attention_pairs, documents_of
+from ..layers.attention import AttentionCore, Documents, Sinks, attention_pairs
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.clamped_experts import ClampedExperts
-from ..layers.initial import init_by_depth
+from ..layers.decoder import Block, Decoder
 from ..layers.moe import MoE
 from ..layers.rope import YarnFields, rotate, rotation, yarn_magnitude
 from ..layers.router import MoEConfig
@@ -134,73 +133,20 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents, self.sinks()).flatten(2))
 
 
-class Block(nn.Module):
-    """One layer: attention and experts, each after a norm and added to the stream."""
-
-    def __init__(self, config: GptOssConfig, layer: int) -> None:
-        super().__init__()
-        c = config
-        self.attention_norm = RMSNorm(c.dim, eps=c.norm_eps)
-        self.attention = Attention(c, c.window if c.has_window(layer) else None)
-        self.ffn_norm = RMSNorm(c.dim, eps=c.norm_eps)
-        experts = ClampedExperts(c.n_experts, c.dim, c.expert_dim, c.swiglu_alpha, c.swiglu_limit)
-        self.moe = MoE(c.dim, c, experts=experts, gate_bias=True)
-
-    def forward(
-        self,
-        x_BLD: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        real_BL: Tensor,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the stream after the layer, (B, L, D); ``real_BL`` is False for padding."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cosine, sine, documents)
-        return x_BLD + self.moe(self.ffn_norm(x_BLD), real_BL)
-
-
-class GptOss(nn.Module):
+class GptOss(Decoder):
     """The model."""
 
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        # The keys are indices, so that a layer keeps its name when others are removed.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+    config: GptOssConfig
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the logits (B, L, V) of tokens (B, L).
-
-        ``positions`` (B, L) are -1 for padding; without them they count from 0. Attention stays within
-        a document. ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say
-        which; without both each row is one.
-        """
+    def make_layer(self, index: int) -> Block:
+        """Return a layer, whose attention has a window or none."""
         c = self.config
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # It is computed, and no buffer, which would have no values if the model is built on meta.
-        frequency = c.yarn(c.head_dim, c.rope_theta, c.rope_truncate, tokens.device)
-        x_BLD = self.tok_embeddings(tokens)
-        cosine, sine = rotation(positions, frequency, x_BLD.dtype)
-        growth = yarn_magnitude(c.rope_factor, 1.0)
-        cosine, sine = cosine * growth, sine * growth
-        documents = documents_of(document_ids, documents)
-        real_BL = (positions >= 0).expand(len(tokens), -1)
-        for layer in self.layers.values():
-            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
-        return self.output(self.norm(x_BLD))
+        attention = Attention(c, c.window if c.has_window(index) else None)
+        experts = ClampedExperts(c.n_experts, c.dim, c.expert_dim, c.swiglu_alpha, c.swiglu_limit)
+        return Block(c.dim, c.norm_eps, attention, MoE(c.dim, c, experts=experts, gate_bias=True))
 
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter."""
-        init_by_depth(name, tensor, generator, self.config.n_layers)
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See :class:`Decoder`; YaRN lets queries and keys grow."""
+        c = self.config
+        frequency = c.yarn(c.head_dim, c.rope_theta, c.rope_truncate, positions.device)
+        return rotation(positions, frequency, dtype, yarn_magnitude(c.rope_factor, 1.0))

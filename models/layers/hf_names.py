@@ -52,6 +52,8 @@ PLAIN_ROUTER: dict[str, Any] = {
     "route_scale": 1.0,
     "bias_rate": 0.0,
 }
+# The keys of layers of multi-token prediction, which no model here has.
+PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 # Scales, under the keys that Granite gave them.
 MULTIPLIERS = {
     "embedding_scale": "embedding_multiplier",

@@ -31,15 +31,7 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Run each expert on its rows.
-
-        Args:
-            x_ND: Rows, sorted by expert.
-            counts_E: How many rows each expert has.
-
-        Returns:
-            (N, D), in the same order.
-        """
+        """Run each expert on its rows, sorted by expert; the result (N, D) has the same order."""
         return self.run(x_ND, counts_E, self.w1, self.w2, self.w3)
 
     @staticmethod
@@ -54,14 +46,7 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply each expert's rows by its transposed weight, in one kernel where there is one.
 
-    Args:
-        x_NK: Rows, sorted by expert.
-        weight_EMK: The weight of each expert.
-        counts_E: How many rows each expert has.
-        bias_EM: What each expert adds to its rows; None is nothing.
-
-    Returns:
-        (N, M).
+    Rows are sorted by expert. ``bias_EM`` is what each expert adds to its rows. Returns (N, M).
     """
     whole: Tensor | None = None
     if _has_kernel(x_NK, weight_EMK):
@@ -136,15 +121,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Tensor:
-        """Run the layer.
-
-        Args:
-            x_BLD: The stream.
-            real_BL: False for padding, which is computed but not counted; None: all tokens are real.
-
-        Returns:
-            (B, L, D).
-        """
+        """Run the layer; ``real_BL`` is False for padding, which is computed but not counted."""
         routing: Routing = self.router(x_BLD, real_BL)
         k, n_experts = routing.experts.shape[-1], self.router.config.n_experts
         rows_N = routing.experts.flatten()

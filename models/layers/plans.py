@@ -1,19 +1,41 @@
 """The parts of a plan that belong to shared layers."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput
 
+from compose import Parallel, Pipeline, Plan
+from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.expert_parallel import ExpertParallel, GatherSequence
 from compose.parallel.local_parallel import (
     LocalColwise,
+    LocalHeads,
     LocalInput,
     LocalLinear,
     LocalNorm,
     LocalRowwise,
     LocalWideNorm,
 )
+from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
+
+
+def residual_stream(parallel: Parallel) -> Placement:
+    """Return the layout of the residual stream between layers, (B, L, D) over tp."""
+    return Shard(1) if parallel.sequence else Replicate()
+
+
+def grouped_attention(stream: Placement, n_kv_heads: int) -> dict[str, ParallelStyle]:
+    """Return the entries of ``tensor`` for each layer's attention of wq, wk, wv and wo."""
+    name = "layers.*.attention"
+    return {
+        name: LocalInput(stream, inputs=4),
+        f"{name}.wq": LocalColwise(),
+        f"{name}.w[kv]": LocalHeads(n_kv_heads),
+        f"{name}.wo": LocalRowwise(stream),
+    }
 
 
 def feed_forward(name: str, stream: Placement, even: bool) -> dict[str, ParallelStyle]:
@@ -109,3 +131,57 @@ class MoEPlan:
     def context(self) -> dict[str, ParallelStyle]:
         """The entries of ``context``."""
         return {f"{self.name}.router": GatherSequence()}
+
+
+def decoder(
+    model: Any,
+    parallel: Parallel,
+    attention: Mapping[str, ParallelStyle],
+    heads: tuple[int, int],
+    *,
+    hidden_dim: int = 0,
+    moe: MoEPlan | None = None,
+    norms: Sequence[str] = ("attention_norm", "ffn_norm"),
+    whole: Sequence[str] = (),
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+) -> Plan:
+    """Return the plan of a decoder like :class:`.decoder.Decoder`, of dense layers, experts, or both.
+
+    ``attention`` are the entries of ``tensor`` for attention. ``hidden_dim`` is the inner width of
+    dense layers, 0 if there are none. ``norms`` are those of a layer. ``whole`` are the modules that
+    every rank of tp computes. ``first`` and ``last`` are other modules of the first stage and of the
+    last, without weights.
+    """
+    stream = residual_stream(parallel)
+    on_stream = [*(f"layers.*.{norm}" for norm in norms), "norm"]
+    embedding, ends = "tok_embeddings", ["norm", "output"]
+    dense = "layers.*.feed_forward" if hidden_dim else ""
+    compiled = [*moe.compile, *([dense] if dense else [])] if moe else ["layers.*"]
+    return Plan(
+        tensor={
+            embedding: LocalEmbedding(stream),
+            **({norm: LocalNorm() for norm in on_stream} if parallel.sequence else {}),
+            **attention,
+            **(feed_forward(dense, stream, hidden_dim % parallel.tp == 0) if dense else {}),
+            **(moe.tensor if moe else {}),
+            "output": LocalOutput(stream, sharded=parallel.loss),
+        },
+        context={"layers.*.attention.core": ContextParallel(parallel.cp_method, parallel.cp_balance)}
+        | (moe.context if moe else {}),
+        expert=moe.expert if moe else {},
+        replicate=[*whole, *([] if parallel.sequence else on_stream)],
+        # A tied weight must be in one unit.
+        shard=["layers.*", [embedding, *ends]]
+        if model.tie_embeddings
+        else [embedding, "layers.*", ends],
+        checkpoint=["layers.*"],
+        compile=compiled,
+        float8=["layers.*.attention", "layers.*.attention.w*"]
+        + (float8_feed_forward(dense) if dense else [])
+        + (moe.float8 if moe else []),
+        float8_except=outermost(model.n_layers),
+        pipeline=Pipeline(first=[embedding, *first], layers="layers", last=[*ends, *last]),
+        heads=heads,
+        output="output",
+    )

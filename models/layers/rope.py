@@ -81,6 +81,11 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
     return 1 + 0.1 * mscale * math.log(factor)
 
 
+def yarn_growth(factor: float, mscale: float, all_dim: float) -> float:
+    """Return the factor on the rotated part of queries and keys, over that on all of them."""
+    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+
+
 def yarn_weight(factor: float, magnitude: float) -> float:
     """Return the ``mscale`` for which :func:`yarn_magnitude` is ``magnitude``; factors are above 1."""
     return (magnitude - 1) / (0.1 * math.log(factor))

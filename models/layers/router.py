@@ -147,15 +147,7 @@ class Router(nn.Module):
         self.last: dict[str, Tensor] = {}
 
     def forward(self, x_BLD: Tensor, real_BL: Tensor | None = None) -> Routing:
-        """Choose experts for each token.
-
-        Args:
-            x_BLD: The stream.
-            real_BL: False for padding, which counts for nothing; None: all tokens are real.
-
-        Returns:
-            The decisions.
-        """
+        """Choose experts for each token; ``real_BL`` is False for padding, which counts for nothing."""
         c = self.config
         logits_BLE = self.gate(x_BLD.flatten(0, 1)).unflatten(0, x_BLD.shape[:2])
         sigmoid = c.scoring == "sigmoid"
@@ -239,16 +231,13 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Decide which rows each expert takes: the best-scored of each sequence, up to its capacity.
 
-        Args:
-            chosen_BLK: The expert of each row; E for padding, which is not taken.
-            scores_BLK: The score of each row for its expert.
-            everyone_BSK: ``chosen_BLK`` of whole sequences.
+        ``chosen_BLK`` are the experts of rows; E for padding, which is not taken. ``everyone_BSK`` are
+        those of whole sequences.
 
-        Returns:
-            True where a row is taken (B, L, k), and the margin (B, L, k), relative to the greater
-            score. For a taken row it is how far the row is ahead of the first one beyond the capacity.
-            For another row it is how far it is behind the last one within the capacity. It is inf if
-            the expert has room for all.
+        Returns True where a row is taken (B, L, k), and the margin (B, L, k), relative to the greater
+        score. For a taken row it is how far the row is ahead of the first one beyond the capacity. For
+        another row it is how far it is behind the last one within the capacity. It is inf if the expert
+        has room for all.
         """
         c = self.config
         scores_BSK = self.gather_sequence(scores_BLK)
@@ -329,14 +318,9 @@ class _Observe(torch.autograd.Function):
 
 
 def count_rows(experts: Tensor, n_experts: int) -> Tensor:
-    """Count how often each expert is in ``experts``, of any shape; the number E itself is not counted.
+    """Count how often each expert is in ``experts``, of any shape: (E,), int64.
 
-    Args:
-        experts: Numbers of experts, 0 to E.
-        n_experts: E.
-
-    Returns:
-        (E,), int64.
+    Numbers are from 0 to E, and E itself is not counted.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:n_experts]

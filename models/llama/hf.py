@@ -60,7 +60,10 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
 
     Raises ValueError for what its architecture cannot have.
     """
-    c, row = config, _row(config.architecture, "architecture")
+    c = config
+    if c.architecture not in ARCHITECTURES:
+        raise ValueError(f'architecture: "{c.architecture}" is none of {", ".join(ARCHITECTURES)}')
+    row = ARCHITECTURES[c.architecture]
     for ours, value in row.fixed.items():
         if getattr(c, ours) != value:
             has = f"{value} alone" if value and value != "none" else "none"
@@ -126,12 +129,6 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
             f" rope_parameters with {_GLOBAL} and {_LOCAL}"
         )
     return row.keys.build(LlamaConfig, **chosen, architecture=name)
-
-
-def _row(name: str, field: str) -> Architecture:
-    if name not in ARCHITECTURES:
-        raise ValueError(f'{field}: "{name}" is none of {", ".join(ARCHITECTURES)}')
-    return ARCHITECTURES[name]
 
 
 def _unfit(field: str, row: Architecture, has: str) -> ValueError:

@@ -1,7 +1,5 @@
 """The plan that cuts Llama: one value, for any mesh."""
 
-from torch.distributed.tensor import Replicate, Shard
-
 from compose import Parallel, Pipeline, Plan
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import (
@@ -14,15 +12,14 @@ from compose.parallel.local_parallel import (
 )
 from compose.parallel.vocabulary_parallel import LocalEmbedding, LocalOutput
 
-from ..layers.plans import feed_forward, float8_feed_forward, outermost, qk_norms
+from ..layers.plans import feed_forward, float8_feed_forward, outermost, qk_norms, residual_stream
 from .config import LlamaConfig
 from .model import norms_of
 
 
 def plan(model: LlamaConfig, parallel: Parallel) -> Plan:
     """Return the plan of a Llama for these degrees."""
-    # The layout of the residual stream between layers, (B, L, D) over tp.
-    stream = Shard(1) if parallel.sequence else Replicate()
+    stream = residual_stream(parallel)
     norms = [*(f"layers.*.{norm}" for norm in norms_of(model)), "norm"]
     ends = ["tok_embeddings", "norm", "output"]
     # Constant factors, without weights.

@@ -16,6 +16,7 @@ from ..layers.hf_names import (
     MULTIPLIERS,
     NOT_TRAINED,
     PLAIN_ROUTER,
+    PREDICTION,
     QK_NORMS,
     SHARED_EXPERTS,
     TRAINING,
@@ -113,8 +114,6 @@ _SIGMOID_ONLY: dict[str, Any] = {
 }
 _SIGMOID_DEFAULTS = {"n_groups": 1, "top_groups": 1, "route_scale": 1.0, "bias_rate": 0.0}
 _BIAS = {"moe.router.bias": "mlp.gate.e_score_correction_bias"}
-# Layers of multi-token prediction, that no model here has.
-_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 _MTP = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
 _GRANITE = {
     "moe.router.gate": "block_sparse_moe.router.layer",
@@ -204,7 +203,7 @@ KINDS = {
         _SIGMOID_DEFAULTS | {"n_dense_layers": 0, "n_shared_experts": 0, "normalize_weights": False},
         ("max_window_layers",),
         {"sliding_window": (), **_SIGMOID_ONLY},
-        besides=_PREDICTION,
+        besides=PREDICTION,
         writes={"sliding_window": None},
     ),
     "minimax_m2": _row(
@@ -248,7 +247,7 @@ KINDS = {
         | {"norm_eps": 1e-5},
         ("attention_bias", "partial_rotary_factor"),
         _SIGMOID_ONLY,
-        besides=_PREDICTION,
+        besides=PREDICTION,
     ),
 }
 MODEL_TYPES = tuple(KINDS)

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 
-from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
+from ..layers.attention import AttentionCore, Documents, attention_pairs
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
+from ..layers.decoder import Block, Decoder
 from ..layers.feed_forward import FeedForward
-from ..layers.initial import init_by_depth
 from ..layers.moe import MoE
-from ..layers.norms import Scale
 from ..layers.rope import RopeFields, rotate, rotation
 from ..layers.router import MoEConfig
 
@@ -207,98 +206,27 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
 
 
-class Block(nn.Module):
-    """One layer: attention and a feed-forward network or experts, each after or before a norm."""
-
-    def __init__(self, config: Qwen3Config, layer: int) -> None:
-        super().__init__()
-        c = config
-        self.scale, self.after = c.residual_scale, c.norm_after
-        self.attention_norm = RMSNorm(c.dim, eps=c.norm_eps)
-        self.attention = Attention(c)
-        self.ffn_norm = RMSNorm(c.dim, eps=c.norm_eps)
-        if c.is_dense(layer):
-            self.feed_forward = FeedForward(c.dim, c.hidden_dim)
-        else:
-            shared = FeedForward(c.dim, c.shared_width) if c.shared_width else None
-            self.moe = MoE(c.dim, c, shared, shared_gate=c.shared_gate)
-
-    def forward(
-        self,
-        x_BLD: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        real_BL: Tensor,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the stream after the layer, (B, L, D); ``real_BL`` is False for padding."""
-        first, second = self.attention_norm, self.ffn_norm
-        # Without names, a branch and its input are freed as soon as they are used.
-        x_BLD = x_BLD + self._branch(
-            first, self.attention(x_BLD if self.after else first(x_BLD), cosine, sine, documents)
-        )
-        return x_BLD + self._branch(
-            second, self._feed_forward(x_BLD if self.after else second(x_BLD), real_BL)
-        )
-
-    def _feed_forward(self, x_BLD: Tensor, real_BL: Tensor) -> Tensor:
-        return self.moe(x_BLD, real_BL) if hasattr(self, "moe") else self.feed_forward(x_BLD)
-
-    def _branch(self, norm: nn.Module, branch: Tensor) -> Tensor:
-        return self._scaled(norm(branch) if self.after else branch)
-
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.scale == 1 else branch * self.scale
-
-
-class Qwen3(nn.Module):
+class Qwen3(Decoder):
     """The model."""
 
+    config: Qwen3Config
+
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        if config.embedding_scale != 1:
-            self.embedding_scale = Scale(config.embedding_scale)
-        # The keys are indices, so that a layer keeps its name when others are removed.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        if config.logit_scale != 1:
-            self.logit_scale = Scale(config.logit_scale)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+        super().__init__(config, config.embedding_scale, config.logit_scale)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return the logits (B, L, V) of tokens (B, L).
+    def make_layer(self, index: int) -> Block:
+        """Return a layer, dense or with experts."""
+        c, attention = self.config, Attention(self.config)
+        if c.is_dense(index):
+            network = FeedForward(c.dim, c.hidden_dim)
+        else:
+            shared = FeedForward(c.dim, c.shared_width) if c.shared_width else None
+            network = MoE(c.dim, c, shared, shared_gate=c.shared_gate)
+        return Block(c.dim, c.norm_eps, attention, network, c.residual_scale, c.norm_after)
 
-        ``positions`` (B, L) are -1 for padding; without them they count from 0. Attention stays within
-        a document. ``document_ids`` (B, L) and ``documents``, which a batch makes of them once, say
-        which; without both each row is one.
-        """
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See :class:`Decoder`."""
         c = self.config
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # It is computed, and no buffer, which would have no values if the model is built on meta.
         width = c.rotary_dim or c.head_dim
-        frequency = c.rope_frequencies(width, c.rope_theta, tokens.device)
-        x_BLD = self.tok_embeddings(tokens)
-        if c.embedding_scale != 1:
-            x_BLD = self.embedding_scale(x_BLD)
-        cosine, sine = rotation(positions, frequency, x_BLD.dtype, c.rope_scale)
-        documents = documents_of(document_ids, documents)
-        real_BL = (positions >= 0).expand(len(tokens), -1)
-        for layer in self.layers.values():
-            x_BLD = layer(x_BLD, cosine, sine, real_BL, documents)
-        x_BLD = self.norm(x_BLD)
-        return self.output(x_BLD if c.logit_scale == 1 else self.logit_scale(x_BLD))
-
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter."""
-        init_by_depth(name, tensor, generator, self.config.n_layers)
+        frequency = c.rope_frequencies(width, c.rope_theta, positions.device)
+        return rotation(positions, frequency, dtype, c.rope_scale)

@@ -126,25 +126,25 @@ warmup forgets where it begins | train__global_batch=8 optimizer__warmup_from=0 
 [optimizer.schedule]
 the cosine is a line | train__global_batch=8 | update
     in compose.optim.lr_schedule:cosine
-    - (1 + math.cos(math.pi * _progress(step, _begin(steps, options), steps))) / 2
-    + 1 - _progress(step, _begin(steps, options), steps)
+    - (1 + math.cos(math.pi * _progress(step, steps, options))) / 2
+    + 1 - _progress(step, steps, options)
 the line is a cosine | train__global_batch=8 optimizer__schedule=linear | update
     in compose.optim.lr_schedule:linear
-    - 1 - _progress(step, _begin(steps, options), steps)
-    + (1 + math.cos(math.pi * _progress(step, _begin(steps, options), steps))) / 2
+    - 1 - _progress(step, steps, options)
+    + (1 + math.cos(math.pi * _progress(step, steps, options))) / 2
 
 [optimizer.decay]
 the last steps do not decay | train__global_batch=8 optimizer__schedule=constant optimizer__decay=100 | update
-    in compose.optim.lr_schedule:_begin
+    in compose.optim.lr_schedule:_progress
     steps - options.decay => steps
 the cosine forgets where it begins | train__global_batch=8 optimizer__decay=100 | update
-    in compose.optim.lr_schedule:_begin
+    in compose.optim.lr_schedule:_progress
     if options.decay else => if False else
 
 [optimizer.decay_end]
 a rate that stays falls after it | train__global_batch=8 optimizer__schedule=constant optimizer__decay_end=125 | update
     in compose.optim.lr_schedule:constant
-    if not options.decay: => if False:
+    if options.decay else => if True else
 the decay goes on to the last step | train__global_batch=8 optimizer__decay_end=125 | update
     in compose.optim.lr_schedule:learning_rate
     options.decay_end or steps => steps
