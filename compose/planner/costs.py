@@ -295,10 +295,11 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     row = _measured(cluster, kind, ranks, stride)
     if row is not None:
         return _between(row.bytes, row.seconds, bytes, row.inverse_bandwidth)
-    group = _Group(cluster.node, ranks, stride)
-    protocols = PROTOCOLS[cluster.backend]
-    sent = min(_by_protocol(cluster, kind, bytes, group, protocol) for protocol in protocols)
-    return min(sent, _in_switch(cluster, kind, bytes, group))
+    group, in_switch = _Group(cluster.node, ranks, stride), cluster.within.in_switch
+    times = [_by_protocol(cluster, kind, bytes, group, each) for each in PROTOCOLS[cluster.backend]]
+    if kind == "all_reduce" and group.nodes == 1 and in_switch:
+        times.append(_SWITCH_START + bytes * (ranks + 1) / ranks / in_switch)
+    return min(times)
 
 
 def stage_seconds(cluster: Cluster, bytes: float, ranks: int, one: int, other: int) -> float:
@@ -349,14 +350,6 @@ def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, proto
         steps = (-(-ranks // nodes) - 1) * inner + math.ceil(math.log2(nodes)) * outer
         results.append(2 * steps + 2 * bytes / (_TREE_SHARE * bus))
     return protocol.start + min(results)
-
-
-def _in_switch(cluster: Cluster, kind: str, bytes: float, group: _Group) -> float:
-    """Return the seconds of an all-reduce by the node's switches; infinite where they cannot."""
-    rate = cluster.within.in_switch
-    if kind != "all_reduce" or group.nodes > 1 or not rate:
-        return math.inf
-    return _SWITCH_START + bytes * (group.ranks + 1) / group.ranks / rate
 
 
 def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collective | None:

@@ -47,9 +47,9 @@ _KEYS = {
 _DEPTH = "n_layers"
 
 
-def default_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+def default_folder() -> Path | None:
     """Return the folder of this user's files, made if need be; None if it cannot be written."""
-    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(home) / "dtensor-compose" / "records"
     try:
         folder.mkdir(parents=True, exist_ok=True)
