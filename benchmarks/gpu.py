@@ -360,7 +360,7 @@ def predicted(case: Case, place: Place) -> Figures:
         raise Skipped(f"clusters/ has no file of {name}")
     result = Figures()
     for recompute in ("none", "full"):
-        said = estimate(command_of(case, recompute, place).job, load_cluster(file or "cpu"), 1)
+        said = estimate(command_of(case, recompute, place).job, load_cluster(file or "cpu"))
         result[recompute] = {
             "tokens_per_second": said.tokens_per_second_per_device,
             "mfu": said.mfu,

@@ -8,27 +8,21 @@ page of that file and of those of planner_published.py.
 """
 
 import argparse
-import dataclasses
 import functools
 import io
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from planner_published import failure
+from planner_published import changed, failure
 
 from compose.cli.plan import plan
+from compose.config.toml import tomllib
 from compose.planner.cluster import Cluster, as_toml, load_cluster
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 TRAIN = HERE.parent / "train.toml"
@@ -46,18 +40,6 @@ Row = Mapping[str, Any]
 def content() -> Mapping[str, Any]:
     """The tables of planner_asked.toml."""
     return tomllib.loads((HERE / "planner_asked.toml").read_text())
-
-
-def changed(cluster: Cluster, changes: Mapping[str, Any]) -> Cluster:
-    """The cluster with other figures, by their dotted names."""
-    for name, value in changes.items():
-        owner, _, key = name.rpartition(".")
-        if not owner:
-            cluster = dataclasses.replace(cluster, **{key: value})
-            continue
-        part = dataclasses.replace(getattr(cluster, owner), **{key: value})
-        cluster = dataclasses.replace(cluster, **{owner: part})
-    return cluster
 
 
 @functools.cache

@@ -133,7 +133,9 @@ def measure(keys: Keys, ranks: int) -> Peaks:
                 state = [v for s in optimizer.state.values() for v in s.values()]
                 noted.note(composition.model.buffers(), "other")
                 noted.note((p for _, p in composition.named_parameters()), "weights")
-                slots = [t for part in parts_of(optimizer) for s in part.slots for t in s.host]
+                parts = getattr(optimizer, "parts", [optimizer])
+                offloaded = [part for part in parts if isinstance(part, OffloadedAdamW)]
+                slots = [t for part in offloaded for s in part.slots for t in s.host]
                 noted.note([*(v for v in state if isinstance(v, Tensor)), *slots], "optimizer")
                 host = held(config, composition.model, optimizer)
                 noted.note(host, HOST)
@@ -189,11 +191,6 @@ def copies_noted(noted: Noted) -> Iterator[None]:
         mock.patch.object(FSDPParamGroup, "post_backward", reduced),
     ):
         yield
-
-
-def parts_of(optimizer: torch.optim.Optimizer) -> list[OffloadedAdamW]:
-    """Return the optimizers of ``optimizer`` whose state is offloaded."""
-    return [p for p in getattr(optimizer, "parts", [optimizer]) if isinstance(p, OffloadedAdamW)]
 
 
 def by_category(seen: Allocations, noted: Noted) -> Peaks:
@@ -283,17 +280,10 @@ def measured(keys: Keys, ranks: int) -> list[Peaks]:
 
 def from_table(keys: Keys, ranks: int, rank: int, stream: Any) -> Peaks:
     """Return the planner's peaks of a rank, from a record of the whole step."""
-    job = job_of(keys, ranks)
+    job, objects = job_of(keys, ranks), None if stream is None else [stream]
+    step = RankStep(job, rank, micro_batches=job.micro_batches, device_type="cpu", objects=objects)
     with mock.patch.object(offload, "CHUNK", PIECE):
-        one = trace(
-            RankStep(
-                job,
-                rank,
-                micro_batches=job.micro_batches,
-                device_type="cpu",
-                objects=None if stream is None else [stream],
-            )
-        )
+        one = trace(step)
     categorize(one.record, job.resolved.output)
     live, size, totals = Counter(), 0, []
     for _, place, change in one.record.changes:
@@ -317,19 +307,17 @@ def predicted(keys: Keys, ranks: int) -> tuple[dict[int, Peaks], list[Peaks]]:
     job, cluster = job_of(keys, ranks), load_cluster("cpu")
     rows = estimate.schedule_rows(job)
     with mock.patch.object(offload, "CHUNK", PIECE):
-        costs = estimate.rank_costs(job, cluster, rows, 2)
+        costs = estimate.rank_costs(job, cluster, rows)
         stream = stream_of(job, cluster) if job.degrees.pp > 1 else None
     replay = []
     for of_rank, row in zip(costs, rows, strict=True):
         size, _ = memory.peak(of_rank.memory, row, job.micro_batches)
         replay.append(near(size, memory.bytes_over_step(of_rank.memory, row, job.micro_batches)))
     each = ranks // job.degrees.pp
-    table: dict[int, Peaks] = {}
-    chosen = sorted({*range(0, ranks, each), ranks - 1})
-    for some in (chosen[i : i + 2] for i in range(0, len(chosen), 2)):
-        works = [lambda i=i: from_table(keys, ranks, i, None if i < each else stream) for i in some]
-        table |= dict(zip(some, forked(works), strict=True))
-    return table, replay
+    with RecordPool(2) as pool:
+        for rank in {*range(0, ranks, each), ranks - 1}:
+            pool.submit(rank, from_table, keys, ranks, rank, None if rank < each else stream)
+        return dict(pool.results()), replay
 
 
 def stream_of(job: Job, cluster: Cluster) -> Any:

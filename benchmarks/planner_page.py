@@ -40,6 +40,33 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(lines)} | {mean:.1f}% | {median:.1f}% | {most:.1f}% | {ranks}"
 
 
+def error_of(line: Mapping[str, Any]) -> float:
+    """The error of a prediction in percent."""
+    return 100 * (line["predicted"] / line["published"] - 1)
+
+
+def lines_of_set(lines: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """The lines of a set in the order of its rows."""
+    return sorted((x for x in lines if x["set"] == name), key=lambda x: x["row"])
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The table of a set's predictions, with some columns of its rows."""
+    out = [f"| row | {' | '.join(columns)} | published, s | predicted, s | error |"]
+    out.append("|---" * (len(columns) + 4) + "|")
+    for line in lines:
+        cells = [str(line["row"]), *(str(rows[line["row"]][column]) for column in columns)]
+        cells.append(f"{line['published']:.4g}")
+        if "failed" in line:
+            cells += ["none", line["failed"]]
+        else:
+            cells += [f"{line['predicted']:.4g}", f"{error_of(line):+.1f}%"]
+        out.append(f"| {' | '.join(cells)} |")
+    return out
+
+
 ASKED = """# Predicted and published times of a step
 
 `benchmarks/planner_page.py` made this page of two sets of predictions.
@@ -73,8 +100,7 @@ def asked_page(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     errors: dict[str, list[float]] = {}
     for line in lines:
         if "predicted" in line:
-            error = 100 * (line["predicted"] / line["published"] - 1)
-            errors.setdefault(line["set"], []).append(error)
+            errors.setdefault(line["set"], []).append(error_of(line))
 
     def cells(of_rows: Sequence[float]) -> str:
         mean, bias = statistics.mean(map(abs, of_rows)), statistics.mean(of_rows)
@@ -93,27 +119,14 @@ def asked_page(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         if whole:
             out.append(f"| all | {'yes' if aside else 'no'} | {cells(whole)} | |")
     for name, of in known.items():
-        own = sorted((x for x in lines if x["set"] == name), key=lambda x: x["row"])
+        own, rows = lines_of_set(lines, name), planner_asked.rows_of(of)
         if not own:
             continue
-        rows, shown = (
-            planner_asked.rows_of(of),
-            [c for c in planner_asked.rows_of(of)[0] if c != "value"],
-        )
+        shown = [column for column in rows[0] if column != "value"]
         varied = [c for c in shown if len({str(row[c]) for row in rows}) > 1]
         same = ", ".join(f"{c} {rows[0][c]}" for c in shown if c not in varied)
         out += ["", f"### {name}", "", f"Source: {of['source']}. All: {same}.", ""]
-        out.append(f"| row | {' | '.join(varied)} | published, s | predicted, s | error |")
-        out.append("|---" * (len(varied) + 4) + "|")
-        for line in own:
-            values = [str(line["row"]), *(str(rows[line["row"]][c]) for c in varied)]
-            values += [f"{line['published']:.4g}"]
-            if "failed" in line:
-                values += ["none", line["failed"]]
-            else:
-                error = 100 * (line["predicted"] / line["published"] - 1)
-                values += [f"{line['predicted']:.4g}", f"{error:+.1f}%"]
-            out.append(f"| {' | '.join(values)} |")
+        out += table(varied, rows, own)
     return out
 
 
@@ -164,9 +177,8 @@ def page(asked: Path, results: Path) -> str:
     by_name = {of["name"]: of for of in content()["sets"]}
     groups: list[tuple[str, str, list[Any]]] = []
     for name, of in by_name.items():
-        own = sorted((x for x in lines if x["set"] == name), key=lambda x: x["row"])
         stated = "yes" if PROGRAMS[of["program"]].stated and name not in NOT_STATED else "no"
-        good = [x for x in own if "failed" not in x]
+        good = [x for x in lines_of_set(lines, name) if "failed" not in x]
         if name == "vtrain_single":
             groups.append((f"{name}, fitted", stated, [x for x in good if x["row"] % 6 == 0]))
             groups.append((f"{name}, held out", stated, [x for x in good if x["row"] % 6]))
@@ -174,23 +186,14 @@ def page(asked: Path, results: Path) -> str:
             groups.append((name, stated, good))
     out += [f"| {name} | {stated} | {summary(result)} |" for name, stated, result in groups if result]
     for name, of in by_name.items():
-        own = sorted((x for x in lines if x["set"] == name), key=lambda x: x["row"])
+        own, rows = lines_of_set(lines, name), rows_of(of)
         if not own:
             continue
         out += ["", f"### {of['title']}", "", f"Source: {of['source']}.", ""]
         out += [f"Assumed: {PROGRAMS[of['program']].assumed}.", ""]
         shown = [column for column in of["columns"] if column != "value"]
-        out.append(f"| row | {' | '.join(shown)} | published, s | predicted, s | error |")
-        out.append("|---" * (len(shown) + 4) + "|")
-        for line in own:
-            row = rows_of(of)[line["row"]]
-            cells = [str(line["row"]), *(str(row[column]) for column in shown)]
-            if "failed" in line:
-                cells += [f"{published(of, row):.4g}", "none", line["failed"]]
-            else:
-                error = 100 * (line["predicted"] / line["published"] - 1)
-                cells += [f"{line['published']:.4g}", f"{line['predicted']:.4g}", f"{error:+.1f}%"]
-            out.append(f"| {' | '.join(cells)} |")
+        # Lines of failures have no published time.
+        out += table(shown, rows, [{"published": published(of, rows[x["row"]]), **x} for x in own])
     return "\n".join(out) + "\n"
 
 

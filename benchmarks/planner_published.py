@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import compose.memory.activation_checkpointing as recomputation
 from compose.config import rules
 from compose.config.job import Job
-from compose.config.toml import load
+from compose.config.toml import load, tomllib
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.planner.cluster import Cluster, load_cluster
@@ -42,16 +42,7 @@ import models
 from models.layers.attention import AttentionCore
 from models.llama import model as llama
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
-
-NOT_STATED = (
-    "vtrain_single",
-    "vtrain_multi",
-    "trainy",
-)  # as the sources themselves leave settings open
+NOT_STATED = ("vtrain_single", "vtrain_multi", "trainy")  # the sources leave settings open
 HERE = Path(__file__).parent
 TRAIN = str(HERE.parent / "train.toml")
 Keys = dict[str, object]
@@ -160,10 +151,6 @@ def _megatron_2022(row: Row) -> Keys:
     }
 
 
-def _megatron_2024(row: Row) -> Keys:
-    return _gpt(row, 131072) | {"parallel.zero": 1}
-
-
 def _llama(row: Row) -> Keys:
     return _common(row) | {"model.preset": row["preset"]}
 
@@ -192,13 +179,13 @@ PROGRAMS = {
         before_flash_attention,
         lambda row: True,
         "fused kernels as Megatron-LM has them; dropout 0.1; gradients of 16 bits, reduced after the"
-        " last"
-        " backward; a millisecond of each action of a pipeline, for its host waits for its neighbours",
+        " last backward; a millisecond of each action of a pipeline, for its host waits for its"
+        " neighbours",
         True,
         1e-3,
     ),
     "megatron-2024": Program(
-        _megatron_2024,
+        lambda row: _gpt(row, 131072) | {"parallel.zero": 1},
         pieces_of_products,
         lambda row: True,
         "micro-batches of one sample and 1F1B without virtual stages, which the source does not state;"
@@ -285,12 +272,13 @@ def every_second_product() -> Iterator[None]:
         yield
 
 
-def changed(cluster: Cluster, changes: Mapping[str, float]) -> Cluster:
+def changed(cluster: Cluster, changes: Mapping[str, Any]) -> Cluster:
     """The cluster with other figures, by their dotted names."""
     for name, value in changes.items():
-        owner, _, key = name.partition(".")
-        part = getattr(cluster, owner)
-        cluster = dataclasses.replace(cluster, **{owner: dataclasses.replace(part, **{key: value})})
+        owner, _, key = name.rpartition(".")
+        if owner:
+            key, value = owner, dataclasses.replace(getattr(cluster, owner), **{key: value})
+        cluster = dataclasses.replace(cluster, **{key: value})
     return cluster
 
 
@@ -313,13 +301,13 @@ def job_of(program: Program, row: Row) -> Job:
     return rules.check(load(TRAIN, keys), row["gpus"])
 
 
-def predicted(of: Mapping[str, Any], row: Row, workers: int = 2) -> float:
+def predicted(of: Mapping[str, Any], row: Row) -> float:
     """The predicted seconds of a row's step."""
     program = PROGRAMS[of["program"]]
     job = job_of(program, row)
     other = OtherProgram(program.change, program.fused(row), exchange=program.exchange)
     with as_torchtitan() if of["program"] == "torchtitan" else nullcontext():
-        return estimate(job, cluster_of(of["cluster"]), workers, other=other).step_seconds
+        return estimate(job, cluster_of(of["cluster"]), other=other).step_seconds
 
 
 def published(of: Mapping[str, Any], row: Row) -> float:

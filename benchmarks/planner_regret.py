@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from planner_page import spearman
 
 from compose import clip_grad_norm_, forward_backward, init_mesh
 from compose.build import build, build_optimizer, loss_function
@@ -126,18 +127,6 @@ def measured(every: Sequence[Job], repeats: int) -> list[float]:
     return [statistics.median(times) for times in results]
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation of two lists without ties."""
-
-    def places(values: Sequence[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [order.index(i) for i in range(len(values))]
-
-    n = len(a)
-    gaps = sum((x - y) ** 2 for x, y in zip(places(a), places(b), strict=True))
-    return 1 - 6 * gaps / (n * (n * n - 1)) if n > 1 else 1.0
-
-
 def cluster_here(ranks: int) -> Cluster:
     """Measure this machine with so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
@@ -164,12 +153,13 @@ def main() -> None:
             predicted = [estimate(job, cluster).step_seconds for job in every]
             result = measured(every, arguments.repeats)
             for job, expected, took in zip(every, predicted, result, strict=True):
-                row = {"benchmark": "planner_regret", "model": model, "ranks": ranks}
-                row |= {
+                row = {
+                    "benchmark": "planner_regret",
+                    "model": model,
+                    "ranks": ranks,
                     "mesh": name_of(job),
-                    "predicted": round(expected, 4),
-                    "seconds": round(took, 4),
                 }
+                row |= {"predicted": round(expected, 4), "seconds": round(took, 4)}
                 print(json.dumps(row), flush=True)
             pick = min(range(len(every)), key=predicted.__getitem__)
             last = [i for i, took in enumerate(result) if took < NEAR * min(result) or i == pick]
@@ -183,7 +173,7 @@ def main() -> None:
                 "again": {name_of(every[i]): round(took, 4) for i, took in again.items()},
                 "fastest": name_of(every[min(again, key=again.__getitem__)]),
                 "regret": round(again[pick] / min(again.values()), 3),
-                "spearman": round(spearman(predicted, result), 3),
+                "spearman": round(spearman([*zip(predicted, result, strict=True)]), 3),
                 "torch": torch.__version__,
             }
             print(json.dumps(summary), flush=True)

@@ -269,15 +269,11 @@ def _space(given: Words, question: Question) -> Space:
         )
         fixed.add("parallel.dp_replicate")
         print(f"islands: {islands} of {world_size} of the {all_ranks} ranks; planned is one of them")
-    pins, cache = frozenset(fixed), default_folder()
-    freely = freed(given)
-    if question.kinds:
-        for key, there in (
-            ("--objective", objective in ("devices", "params")),
-            ("outer.every", islands > 1),
-        ):
-            if there:
-                raise flag_error(key, "goes with one kind of device; --gpus names several")
+    pins, freely, cache = frozenset(fixed), freed(given), default_folder()
+    of_one_kind = {"--objective": objective in ("devices", "params"), "outer.every": islands > 1}
+    for key, there in of_one_kind.items():
+        if there and question.kinds:
+            raise flag_error(key, "goes with one kind of device; --gpus names several")
     return Space(config, cluster, world_size, pins, objective, islands, freely, cache, question.kinds)
 
 
@@ -318,8 +314,7 @@ def _fewest(given: Words, question: Question, space: Space) -> tuple[Space, list
     if not result[1]:
         raise ConfigError(
             f"{question.where}: {space.world_size} devices of {space.cluster.name} do not see"
-            f" {tokens:g} tokens in {days:g} days; give more of --world-size"
-            " or --days"
+            f" {tokens:g} tokens in {days:g} days; give more of --world-size or --days"
         )
     return result
 
@@ -346,7 +341,8 @@ def _seconds(given: Words) -> float:
 
 
 def _looked_at(searched: Searched) -> str:
-    return f"{searched.looked_at} of {searched.let_through} candidates that may fit were looked at"
+    many = len(searched.candidates)
+    return f"{many} of {searched.let_through} candidates that may fit were looked at"
 
 
 def _short(space: Space, best: Candidate, searched: Searched | None) -> str:

@@ -96,16 +96,13 @@ def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     tokens = config.train.global_batch * config.train.seq_len
     traces = folder / "traces"
     refuse_link_out(traces, folder)
-    summaries = sorted(traces.glob("*_summary.json"), key=lambda path: _numbers(path.name))
+    summaries = list(traces.glob("*_summary.json"))
+    # Step 100 comes after step 5.
+    summaries.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
     profile = read_json(summaries[-1], _Summary, own=True) if summaries else None
     predicted = estimate(job, cluster)
     rows = [MeasuredFigure("step", predicted.step_seconds, tokens / rate, "s")]
     return rows + (_profiled(predicted, profile.ranks) if profile else [])
-
-
-def _numbers(name: str) -> list[int]:
-    """Return the numbers in a name, by which step 100 comes after step 5."""
-    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def _rate(folder: Path) -> float:

@@ -28,10 +28,9 @@ from compose.planner.candidates import (
 from compose.planner.cluster import Collective, load_cluster
 from compose.planner.explain import neighbours, promise
 from compose.planner.quick_memory import micro_batches
-from compose.planner.report import in_columns, recomputation, seconds
+from compose.planner.report import GIB, in_columns, recomputation, seconds
 from compose.planner.search import record_all
 
-_GIB = 2**30
 _DAY = 86400.0
 _HELPS = 1.05  # a step that is less than so much faster is not worth what it costs
 _PER_PARAMETER = 20
@@ -258,18 +257,18 @@ def sentences(
 
     ``tokens`` are those of the run, with their words, as "1T tokens".
     """
-    estimate, room = best.recorded, capacity(space.cluster) / _GIB
-    whole = fits(space, best)
-    takes = (
-        f"a step takes {seconds(estimate.step_seconds)}, at"
-        f" {estimate.tokens_per_second_per_device:,.0f} tokens/s a device and {estimate.mfu:.1%} MFU"
-    )
-    held = f"{best.reserved / _GIB:.1f} of {room:.1f} GiB"
-    first = f"Run {composition_in_words(space, best)}: {takes}, and the fullest device holds {held}."
-    if not whole:
-        first = f"Nearest to fit is {composition_in_words(space, best)}: it needs {held} of a device."
-        if lack := lack_of_node(space, best):
-            first = f"Nearest to fit is {composition_in_words(space, best)}: it {lack}."
+    estimate, room = best.recorded, capacity(space.cluster) / GIB
+    whole, composition = fits(space, best), composition_in_words(space, best)
+    held = f"{best.reserved / GIB:.1f} of {room:.1f} GiB"
+    if whole:
+        first = (
+            f"Run {composition}: a step takes {seconds(estimate.step_seconds)}, at"
+            f" {estimate.tokens_per_second_per_device:,.0f} tokens/s a device and {estimate.mfu:.1%}"
+            f" MFU, and the fullest device holds {held}"
+        )
+    else:
+        lack = lack_of_node(space, best) or f"needs {held} of a device"
+        first = f"Nearest to fit is {composition}: it {lack}"
     clauses = [_instead(space, best, other) for other in others]
     last = []
     if whole:
@@ -284,7 +283,7 @@ def sentences(
             last.append(f"with {one.name} a step takes {seconds(one.step)}")
     bought = [one for one in variants if one.note]
     last += [_to_buy(best, whole, bought)] if bought else []
-    texts = [first.removesuffix("."), "; ".join(clauses), "; ".join(last)]
+    texts = [first, "; ".join(clauses), "; ".join(last)]
     return [f"{text[0].upper()}{text[1:]}." for text in texts if text]
 
 
@@ -302,10 +301,8 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
     if candidate.config == best.config:
         return f"{other.name} is this composition"
     if not fits(space, candidate):
-        if lack := lack_of_node(space, candidate):
-            return f"{other.name} {lack}"
-        over = (candidate.reserved - capacity(space.cluster)) / _GIB
-        return f"{other.name} lacks {over:.1f} GiB a device"
+        over = (candidate.reserved - capacity(space.cluster)) / GIB
+        return f"{other.name} {lack_of_node(space, candidate) or f'lacks {over:.1f} GiB a device'}"
     step = candidate.estimate.step_seconds
     text = f"{other.name} takes {seconds(step)} ({step / now.step_seconds - 1:+.1%})"
     full = candidate.reserved / capacity(space.cluster)
@@ -360,5 +357,5 @@ def legend(space: Space) -> str:
     return (
         f"step s: an optimizer step; tokens/s: of a device; MFU: of {peak:,.0f} TFLOP/s of {kind}, by"
         " the model's FLOPs;\nbubble: share of a step that pipeline ranks wait; GiB: reserved on the"
-        f" fullest device, of {capacity(space.cluster) / _GIB:.1f}; micro: samples a forward"
+        f" fullest device, of {capacity(space.cluster) / GIB:.1f}; micro: samples a forward"
     )

@@ -72,7 +72,7 @@ class Candidate:
         """Bytes that the allocator of the fullest rank has from the device."""
         if self.estimate is None:
             return round(self.rough.memory)
-        return max(p.reserved for p in self.estimate.peaks)
+        return self.estimate.fullest.reserved
 
 
 def capacity(cluster: Cluster) -> int:
@@ -109,7 +109,7 @@ def fits(space: Space, candidate: Candidate) -> bool:
 
 def lack_of_node(space: Space, candidate: Candidate) -> str:
     """Return what host memory a candidate lacks, in words; empty if it lacks none."""
-    needed = candidate.rough.host * min(space.cluster.node, space.world_size)
+    needed = candidate.rough.host * space.node
     if candidate.estimate:
         needed = candidate.estimate.host_bytes
     return lack_of_host(space.cluster, needed)
@@ -245,9 +245,7 @@ def _of_mesh(
             tried = tuple(mode for mode in modes if mode == "none")
         for mode in tried:
             for micro in micros:
-                one = _with(
-                    parallel, activation_checkpoint=("mode", mode), train=("micro_batch", micro)
-                )
+                one = _with(parallel, mode, micro)
                 if micro in sure or not _divides(one, shape):
                     continue
                 rough = quick(shape, one, space.cluster, most)
@@ -273,15 +271,15 @@ def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in space.fixed}
 
 
-def _with(config: Config, **changes: tuple[str, Any]) -> Config:
-    """Return ``config`` with one key of some tables changed; it is checked before it is recorded."""
-    tables = {}
-    for name, (key, value) in changes.items():
-        tables[name] = copy.copy(getattr(config, name))
-        object.__setattr__(tables[name], key, value)
+def _with(config: Config, mode: str, micro_batch: int) -> Config:
+    """Return ``config`` with these values, unchecked: it is checked before it is recorded."""
     result = copy.copy(config)
-    for name, table in tables.items():
-        object.__setattr__(result, name, table)
+    for table, key, value in (
+        ("activation_checkpoint", "mode", mode),
+        ("train", "micro_batch", micro_batch),
+    ):
+        object.__setattr__(result, table, copy.copy(getattr(config, table)))
+        object.__setattr__(getattr(result, table), key, value)
     return result
 
 
@@ -370,14 +368,7 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
             powers = (1 << n for n in range(fewest.bit_length()))
             eps = [d for d in powers if inner % d == 0 and fewest % d == 0]
         for ep in eps:
-            yield {
-                "parallel.pp": pp,
-                "parallel.dp_replicate": dp_replicate,
-                "parallel.dp_shard": dp_shard,
-                "parallel.cp": cp,
-                "parallel.tp": tp,
-                "parallel.ep": ep,
-            }
+            yield dict(zip(DEGREES, (pp, dp_replicate, dp_shard, cp, tp, ep), strict=True))
 
 
 def shape_for(space: Space) -> ModelShape:

@@ -378,10 +378,8 @@ def _problem(place: tuple[int | str, ...], error: Any) -> str:
         choices = re.findall("'(.*?)'", error["ctx"]["expected"])
         return f"{name}: expected {' | '.join(map(toml_value, choices))}, got {got}"
     if kind in _WANTED:
-        tables = (
-            " of tables" if kind == "tuple_type" and place[0] == "measured" and len(place) == 2 else ""
-        )
-        return f"{name}: expected {_WANTED[kind]}{tables}, got {got}"
+        of_rows = kind == "tuple_type" and place[0] == "measured" and len(place) == 2
+        return f"{name}: expected {_WANTED[kind]}{' of tables' * of_rows}, got {got}"
     return f"{name}: {got} {error['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
 
 

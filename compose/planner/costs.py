@@ -120,9 +120,8 @@ def product_seconds(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype:
 @functools.lru_cache(maxsize=65536)
 def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -> float:
     device = cluster.device
-    sustained = peak_rate(cluster, dtype) * cluster.efficiencies.products[dtype] * power_factor(cluster)
-    rate = sustained / device.units
-    fill, best, largest = cluster.efficiencies.fill, math.inf, math.prod(device.tile)
+    known, best, largest = cluster.efficiencies, math.inf, math.prod(device.tile)
+    rate = peak_rate(cluster, dtype) * known.products[dtype] * power_factor(cluster) / device.units
     deep = max(k, min(_DEPTH, *device.tile))
     for rows, columns, slowness in _tiles(device.tile):
         of_one = -(-m // rows) * -(-n // columns)
@@ -131,9 +130,9 @@ def _product(cluster: Cluster, m: int, n: int, k: int, batch: int, dtype: str) -
         # left is to move the results, and the first fill.
         used = rows * columns / largest * min(1.0, m * n / (of_one * rows * columns))
         fills = waves if rows * columns == largest else max(1.0, waves * used)
-        best = min(best, waves * 2.0 * rows * columns * deep / rate * slowness + fills * fill)
+        best = min(best, waves * 2.0 * rows * columns * deep / rate * slowness + fills * known.fill)
     moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
-    return device.launch + max(best, moved / (device.bandwidth * cluster.efficiencies.memory))
+    return device.launch + max(best, moved / (device.bandwidth * known.memory))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -213,15 +212,12 @@ def attention_seconds(
         for row in cluster.measured.attention
         if row.dtype == dtype and row.backward == backward
     ]
-
-    def model(flops: float, bytes: float, head_dim: int) -> float:
-        return _attention(cluster, flops, bytes, dtype, head_dim, backward)
-
+    model = functools.partial(_attention, cluster, dtype, backward)
     return _corrected(model, (flops, bytes, head_dim), rows)
 
 
 def _attention(
-    cluster: Cluster, flops: float, bytes: float, dtype: str, head_dim: int, backward: bool
+    cluster: Cluster, dtype: str, backward: bool, flops: float, bytes: float, head_dim: int
 ) -> float:
     device, known = cluster.device, cluster.efficiencies
     share = known.attention_backward if backward else known.attention_forward
@@ -235,15 +231,13 @@ def _attention(
     return device.launch + max(computed, bytes / (device.bandwidth * known.memory))
 
 
-def memory_seconds(cluster: Cluster, bytes_moved: float, kernels: int = 1) -> float:
-    """Return the seconds of kernels that do little but read and write."""
-    if kernels < 1:
-        return 0.0
+def memory_seconds(cluster: Cluster, bytes_moved: float) -> float:
+    """Return the seconds of a kernel that does little but read and write."""
     device, copies = cluster.device, cluster.measured.copies
     if copies:
         sizes, seconds = [row.bytes for row in copies], [row.seconds for row in copies]
-        return kernels * _between(sizes, seconds, bytes_moved / kernels, seconds[-1] / sizes[-1])
-    return kernels * device.launch + bytes_moved / (device.bandwidth * cluster.efficiencies.memory)
+        return _between(sizes, seconds, bytes_moved, seconds[-1] / sizes[-1])
+    return device.launch + bytes_moved / (device.bandwidth * cluster.efficiencies.memory)
 
 
 def processor_seconds(cluster: Cluster, bytes: float) -> float:
@@ -301,10 +295,11 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     row = _measured(cluster, kind, ranks, stride)
     if row is not None:
         return _between(row.bytes, row.seconds, bytes, row.inverse_bandwidth)
-    group = _Group(cluster.node, ranks, stride)
-    protocols = PROTOCOLS[cluster.backend]
-    sent = min(_by_protocol(cluster, kind, bytes, group, protocol) for protocol in protocols)
-    return min(sent, _in_switch(cluster, kind, bytes, group))
+    group, in_switch = _Group(cluster.node, ranks, stride), cluster.within.in_switch
+    times = [_by_protocol(cluster, kind, bytes, group, each) for each in PROTOCOLS[cluster.backend]]
+    if kind == "all_reduce" and group.nodes == 1 and in_switch:
+        times.append(_SWITCH_START + bytes * (ranks + 1) / ranks / in_switch)
+    return min(times)
 
 
 def stage_seconds(cluster: Cluster, bytes: float, ranks: int, one: int, other: int) -> float:
@@ -355,14 +350,6 @@ def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, proto
         steps = (-(-ranks // nodes) - 1) * inner + math.ceil(math.log2(nodes)) * outer
         results.append(2 * steps + 2 * bytes / (_TREE_SHARE * bus))
     return protocol.start + min(results)
-
-
-def _in_switch(cluster: Cluster, kind: str, bytes: float, group: _Group) -> float:
-    """Return the seconds of an all-reduce by the node's switches; infinite where they cannot."""
-    rate = cluster.within.in_switch
-    if kind != "all_reduce" or group.nodes > 1 or not rate:
-        return math.inf
-    return _SWITCH_START + bytes * (group.ranks + 1) / group.ranks / rate
 
 
 def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collective | None:

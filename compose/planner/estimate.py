@@ -61,6 +61,11 @@ class Estimate:
     kwh: float | None = None
     """Energy of a step of all devices and hosts; None: unknown."""
 
+    @property
+    def fullest(self) -> RankPeak:
+        """The peak of the rank that has most from its device."""
+        return max(self.peaks, key=lambda peak: peak.reserved)
+
 
 def schedule_rows(job: Job) -> list[list[Action]]:
     """Return the actions of each pipeline rank in order; without one, micro-batches in turn."""
@@ -73,7 +78,6 @@ def schedule_rows(job: Job) -> list[list[Action]]:
 def estimate(
     job: Job,
     cluster: Cluster,
-    workers: int = 0,
     other: OtherProgram | None = None,
     cache: Path | None = None,
 ) -> Estimate:
@@ -81,19 +85,19 @@ def estimate(
 
     ``cache`` is a folder for records (record_cache.py); None: all are made.
     """
-    ranks = rank_costs(_recorded(job), cluster, schedule_rows(job), workers, other, cache)
+    ranks = rank_costs(_recorded(job), cluster, schedule_rows(job), other, cache)
     return _estimate(job, cluster, ranks, other)
 
 
 def estimates(
-    jobs: Sequence[Job], cluster: Cluster, workers: int = 0, cache: Path | None = None
+    jobs: Sequence[Job], cluster: Cluster, cache: Path | None = None
 ) -> Iterator[tuple[int, Estimate | ConfigError]]:
     """Yield the place of each job with its estimate, or with why it has none, as they end.
 
-    The records of all jobs share the processes, of which there are ``workers``; 0: as many as cores.
+    The records of all jobs share the processes, of which there are as many as cores.
     """
     plans = [JobRecords(_recorded(job), schedule_rows(job)) for job in jobs]
-    for place, ranks in costs_of_ranks(plans, cluster, workers, None, cache):
+    for place, ranks in costs_of_ranks(plans, cluster, None, cache):
         if isinstance(ranks, ConfigError):
             yield place, ranks
         else:
@@ -149,7 +153,7 @@ def speeds_of(parallel: Parallel, kinds: Kinds, dtype: str) -> tuple[float, ...]
     return tuple(speeds) if len({*speeds}) > 1 else ()
 
 
-def estimate_of_kinds(job: Job, kinds: Kinds, workers: int = 0, cache: Path | None = None) -> Estimate:
+def estimate_of_kinds(job: Job, kinds: Kinds, cache: Path | None = None) -> Estimate:
     """Return the estimate of a job on devices of several kinds, whose ``parallel.speeds`` are set.
 
     Without a pipeline it is that of the kind which takes longest for its shares of the samples. Stages
@@ -164,16 +168,16 @@ def estimate_of_kinds(job: Job, kinds: Kinds, workers: int = 0, cache: Path | No
             of_step = (share.micro_batches * share.micro_batch, share.micro_batch)
             rows[cluster] = max(rows.get(cluster, (0, 0)), of_step)
         each = [
-            estimate(_of_equal_shares(job, *of_step), own[cluster], workers, cache=cache)
+            estimate(_of_equal_shares(job, *of_step), own[cluster], cache=cache)
             for cluster, of_step in rows.items()
         ]
         result = max(each, key=lambda one: one.step_seconds)
-        peaks = max((one.peaks for one in each), key=lambda peaks: max(p.reserved for p in peaks))
+        peaks = max(each, key=lambda one: one.fullest.reserved).peaks
         result = replace(result, peaks=peaks, host_bytes=max(one.host_bytes for one in each))
     else:
         count = degrees.data_ranks
         costs_of = {
-            cluster: rank_costs(_recorded(job), own[cluster], schedule_rows(job), workers, None, cache)
+            cluster: rank_costs(_recorded(job), own[cluster], schedule_rows(job), None, cache)
             for cluster in own
         }
         mixed = []

@@ -20,11 +20,10 @@ from compose.planner.estimate import Estimate
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import ModelShape
-from compose.planner.report import seconds
+from compose.planner.report import GIB, seconds
 from compose.planner.search import record_all
 
 _MADE = 2  # neighbours of which records are made
-_GIB = 2**30
 _SHOWN = 0.1  # the least part of a difference that is told
 _WAITS = {
     "tp": "messages of tp",
@@ -59,12 +58,12 @@ def against_best(space: Space, best: Candidate, other: Candidate) -> str:
     """Return by how much a recorded candidate is slower than the best, or does not fit, and why."""
     one, two = best.recorded, other.recorded
     if not fits(space, other) and fits(space, best):
-        held, now = (max(e.peaks, key=lambda p: p.reserved).by_category for e in (two, one))
+        held, now = two.fullest.by_category, one.fullest.by_category
         most = max(held, key=lambda name: held[name] - now.get(name, 0))
-        more = (held[most] - now.get(most, 0)) / _GIB
+        more = (held[most] - now.get(most, 0)) / GIB
         if lack := lack_of_node(space, other):
             return f"does not fit: {lack}"
-        over = (other.reserved - capacity(space.cluster)) / _GIB
+        over = (other.reserved - capacity(space.cluster)) / GIB
         why = f" ({most} {more:+.1f} GiB)" if more > 0.05 else ""
         return f"does not fit by {over:.1f} GiB{why}"
     change = two.step_seconds - one.step_seconds

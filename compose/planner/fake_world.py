@@ -133,9 +133,9 @@ class OnMeta(TorchFunctionMode):
         if name == "to":
             if self.recorder and args[0].ndim:
                 to, there = (*args[1:], *given), self.recorder.on_host(args[0])
-                if there and any(map(_is_gpu, to)):
+                if there and any(_kind(each) in ("cuda", "meta") for each in to):
                     return self.recorder.copied_in(args[0])
-                if not there and self.recorder.within == "reduce" and any(map(_is_cpu, to)):
+                if not there and self.recorder.within == "reduce" and "cpu" in map(_kind, to):
                     return self.recorder.copied_out(args[0], GRADIENTS)
             args = tuple(torch.device("meta") if self._replaces(a) else a for a in args)
         if name == "item" and args[0].is_meta:
@@ -145,18 +145,13 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _replaces(self, device: Any) -> bool:
-        if isinstance(device, torch.device):
-            return device.type in self.devices
-        return isinstance(device, str) and device.partition(":")[0] in self.devices
+        return _kind(device) in self.devices
 
 
-def _is_cpu(value: Any) -> bool:
-    return (value.type if isinstance(value, torch.device) else value) == "cpu"
-
-
-def _is_gpu(value: Any) -> bool:
-    kind = value.type if isinstance(value, torch.device) else value
-    return isinstance(kind, str) and kind.partition(":")[0] in ("cuda", "meta")
+def _kind(device: Any) -> str:
+    """Return the kind of a device or of its name, as "cuda"; "" for another argument."""
+    kind = device.type if isinstance(device, torch.device) else device
+    return kind.partition(":")[0] if isinstance(kind, str) else ""
 
 
 def _attention(

@@ -148,15 +148,14 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
     tp, cp, ep = degrees
     config = config_of_probe(config, degrees, few.prime)
     job = make_job(config, tp * cp * ep, job.model)
-    device_type = "cpu" if cluster.backend == "gloo" else "cuda"
+    target, device_type = cluster.target, cluster.target.device_type
     model, recorder = buffers_on_meta(copy.deepcopy(few.model)), Recorder(device_type)
     here = {name for name, _ in model.named_modules()}
     resolved = job.resolved.without(n for n, _ in job.model.named_modules() if n not in here)
-    float8 = cluster.target.float8
     planned = kernel_table.planned_for(cluster.device.capability, packed_rows(config.data))
     choice = mock.patch.object(kernel_table, "planned", return_value=planned)
     rank = busiest_rank(job)
-    with choice, fake_world(rank, job.world_size, recorder, device_type, None, float8):
+    with choice, fake_world(rank, job.world_size, recorder, device_type, float8=target.float8):
         mesh = init_mesh(config.parallel, device_type)
         with OnMeta(["cuda"], kernels="cpu"):
             composition = apply(model, resolved, mesh, job.options)

@@ -83,7 +83,10 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
     collectives = () if alone else tuple(measure_collectives(sweep, 1.0))
     took = sweep.agreed(time.monotonic() - sweep.started)
     peak = {dtype: max(rate, peaks.get(dtype, 0.0)) for dtype, rate in rates.items()}
-    forward, backward = (_attention_share(attention, peak, back) for back in (False, True))
+    forward, backward = (
+        min(1.0, max(r.flops / r.seconds / peak[r.dtype] for r in attention if r.backward == back))
+        for back in (False, True)
+    )
     within = link_of([row for row in collectives if row.ranks * row.stride <= node], node)
     between = link_of([row for row in collectives if row.ranks * row.stride > node], node)
     return Cluster(
@@ -255,8 +258,3 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
             seconds = sweep.time(run, share * part)
             moved = size * (8 if backward else 4)
             yield Attention(cast(Any, dtype), dim, backward, flops, moved, seconds)
-
-
-def _attention_share(rows: Sequence[Attention], peak: Mapping[str, float], backward: bool) -> float:
-    """Return the part of the peak that the fastest measured attention has reached."""
-    return min(1.0, max(r.flops / r.seconds / peak[r.dtype] for r in rows if r.backward == backward))

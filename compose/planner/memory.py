@@ -8,11 +8,12 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 from compose.pipeline.schedules import Action
-from compose.planner.record import FORWARD, OPTIMIZER, RECOMPUTED, Record, Segment
+from compose.planner.record import FORWARD, OPTIMIZER, RECOMPUTED, Record
 
 WEIGHTS, GRADIENTS, STATE, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 GATHERED, COMMUNICATION, TEMPORARIES, LOGITS = "gathered", "communication", "temporaries", "logits"
@@ -64,7 +65,8 @@ def categorize(record: Record, output: str) -> None:
     for each in record.allocations:
         if each.category:
             continue
-        made, freed = segments[each.segment], each.freed
+        made = segments[each.segment]
+        ended = None if each.freed is None else segments[each.freed]
         if each.within == "gather":
             each.category = GATHERED
         elif each.freed_within == "reduce" != each.within:
@@ -75,14 +77,12 @@ def categorize(record: Record, output: str) -> None:
             each.category = TEMPORARIES
         elif each.segment in after:
             each.category = LOGITS
-        elif made.phase in (FORWARD, RECOMPUTED) and (freed is None or _later(segments[freed], made)):
+        elif made.phase in (FORWARD, RECOMPUTED) and (
+            ended is None or (ended.action, ended.phase) != (made.action, made.phase)
+        ):
             each.category = ACTIVATIONS
         else:
             each.category = TEMPORARIES
-
-
-def _later(freed: Segment, made: Segment) -> bool:
-    return (freed.action, freed.phase) != (made.action, made.phase)
 
 
 def rank_memory(
@@ -95,39 +95,29 @@ def rank_memory(
             result.actions[action_key(segment.action, micro_batches)] = ActionMemory()
     live: Bytes = Counter()
     keys = segment_keys(record, places or {})
-    now: tuple[int, str, int] | None = None
-    before: Bytes = Counter()
-    for segment, place, change in record.changes:
-        action = record.segments[segment].action
-        category = record.allocations[place].category
+    started = False
+    for action, changes in groupby(record.changes, lambda change: record.segments[change[0]].action):
         if action[1] == "setup":
-            live[category] += change
+            for _, place, change in changes:
+                live[record.allocations[place].category] += change
             continue
-        if now is None:
+        if not started:
+            started = True
             # The batch, and the buffers in which a pipeline receives: each micro-batch has its own.
             result.start = Counter({c: n for c, n in live.items() if c != ACTIVATIONS})
             result.buffers[ACTIVATIONS] = live[ACTIVATIONS] // micro_batches
-        if action != now:
-            if now is not None:
-                _leave(result, action_key(now, micro_batches), live, before)
-            now, before = action, Counter(live)
-        live[category] += change
-        if change > 0:
-            memory = result.actions[action_key(action, micro_batches)]
-            above = Counter({c: live[c] - before[c] for c in live})
-            for key in keys[segment]:
-                if key not in memory.peaks or above.total() > memory.peaks[key].total():
-                    memory.peaks[key] = above
-    if now is None:  # nothing changes in a step
+        memory, before = result.actions[action_key(action, micro_batches)], Counter(live)
+        for segment, place, change in changes:
+            live[record.allocations[place].category] += change
+            if change > 0:
+                above = Counter({c: live[c] - before[c] for c in live})
+                for key in keys[segment]:
+                    if key not in memory.peaks or above.total() > memory.peaks[key].total():
+                        memory.peaks[key] = above
+        memory.delta = Counter({c: live[c] - before[c] for c in live if live[c] != before[c]})
+    if not started:  # nothing changes in a step
         result.start = live
-    else:
-        _leave(result, action_key(now, micro_batches), live, before)
     return result
-
-
-def _leave(rank: RankMemory, key: Key, live: Bytes, before: Bytes) -> None:
-    memory = rank.actions[key]
-    memory.delta = Counter({c: live[c] - before[c] for c in live if live[c] != before[c]})
 
 
 def action_key(action: tuple[int, str, int], micro_batches: int) -> Key:

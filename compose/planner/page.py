@@ -16,9 +16,8 @@ from typing import Any
 
 from compose.pipeline.pictures import XMLNS, Bar, Drawing, as_svg
 from compose.planner.memory import CATEGORIES
-from compose.planner.report import TIMES, digits, memory, mesh_of, seconds, shown_value, words_of
+from compose.planner.report import GIB, TIMES, digits, memory, mesh_of, seconds, shown_value, words_of
 
-GIB = 2**30
 HELD = "reserved, not in use"
 _WIDE = 1200  # pixels of a timeline that is not zoomed in
 COLOURS = ("#2a6fd0", "#d0551b", "#6a4fcf", "#0e8f6b", "#b07600", "#cf3b3a", "#c44a8a", "#4d7d1f")
@@ -246,14 +245,11 @@ def front_chart(candidates: Sequence[Mapping[str, Any]], capacity: float) -> str
     # The best, which is the first, is drawn last, above the others.
     for i, candidate in reversed(list(enumerate(candidates))):
         across, up = at(points[i])
-        kinds = [
-            "fits" if candidate["fits"] else "lacks",
-            *["on"] * (i in unbeaten),
-            *["best"] * (i == 0),
-        ]
+        kinds = "fits" if candidate["fits"] else "lacks"
+        kinds += " on" * (i in unbeaten) + " best" * (i == 0)
         words = f"{words_of(candidate['keys'])}: {seconds(times[i])}, {memory(sizes[i])}"
         drawn.append(
-            f'<circle class="dot {" ".join(kinds)}" cx="{across}" cy="{up}"'
+            f'<circle class="dot {kinds}" cx="{across}" cy="{up}"'
             f' r="{4.5 if i else 7}"><title>{escape(words)}</title></circle>'
         )
     entries = [("dot best", "the best"), ("dot fits", "fits"), ("dot lacks", "does not fit")]

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,14 +28,7 @@ from compose.planner.layer_probe import (
 )
 from compose.planner.probe_scaling import combined
 from compose.planner.record import Operator
-from compose.planner.record_cache import (
-    BROKEN,
-    CacheFile,
-    packed_rows,
-    remembered,
-    sources,
-    tables_of,
-)
+from compose.planner.record_cache import packed_rows, remembered, tables_of
 from compose.planner.step_time import bytes_seconds, dispatch, operator_seconds
 
 
@@ -191,31 +184,23 @@ def _probed(
 ) -> Figures | ConfigError:
     """Return the figures of a probe, by its file if there is one, or why the model cannot be cut."""
 
-    def made() -> Figures | ConfigError:
+    def made() -> tuple[Sequence[Any], Sequence[str]]:
         try:
-            return probe(shape.job, config, shape.few, degrees, cluster)
+            return [*probe(shape.job, config, shape.few, degrees, cluster).items()], ()
         except ConfigError as error:
-            return error
+            return (), error.problems
 
-    if not shape.cache:
-        return made()
     of = config_of_probe(config, degrees, shape.few.prime)
     model, parallel, device = of.model, of.parallel, cluster.device.capability
     played = cluster.backend, device, cluster.target.float8
     decides = repr((model, parallel, of.train.seq_len, packed_rows(of.data), played, tables_of(of)))
-    file = CacheFile(shape.cache, "probe", sources(model.name, planner=True), decides)
-    try:
-        rows, problems = file.read()
-        figures = {
-            Part(unit, phase, what, number, tuple(form), tuple(grows)): tuple(values)
-            for (unit, phase, what, number, form, grows), values in rows
-        }
-        return ConfigError(*problems) if problems else figures
-    except BROKEN:
-        result = made()
-        refused = isinstance(result, ConfigError)
-        file.write(((), result.problems) if refused else ([*result.items()], ()))
-        return result
+    rows, problems = remembered(shape.cache, "probe", model.name, decides, made)
+    if problems:
+        return ConfigError(*problems)
+    return {
+        Part(unit, phase, what, number, tuple(form), tuple(grows)): tuple(values)
+        for (unit, phase, what, number, form, grows), values in rows
+    }
 
 
 _Ways = tuple[tuple[float, tuple[str, ...] | None], ...]

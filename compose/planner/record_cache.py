@@ -26,6 +26,7 @@ from compose.config.job import Job
 from compose.config.models import source_files
 from compose.config.tables import Config, Data
 from compose.errors import write_whole
+from compose.pipeline.split import layer_names
 from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
 from compose.planner.record import Allocation, Message, Operator, Record, Segment, Traced, Wait
 
@@ -46,9 +47,9 @@ _KEYS = {
 _DEPTH = "n_layers"
 
 
-def default_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+def default_folder() -> Path | None:
     """Return the folder of this user's files, made if need be; None if it cannot be written."""
-    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(home) / "dtensor-compose" / "records"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,17 +135,17 @@ def _digest(content: bytes | str) -> str:
 class RecordFile:
     """The file of one record, and how the layers of its job are named in it."""
 
-    def __init__(self, folder: Path, job: Job, kept: LayerRuns | None, *others: object) -> None:
-        """Name the file of a record with ``kept`` layers of each stage; None: all.
+    def __init__(
+        self, folder: Path, job: Job, kept: LayerRuns | None, rank: int, *others: object
+    ) -> None:
+        """Name the file of a pipeline rank's record with ``kept`` layers of each stage; None: all.
 
-        ``others`` tell the rest of what decides the record: the rank of the pipeline first.
+        ``others`` tell the rest of what decides the record.
         """
-        rank, *_ = others
-        assert isinstance(rank, int)
         row = few_rows(job)[rank] if job.degrees.pp > 1 else []
         layers = _layers(job, kept, sorted({action.stage for action in row} or {0}))
         self._names = {name: number for number, name in enumerate(chain.from_iterable(layers))}
-        self.decides = *_texts(job, self._names), repr(([*map(len, layers)], others))
+        self.decides = *_texts(job, self._names), repr(([*map(len, layers)], (rank, *others)))
         """Texts of all that decides the record."""
         self.file = CacheFile(folder, "record", *self.decides)
 
@@ -166,7 +167,7 @@ def _layers(job: Job, kept: LayerRuns | None, stages: Sequence[int]) -> list[lis
     pipeline, result = job.resolved.pipeline, list[list[str]]()
     if pipeline is None:
         return result
-    every = [name for name, _ in job.model.get_submodule(pipeline.layers).named_children()]
+    every = layer_names(job.model, pipeline)
     counts = job.degrees.pp_layers if job.degrees.pp > 1 else (len(every),)
     if job.config.activation_checkpoint.mode in ("every_k", "budget"):
         stages = range(len(counts))  # which layers are recomputed is chosen from the whole model

@@ -217,12 +217,11 @@ def rank_costs(
     job: Job,
     cluster: Cluster,
     rows: Sequence[Sequence[Action]],
-    workers: int = 0,
     other: OtherProgram | None = None,
     cache: Path | None = None,
 ) -> list[RankCosts]:
     """Return the costs of each pipeline rank."""
-    [(_, result)] = costs_of_ranks([JobRecords(job, rows)], cluster, workers, other, cache)
+    [(_, result)] = costs_of_ranks([JobRecords(job, rows)], cluster, other, cache)
     if isinstance(result, ConfigError):
         raise result
     return result
@@ -231,13 +230,12 @@ def rank_costs(
 def costs_of_ranks(
     plans: Sequence[JobRecords],
     cluster: Cluster,
-    workers: int,
     other: OtherProgram | None,
     cache: Path | None,
 ) -> Iterator[tuple[int, list[RankCosts] | ConfigError]]:
     """Yield the place of each job with the costs of its pipeline ranks, as they end."""
     left = set(range(len(plans)))
-    with RecordPool(workers) as pool:
+    with RecordPool() as pool:
 
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
             plan, name = plans[place], (place, rank, number)
@@ -310,8 +308,8 @@ class _Files:
 
     def __init__(self, folder: Path, asked: Asked) -> None:
         cluster, other, compile = asked.cluster, asked.other, asked.job.config.compile
-        of = asked.pp_rank, asked.stream, other is None, *_played(cluster, other).items()
-        self._asked, self.record = asked, RecordFile(folder, asked.job, asked.kept, *of)
+        of = asked.stream, other is None, *_played(cluster, other).items()
+        self._asked, self.record = asked, RecordFile(folder, asked.job, asked.kept, asked.pp_rank, *of)
         priced = repr((cluster, other, compile.mode != "off"))
         read_by = sources(asked.job.config.model.name, planner=True)
         self._costs = CacheFile(folder, "costs", *self.record.decides, priced, read_by)
@@ -341,17 +339,16 @@ def step_of(asked: Asked, micro_batches: int) -> "RankStep":
     """Return the step that is traced for a record."""
     from compose.planner.trace import RankStep
 
-    job, runs, kept, options = asked.job, runs_of(asked.job), asked.kept, dict[str, Any]()
+    job, runs, kept, few = asked.job, runs_of(asked.job), asked.kept, dict[str, Any]()
     if runs and kept:
-        options["model"] = reduced(job, runs, kept)
-        options["pp_layers"] = kept.layers() if job.degrees.pp > 1 else ()
+        few = {"model": reduced(job, runs, kept), "pp_layers": kept.layers()}
     return RankStep(
         job,
         rank=busiest_rank(job, asked.pp_rank),
         micro_batches=micro_batches,
         documents=asked.other is None,
         objects=None if asked.pp_rank == 0 else [asked.stream],
-        **options,
+        **few,
         **_played(asked.cluster, asked.other),
     )
 

@@ -156,16 +156,14 @@ class Recorder(TorchDispatchMode):
         record = self.record_of
         for tensor in tensors:
             storage = local_of(tensor).untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key, size, segment = storage._cdata, storage.nbytes() if category else 0, self._segment()
             self._free(key)
             if key in self._host:
                 continue
             size = 1 << (size - 1).bit_length() if pinned and size else size
             place, now = len(record.host_allocations), len(record.host_changes)
-            record.host_allocations.append(
-                Allocation(size if category else 0, now, self._segment(), self.within, category)
-            )
-            record.host_changes.append((self._segment(), place, size if category else 0))
+            record.host_allocations.append(Allocation(size, now, segment, self.within, category))
+            record.host_changes.append((segment, place, size))
             self._host[key] = place
             weakref.finalize(storage, self._leave_host, key)
 

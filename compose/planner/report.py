@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.tables import Config, value_of
-from compose.config.toml import values_of
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planner.candidates import (
@@ -24,7 +23,7 @@ from compose.planner.candidates import (
 from compose.planner.estimate import RankPeak
 from compose.planner.memory import CATEGORIES
 
-_GIB = 2**30
+GIB = 2**30
 _SHOWN = 4  # pipeline ranks whose memory is told in words
 # Keys that have columns of their own in a table, or say how a schedule is laid out.
 _SHOWN_KEYS = {
@@ -80,7 +79,6 @@ def _keys(candidate: Candidate) -> dict[str, Any]:
 
 def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]:
     estimate = candidate.recorded
-    fullest = max(estimate.peaks, key=lambda p: p.reserved)
     data: dict[str, Any] = {
         "keys": _keys(candidate),
         "fits": fits(space, candidate),
@@ -90,7 +88,7 @@ def _candidate(space: Space, candidate: Candidate, best: bool) -> dict[str, Any]
         "mfu": estimate.mfu,
         "bubble": estimate.bubble,
         "exposed": dict(estimate.exposed),
-        "memory": {**_bytes(fullest), "by_stage": [_bytes(p) for p in estimate.peaks]},
+        "memory": {**_bytes(estimate.fullest), "by_stage": [_bytes(p) for p in estimate.peaks]},
         "host_bytes": estimate.host_bytes,
         "kwh": estimate.kwh,
         "why": crosses_nodes(candidate.config.parallel, space.node),
@@ -131,8 +129,7 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
     rows = [[*axes, "zero", "schedule", "recompute", "micro", *map(short_name, more), *figures]]
     for candidate in recorded:
         estimate, parallel = candidate.recorded, candidate.config.parallel
-        warnings = [] if fits(space, candidate) else ["does not fit"]
-        warnings += filter(None, [lack_of_node(space, candidate)])
+        warnings = ["" if fits(space, candidate) else "does not fit", lack_of_node(space, candidate)]
         rows.append(
             [
                 *(str(getattr(parallel, axis)) for axis in axes),
@@ -145,7 +142,7 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
                 f"{estimate.tokens_per_second_per_device:,.0f}",
                 f"{estimate.mfu:.1%}",
                 f"{estimate.bubble:.1%}",
-                f"{candidate.reserved / _GIB:.1f}",
+                f"{candidate.reserved / GIB:.1f}",
                 "; ".join(filter(None, [*warnings, crosses_nodes(parallel, space.node)])),
             ]
         )
@@ -177,25 +174,24 @@ def in_words(space: Space, best: Candidate) -> str:
     """Return the best candidate's memory and time in words."""
     estimate, room = best.recorded, capacity(space.cluster)
     lines = [
-        f"{space.world_size} x {space.cluster.device.name}, {room / _GIB:.1f} GiB of each for a process"
+        f"{space.world_size} x {space.cluster.device.name}, {room / GIB:.1f} GiB of each for a process"
     ]
     fullest = sorted(range(len(estimate.peaks)), key=lambda i: -estimate.peaks[i].reserved)[:_SHOWN]
-    for rank, p in enumerate(estimate.peaks):
-        if rank not in fullest:
-            continue
+    for rank in sorted(fullest):
+        p = estimate.peaks[rank]
         parts = ", ".join(
-            f"{c} {p.by_category[c] / _GIB:.1f}" for c in CATEGORIES if p.by_category.get(c, 0) > 2**26
+            f"{c} {p.by_category[c] / GIB:.1f}" for c in CATEGORIES if p.by_category.get(c, 0) > 2**26
         )
         lines.append(
-            f"  pipeline rank {rank}: allocated {p.allocated / _GIB:.1f} GiB, reserved"
-            f" {p.reserved / _GIB:.1f} ({parts})"
+            f"  pipeline rank {rank}: allocated {p.allocated / GIB:.1f} GiB, reserved"
+            f" {p.reserved / GIB:.1f} ({parts})"
         )
     if len(estimate.peaks) > _SHOWN:
         lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")
     if estimate.host_bytes:
         has = space.cluster.host_memory
-        of = f"of {has / _GIB:,.1f} GiB" if has else "GiB; what it has is unknown"
-        lines.append(f"  host memory of a node: {estimate.host_bytes / _GIB:,.1f} {of}")
+        of = f"of {has / GIB:,.1f} GiB" if has else "GiB; what it has is unknown"
+        lines.append(f"  host memory of a node: {estimate.host_bytes / GIB:,.1f} {of}")
     waits = sorted(estimate.exposed.items(), key=lambda pair: -pair[1])
     shown = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in waits if seconds > 0.0005)
     lines.append(
@@ -212,27 +208,28 @@ def write_toml(
     base = os.path.relpath(source, target.parent) if source else ""
     why = reasons(space, best)
     tables: dict[str, list[str]] = {}
-    islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
-    for name, value in {**overrides, **best.keys, **islands}.items():
+    for name, value in {**overrides, **best.keys, **_of_islands(space)}.items():
         head, _, key = name.partition(".")
         reason = f"  # {why[name]}" if name in why and name in best.keys else ""
         tables.setdefault(head, []).append(f"{key} = {toml_value(value)}{reason}")
     blocks = ["\n".join([f"[{name}]", *lines, ""]) for name, lines in tables.items()]
-    head = f"# Planned for {space.world_size * space.islands} ranks of {space.cluster.name}.\n"
+    head = f"# Planned for {space.all_ranks} ranks of {space.cluster.name}.\n"
     return "\n".join([f"{head}extends = {toml_value(base)}\n" if base else head, *blocks])
+
+
+def _of_islands(space: Space) -> dict[str, int]:
+    return {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
 
 
 def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
     """Return the command that runs the best candidate on all nodes; ``file``: a TOML file, or ""."""
-    ranks, node = space.world_size * space.islands, space.cluster.node
+    ranks, node = space.all_ranks, space.cluster.node
     nodes = next(n for n in range(-(-ranks // node), ranks + 1) if ranks % n == 0)
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    there = {f"{t}.{key}": value for t, key, value in values_of(space.config)}
-    changed = {key: value for key, value in best.keys.items() if there[key] != value}
-    islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+    changed = {key: value for key, value in best.keys.items() if value_of(space.config, key) != value}
     words = [
         shlex.quote(f"--{key}={value if isinstance(value, str) else toml_value(value)}")
-        for key, value in {**overrides, **changed, **islands}.items()
+        for key, value in {**overrides, **changed, **_of_islands(space)}.items()
     ]
     program = "train.py" if Path("train.py").exists() else "-m compose train"
     start = f"torchrun{several if ranks > node else ''} --nproc-per-node {ranks // nodes} {program}"
@@ -242,7 +239,7 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
 def reasons(space: Space, best: Candidate) -> dict[str, str]:
     """Return a reason for each key of the best candidate, by the key."""
     parallel, node = best.config.parallel, space.node
-    room = capacity(space.cluster) / 2**30
+    room = capacity(space.cluster) / GIB
     within = node % parallel.tp == 0
     return {
         "parallel.tp": "inside a node of " + str(node) if within else f"over nodes of {node}",
@@ -253,7 +250,7 @@ def reasons(space: Space, best: Candidate) -> dict[str, str]:
         "parallel.ep": "ranks that share the experts",
         "parallel.zero": "the fastest stage that fits",
         "parallel.pp_schedule": "the smallest bubble of those that fit",
-        "activation_checkpoint.mode": f"{best.reserved / 2**30:.1f} of {room:.1f} GiB are used",
+        "activation_checkpoint.mode": f"{best.reserved / GIB:.1f} of {room:.1f} GiB are used",
         "parallel.offload": "nothing else fits",
         "train.micro_batch": "samples of one forward",
     }
@@ -275,8 +272,8 @@ def seconds(value: float) -> str:
 
 def memory(value: float) -> str:
     """Return bytes in GiB, or in MiB below one GiB."""
-    if value == 0 or abs(value) >= _GIB:
-        return f"{digits(value / _GIB)} GiB"
+    if value == 0 or abs(value) >= GIB:
+        return f"{digits(value / GIB)} GiB"
     return f"{digits(value / 2**20)} MiB"
 
 

@@ -1,8 +1,10 @@
 """The search: every candidate gets a quick estimate, and the best of them get a record."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,26 +78,23 @@ class RecordQueue:
         """Return the candidates that are recorded next, ``most`` at most."""
         if recorded:
             return self._best(recorded, min(most, _NEXT))
-        first = [self.next(recorded)]
+        first = self._best(recorded, 1)
         for name in (PLAIN, TEXTBOOK, HYBRID, OFFLOADED):
             near = [c for c in self._left if known_as(self._space, c.config.parallel) == name]
-            if near and not any(c and known_as(self._space, c.config.parallel) == name for c in first):
+            if near and not any(known_as(self._space, c.config.parallel) == name for c in first):
                 first.append(self._take(min(near, key=lambda c: order(self._space, c))))
         # Records of pipelines correct no estimate without a pipeline.
-        if all(c and c.config.parallel.pp > 1 for c in first):
+        if all(c.config.parallel.pp > 1 for c in first):
             flat = [c for c in self._left if c.config.parallel.pp == 1]
             first += [self._take(min(flat, key=lambda c: order(self._space, c)))] if flat else []
         first += self._best(recorded, _FIRST - len(first))
-        return [candidate for candidate in first if candidate][:most]
+        return first[:most]
 
     def _best(self, recorded: Sequence[Candidate], most: int) -> list[Candidate]:
-        chosen = [self.next(recorded) for _ in range(most)]
-        return [candidate for candidate in chosen if candidate]
+        return [self.next(recorded) for _ in range(min(most, len(self._left)))]
 
-    def next(self, recorded: Sequence[Candidate]) -> Candidate | None:
+    def next(self, recorded: Sequence[Candidate]) -> Candidate:
         """Return the candidate whose turn it is."""
-        if not self._left:
-            return None
         factors: dict[_Traits, tuple[float, float]] = {}
 
         def place(candidate: Candidate) -> tuple[object, ...]:
@@ -159,26 +158,24 @@ def own(space: Space) -> Candidate:
     job = rules.check(config, space.world_size, space.cluster.target)
     rough = quick(shape_for(space), job.config, space.cluster)
     if space.kinds:
-        job, more = _dealt(space, config, job)
-        result = estimate_of_kinds(job, space.kinds, cache=space.cache)
-        return Candidate(job.config, keys | more, rough, result)
+        return _of_kinds(space, Candidate(config, keys, rough), job)
     return Candidate(job.config, keys, rough, estimate(job, space.cluster, cache=space.cache))
 
 
-def _dealt(space: Space, config: Config, job: Job) -> tuple[Job, dict[str, Any]]:
-    """Return the job of a config with shares by the devices' speeds, and the key of them.
+def _of_kinds(space: Space, candidate: Candidate, job: Job) -> Candidate:
+    """Return a candidate with its record on several kinds of device, with shares by their speeds.
 
     Where unequal shares are refused, all are as large as those of the slowest device.
     """
-    speeds = speeds_of(job.degrees, space.kinds, job.config.precision.param)
-    if not speeds or "parallel.speeds" in space.fixed:
-        return job, {}
-    uneven = with_keys(config, {"parallel.speeds": speeds})  # layers of stages are dealt anew
-    try:
-        dealt = rules.check(uneven, space.world_size, space.cluster.target, job.model)
-    except ConfigError:
-        return job, {}
-    return dealt, {"parallel.speeds": speeds}
+    keys, speeds = candidate.keys, speeds_of(job.degrees, space.kinds, job.config.precision.param)
+    if speeds and "parallel.speeds" not in space.fixed:
+        key = {"parallel.speeds": speeds}
+        uneven = with_keys(candidate.config, key)  # layers of stages are dealt anew
+        with suppress(ConfigError):
+            job = rules.check(uneven, space.world_size, space.cluster.target, job.model)
+            keys = keys | key
+    result = estimate_of_kinds(job, space.kinds, space.cache)
+    return replace(candidate, config=job.config, keys=keys, estimate=result)
 
 
 @dataclass(frozen=True)
@@ -189,8 +186,6 @@ class Searched:
     """Those that were recorded, the best first."""
     let_through: int
     """Legal candidates that may fit by their quick estimates."""
-    looked_at: int
-    """How many were recorded."""
     capped: bool = False
     """Whether a limit of time or Ctrl-C ended the search before its own end."""
     certain: bool = True
@@ -208,7 +203,7 @@ def record_all(space: Space, configs: Sequence[Config]) -> list[Candidate | Conf
 
 
 def _recorded(
-    space: Space, chosen: Sequence[Candidate], workers: int = 0
+    space: Space, chosen: Sequence[Candidate]
 ) -> Iterator[tuple[int, Candidate | ConfigError]]:
     """Yield the place of each candidate with its record, or why it is not legal, as they end."""
     jobs, model = dict[int, Job](), shape_for(space).job.model
@@ -220,16 +215,12 @@ def _recorded(
     places = list(jobs)
     if space.kinds:
         for place, job in jobs.items():
-            one = chosen[place]
-            job, more = _dealt(space, one.config, job)
             try:
-                result = estimate_of_kinds(job, space.kinds, workers, space.cache)
+                yield place, _of_kinds(space, chosen[place], job)
             except ConfigError as error:
                 yield place, error
-            else:
-                yield place, replace(one, config=job.config, keys=one.keys | more, estimate=result)
         return
-    for number, result in estimates(list(jobs.values()), space.cluster, workers, space.cache):
+    for number, result in estimates(list(jobs.values()), space.cluster, space.cache):
         place = places[number]
         if isinstance(result, ConfigError):
             yield place, result
@@ -242,13 +233,11 @@ def search(
     most: int = MOST,
     seconds: float = math.inf,
     progress: Callable[[str], None] = lambda text: None,
-    workers: int = 0,
 ) -> Searched:
     """Record the best candidates by their quick estimates.
 
     Plain FSDP, FSDP within nodes and the textbook's mesh are always among them. If none of them fits,
-    as many more are recorded. The records of one round are made in
-    ``workers`` processes, and the next round is chosen from their results alone, so that the answer
+    as many more are recorded. The next round is chosen when all of one have ended, so that the answer
     does not depend on the machine. ``seconds`` caps the search once a candidate was recorded.
     """
     began, shape = time.monotonic(), shape_for(space)
@@ -294,7 +283,7 @@ def search(
             if not chosen:
                 break
             made = {}
-            for place, result in _recorded(space, chosen, workers):
+            for place, result in _recorded(space, chosen):
                 if isinstance(result, ConfigError):
                     refused += result.problems
                     let_through -= 1
@@ -314,7 +303,7 @@ def search(
     if every and not results:
         raise ConfigError(*dict.fromkeys(refused))
     certain = let_through <= 0 or len(results) >= let_through
-    return Searched(ranked(space, results), max(0, let_through), len(results), capped, certain)
+    return Searched(ranked(space, results), max(0, let_through), capped, certain)
 
 
 def ranked(space: Space, recorded: Sequence[Candidate]) -> list[Candidate]:
@@ -340,7 +329,7 @@ def refinements(space: Space, shape: ModelShape, recorded: Sequence[Candidate]) 
         size, step = base.reserved / base.rough.memory, base.recorded.step_seconds / base.rough.step
         for keys in _variants(space, shape, base):
             config = with_keys(base.config, keys)
-            if micro_batches(config) < max(1, config.parallel.pp if config.parallel.pp > 1 else 1):
+            if micro_batches(config) < max(1, config.parallel.pp):
                 continue
             one = Candidate(config, base.keys | keys, quick(shape, config, space.cluster))
             # A simpler one wins if it is nearly as fast.
@@ -369,15 +358,12 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
     places = [config.optimizer.offload]
     if "optimizer.offload" in free and not fits(space, base) and parallel.offload == "none":
         places += REFINED["optimizer.offload"]
-    for way in ways:
-        for micro in micros:
-            for chunk in chunks:
-                for place in places:
-                    if chunk != train.loss_chunk and way == {} and micro <= train.micro_batch:
-                        continue  # it costs time, and is for what needs the memory
-                    keys = {"train.micro_batch": micro, "train.loss_chunk": chunk}
-                    keys = way | keys | {"optimizer.offload": place}
-                    yield {key: value for key, value in keys.items() if value != value_of(config, key)}
+    for way, micro, chunk, place in itertools.product(ways, micros, chunks, places):
+        if chunk != train.loss_chunk and way == {} and micro <= train.micro_batch:
+            continue  # it costs time, and is for what needs the memory
+        keys = {"train.micro_batch": micro, "train.loss_chunk": chunk}
+        keys = way | keys | {"optimizer.offload": place}
+        yield {key: value for key, value in keys.items() if value != value_of(config, key)}
     for key in sorted(space.freed):
         for value in FREED.get(key, ()):
             if key == "train.global_batch":

@@ -88,15 +88,14 @@ def action_seconds(
         if work is None:
             waiting += not compiled
             continue
-        action = record.segments[work.segment].action
-        if action[1] == "setup":
+        segment = record.segments[work.segment]
+        if segment.action[1] == "setup":
             continue
-        seconds = results[action_key(action, micro_batches)]
-        phase, before = record.segments[work.segment].phase, clock[0]
-        if record.segments[work.segment].unit != unit:
-            unit = record.segments[work.segment].unit
+        seconds, before = results[action_key(segment.action, micro_batches)], clock[0]
+        if segment.unit != unit:
+            unit = segment.unit
             if unit:
-                host += hooks[phase == BACKWARD]
+                host += hooks[segment.phase == BACKWARD]
         if isinstance(work, Wait):
             until = reached.get(work.event, 0.0)
             if work.stream == 0 and until > clock[0]:
@@ -129,7 +128,7 @@ def action_seconds(
                 seconds["all"] += clock[0] - before
                 continue
             took *= slowest
-            host += (work.kind != PART) * (1 + waiting) * issue[phase == BACKWARD]
+            host += (work.kind != PART) * (1 + waiting) * issue[segment.phase == BACKWARD]
             late = max(0.0, host - clock[work.stream])
             running = max((clock[stream] for stream in sent if stream), default=0.0)
             took = beside_messages(cluster, took, running - clock[work.stream] - late)

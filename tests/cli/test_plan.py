@@ -32,7 +32,7 @@ class Search:
         self.spaces.append(space)
         plain = recorded(space, 2.0, self.size, parallel__zero=2)
         slower = recorded(space, 3.0, self.size, {"tp": 1.0}, parallel__tp=8)
-        return Searched([plain, slower], 40, 2, certain=False)
+        return Searched([plain, slower], 40, certain=False)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_batch_that_no_mesh_divides_is_a_line(
 
     def search(space: Space, *rest: Any) -> Searched:
         if space.config.train.global_batch == 63:
-            return Searched([], 0, 0)
+            return Searched([], 0)
         return made(space, *rest)
 
     monkeypatch.setattr(command, "search", search)

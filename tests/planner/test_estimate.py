@@ -79,7 +79,7 @@ def test_what_was_worked_out_is_not_worked_out_again(
     def made() -> list[object]:
         _shape_of.cache_clear()
         shape = shape_of(job.config, tmp_path)
-        of_clusters = (estimate(job, cluster, 2, cache=tmp_path) for cluster in (fast, slow, fast))
+        of_clusters = (estimate(job, cluster, cache=tmp_path) for cluster in (fast, slow, fast))
         return [*of_clusters, quick(shape, job.config, fast)]
 
     first = made()

@@ -100,7 +100,7 @@ def _several(runs: LayerRuns | None, stages: Any, ranks: int) -> list[LayerRuns 
 
 def _peaks(job: Job) -> list[tuple[int, Any]]:
     rows = estimate.schedule_rows(job)
-    ranks = estimate.rank_costs(job, load_cluster("cpu"), rows, 2)
+    ranks = estimate.rank_costs(job, load_cluster("cpu"), rows)
     return [peak(r.memory, row, job.micro_batches) for r, row in zip(ranks, rows, strict=True)]
 
 

@@ -145,7 +145,11 @@ def test_the_oldest_records_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
-def test_a_home_that_cannot_be_written_has_no_records(tmp_path: Path) -> None:
-    assert default_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "dtensor-compose/records"
+def test_a_home_that_cannot_be_written_has_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "dtensor-compose/records"
     (tmp_path / "file").touch()
-    assert default_folder({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert default_folder() is None
