@@ -21,8 +21,9 @@ from importlib.resources import files
 from typing import Any, NamedTuple, get_type_hints
 
 from compose.cli.migrate_files import Leaves, shown, unset
+from compose.config.json_files import typed
 from compose.config.tables import TABLES
-from compose.config.toml import tomllib, typed
+from compose.config.toml import tomllib
 from compose.errors import Fraction, NonNegative, Positive, attribute, toml_value
 
 FORMATS = ("deepspeed", "training_arguments", "accelerate", "torchtitan", "megatron")

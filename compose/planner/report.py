@@ -227,7 +227,7 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
     ranks, node = space.world_size * space.islands, space.cluster.node
     nodes = next(n for n in range(-(-ranks // node), ranks + 1) if ranks % n == 0)
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    there = {f"{t}.{key}": value for t, key, value in values_of(space.config)}
+    there = values_of(space.config)
     changed = {key: value for key, value in best.keys.items() if there[key] != value}
     islands = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
     words = [
