@@ -216,12 +216,11 @@ def _compiled_in_two_parts(setup: Setup) -> Iterator[str]:
     upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
 )
 def _async_tp(setup: Setup) -> Iterator[str]:
-    chosen = setup.options.compile
-    if chosen.async_tp and (not setup.on_cuda or chosen.mode == "off" or setup.degrees.tp == 1):
-        lack = (
-            "CUDA" if not setup.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
-        )
-        yield f"compile.async_tp: true needs {lack}; use compile.async_tp = false"
+    chosen, tp = setup.options.compile, setup.degrees.tp
+    needs = {"CUDA": setup.on_cuda, "compile.mode": chosen.mode != "off", "parallel.tp": tp > 1}
+    lacks = [name for name, is_there in needs.items() if not is_there]
+    if chosen.async_tp and lacks:
+        yield f"compile.async_tp: true needs {lacks[0]}; use compile.async_tp = false"
 
 
 @STEP.add(

@@ -50,15 +50,15 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
         if whole in ties:
             of_stages.append(local)
         names: tuple[str, ...] = ()
+        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
+        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
         if isinstance(tensor, DTensor):
             names = tensor.device_mesh.mesh_dim_names or ()
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     copies.setdefault((tensor.device_mesh, axis), []).append(local)
-        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
-        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
-        if isinstance(tensor, DTensor) and {"expert_shard", "ep"} & set(names):
-            where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
+            if {"expert_shard", "ep"} & set(names):
+                where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
         for axis in axes:
             if not any(axis in name for name in names):
                 dim = (where.mesh_dim_names or ()).index(axis)
