@@ -18,6 +18,17 @@ class Usage(NamedTuple):
     file: bool = True
     """Whether it takes FILE.toml and --table.key=value; then --help lists the keys too."""
 
+    def head(self, program: str) -> str:
+        """Return what --help prints before the keys."""
+        shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in self.flags.items())
+        return f"{program} [FILE.toml] [--table.key=value ...]{shown}\n\n{self.text}\n{_OF_FILES}\n"
+
+
+_OF_FILES = """\
+FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string. --help TABLE lists the
+keys of one table alone.
+"""
+
 
 def _without_file(module: str, summary: str, text: str) -> Usage:
     """Return a command without FILE.toml and keys, whose text begins with its flags."""

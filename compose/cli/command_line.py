@@ -35,14 +35,6 @@ from compose.errors import (
 )
 from compose.object_storage import Remote, any_path, as_path
 
-USAGE = """\
-{program} [FILE.toml] [--table.key=value ...]{flags}
-
-{about}
-FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string. --help TABLE lists the
-keys of one table alone.
-"""
-
 
 class Words(NamedTuple):
     """A parsed command line."""
@@ -113,7 +105,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
     if not dry_run:
         problems += device_problems(config)
     problems += of_data
-    if trains and not dry_run:
+    if trains and not dry_run and is_first_rank():
         problems += _of_first_rank(config, job)
     if problems or job is None:
         raise ConfigError(*(f"{given.file}: {problem}" for problem in problems))
@@ -262,9 +254,7 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
             elif not word.endswith(".toml"):
                 near = did_you_mean(word, TABLES, 0.55)
                 raise flag_error("--help", f"unknown table {word}{near}")
-        shown = "".join(f" [{name}{takes and ' ' + takes}]" for name, takes in usage.flags.items())
-        head = USAGE.format(program=program, flags=shown, about=usage.text) + "\n"
-        print(("" if tables else head) + help_text(model, tables or TABLES))
+        print(("" if tables else usage.head(program)) + help_text(model, tables or TABLES))
         raise SystemExit(0)
     if len(result.plain) > 1:
         raise ConfigError(f"{COMMAND_LINE}: one TOML file at a time, got {' and '.join(result.plain)}")
@@ -282,14 +272,11 @@ def device_problems(config: Config) -> list[str]:
 
 def _of_first_rank(config: Config, job: Job | None) -> list[str]:
     """Return problems with the first weights and the folder of a run, on this machine."""
-    problems: list[str] = []
-    if not is_first_rank():
-        return problems
     # These modules take long to import, and --help needs none of them.
     from compose.checkpoint.store import newest_first
     from compose.train.trackers import missing_libraries
 
-    keep, lora = config.checkpoint, config.model.lora
+    keep, lora, problems = config.checkpoint, config.model.lora, list[str]()
 
     def begun(folder: str) -> bool:
         """Return whether a run goes on, and the folder that it began with is gone."""
@@ -317,20 +304,19 @@ def _run_dir(config: Config) -> list[str]:
     from compose.train.run_folder import strangers
 
     folder, keep = as_path(config.run.dir or "runs"), config.checkpoint
-    kept = bool(config.run.dir and newest_first(folder / "checkpoints"))
-    auto, cure = keep.resume == "auto", "choose another folder"
-    if kept and not auto:
-        cure = 'set checkpoint.resume = "auto" to go on, or choose another folder'
+    kept, auto = config.run.dir and newest_first(folder / "checkpoints"), keep.resume == "auto"
     if config.run.dir and (problems := strangers(folder)):
         return problems
     # A run that saves may have stopped before its first checkpoint. Then it begins again.
     resumes = auto and (kept or ((keep.interval or keep.memory) and _may_begin_again(folder)))
-    for name in ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ():
-        if (folder / name).exists():
-            why = ", and no checkpoint" if auto else ""
-            return [f"run.dir: {folder} already holds {name} of a run{why}; {cure}"]
+    names = ("config.toml", "metrics.jsonl") if config.run.dir and not resumes else ()
+    left = [name for name in names if (folder / name).exists()]
     if kept and not auto:
-        return [f"run.dir: {folder} already holds checkpoints of a run; {cure}"]
+        left.append("checkpoints")
+    if left:
+        why = ", and no checkpoint" if auto else ""
+        cure = 'set checkpoint.resume = "auto" to go on, or ' if kept else ""
+        return [f"run.dir: {folder} already holds {left[0]} of a run{why}; {cure}choose another folder"]
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(folder, Remote):
         (folder / ".written").write_bytes(b"by a run, to see whether it can\n")
@@ -361,13 +347,14 @@ def help_text(model: str, tables: Iterable[str]) -> str:
     """Return every key of some tables with its type, default and description."""
     lines: list[str] = []
     for table in tables:
-        lines += [f"[{table}]", *_help_rows(TABLES[table]), ""]
+        lines += [f"[{table}]", *_help_rows(TABLES[table])]
         if TABLES[table] is Model:
             folder = find_model(model)
-            lines.insert(-1, f"  models: {', '.join(model_names())}")
-            lines.insert(-1, f"  presets of {folder.name}: {', '.join(folder.presets)}")
-            lines.insert(-1, f"  fields of {folder.name}'s config (a preset sets its own):")
-            lines[-1:-1] = [f"  {row}" for row in _help_rows(folder.Config)]
+            lines.append(f"  models: {', '.join(model_names())}")
+            lines.append(f"  presets of {folder.name}: {', '.join(folder.presets)}")
+            lines.append(f"  fields of {folder.name}'s config (a preset sets its own):")
+            lines += [f"  {row}" for row in _help_rows(folder.Config)]
+        lines.append("")
     return "\n".join(lines).rstrip()
 
 

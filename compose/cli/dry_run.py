@@ -5,10 +5,10 @@ one process shows what any number of ranks would hold.
 """
 
 import copy
-import os
 import re
 
 from compose.apply import apply
+from compose.cli.command_line import is_first_rank
 from compose.config.addons import brought
 from compose.config.job import Job
 from compose.memory.float8 import select_layers
@@ -22,7 +22,7 @@ _PURPOSES = ("weights", "gradients", "activations")
 
 def describe(job: Job) -> None:
     """Print the dry run of a checked job; if there are several ranks, only rank 0 prints."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     pp = job.degrees.pp
     placed = [_stage(job, rank * job.world_size // pp) for rank in range(pp)]

@@ -30,10 +30,11 @@ from compose.composition import Composition
 from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.job import Job
+from compose.config.json_files import typed
 from compose.config.models import Sampler, find_model, folder_name, max_seq_len
 from compose.config.tables import TABLES, Checkpoint, Config, without_add_ons
 from compose.config.toml import load as load_toml
-from compose.config.toml import override, typed
+from compose.config.toml import override
 from compose.data.chat_messages import Chat, read_chat
 from compose.data.documents import JSON_LINES
 from compose.data.generation_config import end_ids, repetition_penalty

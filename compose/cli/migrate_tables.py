@@ -2,8 +2,8 @@
 
 ``migrate_keys/*.toml`` has a table for each format. A row gives our key, or a fact, such as
 ``train.steps~samples``, which :mod:`compose.cli.migrate_meaning` works out with others. Whatever its
-section, a row is read as cases: a pattern of the value, and what is set or said then. A case ``true``
-without ``false`` means that nothing is done for false.
+section, a row is read as cases: patterns of the value, with spaces between, and what is set or said
+then. A case ``true`` without ``false`` means that nothing is done for false.
 
 A row sets a key to its own value, or to one of the file by a conversion: ``$value`` (one word),
 ``$list`` (all of it), ``$first``, ``$second``, ``$minutes``. ``KEY~on`` sets KEY to ``KEY~value`` if no
@@ -21,8 +21,9 @@ from importlib.resources import files
 from typing import Any, NamedTuple, get_type_hints
 
 from compose.cli.migrate_files import Leaves, shown, unset
+from compose.config.json_files import typed
 from compose.config.tables import TABLES
-from compose.config.toml import tomllib, typed
+from compose.config.toml import tomllib
 from compose.errors import Fraction, NonNegative, Positive, attribute, toml_value
 
 FORMATS = ("deepspeed", "training_arguments", "accelerate", "torchtitan", "megatron")
@@ -145,7 +146,8 @@ def _rows(table: dict[str, Any]) -> dict[str, Row]:
     for name, ours in table.pop("same").items():
         note = {"note": notes[name]} if name in notes else {}
         rows.append(("same", name, {"none": {"unused": "is not set"}, "*": {ours: "$list"} | note}))
-    for names, cases in table.pop("cases").items():
+    for names, given in table.pop("cases").items():
+        cases = {each: case for patterns, case in given.items() for each in patterns.split()}
         switch = {"true": cases["true"], "false": {}} if "true" in cases else {}
         rows.append(("cases", names, switch | cases))
     for names, row in table.pop("only", {}).items():

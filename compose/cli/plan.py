@@ -13,13 +13,16 @@ from typing import Any
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, flag_error, number_of, read_arguments, written
-from compose.cli.pinned_keys import for_devices, freed, pinned, pinned_words
 from compose.cli.question import (
     STANDARD,
     Question,
     amount,
     amount_in_words,
+    for_devices,
+    freed,
     parameters,
+    pinned,
+    pinned_words,
     question_words,
     read_question,
 )
@@ -130,10 +133,8 @@ def plan(arguments: Sequence[str]) -> int:
         print(*(further_in_words(best, one) for one in further(space, best)), sep="\n")
     if "--write" not in given.flags and fits(space, best):
         file = "" if question.keys else given.file
-        line = command_line(space, best, file, _set_there(given, question))
-        print(
-            "", "To run it, with --data.path for the data (--write keeps it in a file):", line, sep="\n"
-        )
+        print("", "To run it, with --data.path for the data (--write keeps it in a file):", sep="\n")
+        print(command_line(space, best, file, _set_there(given, question)))
     _write(given, question, space, results, answer)
     return 0
 
@@ -384,10 +385,9 @@ def _write(
 
 def _set_there(given: Words, question: Question) -> dict[str, object]:
     """Return the values of the keys that the command line sets; a table's are those of its keys."""
-    values = {f"{t}.{k}": v for t, k, v in values_of(question.config)}
-    names = dict.fromkeys(name for name, _ in (*question.keys, *given.overrides)) | dict.fromkeys(
-        question.changed
-    )
+    values = values_of(question.config)
+    names = dict.fromkeys([name for name, _ in (*question.keys, *given.overrides)])
+    names |= dict.fromkeys(question.changed)
     return {key: values[key] for name in names for key in values if f"{key}.".startswith(f"{name}.")}
 
 

@@ -1,4 +1,4 @@
-"""A question in one line: which model on which devices, without a TOML file."""
+"""The question of a plan: which model on which devices, in a file or one line, and what may change."""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +9,9 @@ from compose.checkpoint.hf_folder import model_in
 from compose.cli.command_line import Words, flag_error, model_path, named_path, number_of, world_size_of
 from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
 from compose.config.tables import Config
-from compose.config.toml import COMMAND_LINE, given_keys, load, without_file
+from compose.config.toml import COMMAND_LINE, given_keys, load, nearest_key, values_of, without_file
 from compose.errors import did_you_mean, toml_value, whole_number
+from compose.planner.candidates import DEGREES, FREED, REFINED, TRIED, with_keys
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
 from compose.planner.estimate import weakest
 
@@ -55,6 +56,12 @@ _BATCHES = ((400e9, 2**24), (6e9, 2**22), (1e9, 2**20), (0.0, 2**19))
 _NICKNAMES = {"a100": "a100_80gb", "h100": "h100_sxm"}
 _SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 
+_FOLLOW = ("parallel.pp_virtual_stages", "parallel.pp_layers", "parallel.zero3_reshard")
+"""Keys of a mesh of the file's, which another mesh does without."""
+KNOWN = (*DEGREES, *TRIED, "parallel.offload", *REFINED, *FREED, *_FOLLOW)
+"""Keys that a search may change."""
+_PRECISION = "precision.param"
+
 
 @dataclass(frozen=True)
 class Question:
@@ -82,12 +89,10 @@ class Question:
 def read_question(given: Words) -> Question:
     """Return the model and the devices of a command line of plan."""
     kinds = _devices(given)
-    cluster, world_size = kinds[0]
-    if len(kinds) > 1:
-        cluster, world_size = weakest(kinds), sum(ranks for _, ranks in kinds)
-        question = _read_question(given, cluster, world_size)
-        return replace(question, kinds=kinds)
-    return _read_question(given, cluster, world_size)
+    if len(kinds) == 1:
+        return _read_question(given, *kinds[0])
+    ranks = sum(ranks for _, ranks in kinds)
+    return replace(_read_question(given, weakest(kinds), ranks), kinds=kinds)
 
 
 def _read_question(given: Words, cluster: Cluster, world_size: int) -> Question:
@@ -300,3 +305,62 @@ def amount_in_words(tokens: float) -> str:
         if tokens >= size:
             return f"{tokens / size:.4g}{suffix}"
     return f"{tokens:,.0f}"
+
+
+def pinned(given: Words, question: Question) -> dict[str, str]:
+    """Return the keys that the search must not change, each with what pins it.
+
+    The command line and --keep pin a key. A file pins it by another value than the default, but for
+    degrees, which a plan looks for. --free releases one.
+    """
+    free = _names(given, "--free", KNOWN)
+    values, defaults = values_of(question.config), values_of(without_file(()))
+    kept = _names(given, "--keep", values)
+    result: dict[str, str] = {}
+    for key in (*(key for key in KNOWN if key not in FREED), *kept):
+        origin = question.given.get(key, "")
+        if key in kept:
+            result[key] = "--keep"
+        elif origin == COMMAND_LINE:
+            result[key] = COMMAND_LINE
+        elif origin and key not in DEGREES and values[key] != defaults[key]:
+            result[key] = origin
+    return {key: by for key, by in result.items() if key not in free}
+
+
+def freed(given: Words) -> frozenset[str]:
+    """Return the keys of FREED that --free names."""
+    return frozenset(_names(given, "--free", KNOWN)) & set(FREED)
+
+
+def pinned_words(config: Config, pins: Mapping[str, str]) -> str:
+    """Return one line on what is pinned and by what; empty if nothing is."""
+    values = values_of(config)
+    parts = [f"{key} = {toml_value(values[key])} ({by})" for key, by in pins.items()]
+    return f"pinned: {', '.join(parts)}; --free KEY releases one" if parts else ""
+
+
+def for_devices(given: Words, question: Question) -> Question:
+    """Return the question in bfloat16 on a GPU, if it leaves the type at its default."""
+    of_key = question.given.get(_PRECISION, "")
+    kept = of_key == COMMAND_LINE or _PRECISION in given.flags.get("--keep", "").split(",")
+    default = question.config.precision.param == Config().precision.param
+    cluster = question.cluster
+    if question.keys or kept or not default or cluster.backend != "nccl":
+        return question
+    if "bfloat16" not in cluster.device.peak:
+        return question
+    config = with_keys(question.config, {_PRECISION: "bfloat16"})
+    words = f"{_PRECISION} is bfloat16 on these devices; --keep {_PRECISION} keeps float32"
+    return replace(question, config=config, changed=(_PRECISION,), words=words)
+
+
+def _names(given: Words, flag: str, known: Any) -> list[str]:
+    names = [name for name in given.flags.get(flag, "").split(",") if name]
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known)
+            if flag == "--keep":
+                raise flag_error(flag, f"{name} is no key{near or nearest_key(name)}")
+            raise flag_error(flag, f"{name} is no key that is tried{near} (known: {', '.join(known)})")
+    return names

@@ -216,12 +216,11 @@ def _compiled_in_two_parts(setup: Setup) -> Iterator[str]:
     upstream="torch/distributed/_symmetric_memory, enable_symm_mem_for_group",
 )
 def _async_tp(setup: Setup) -> Iterator[str]:
-    chosen = setup.options.compile
-    if chosen.async_tp and (not setup.on_cuda or chosen.mode == "off" or setup.degrees.tp == 1):
-        lack = (
-            "CUDA" if not setup.on_cuda else "compile.mode" if chosen.mode == "off" else "parallel.tp"
-        )
-        yield f"compile.async_tp: true needs {lack}; use compile.async_tp = false"
+    chosen, tp = setup.options.compile, setup.degrees.tp
+    needs = {"CUDA": setup.on_cuda, "compile.mode": chosen.mode != "off", "parallel.tp": tp > 1}
+    lacks = [name for name, is_there in needs.items() if not is_there]
+    if chosen.async_tp and lacks:
+        yield f"compile.async_tp: true needs {lacks[0]}; use compile.async_tp = false"
 
 
 @STEP.add(
@@ -341,14 +340,12 @@ def _without_flush(setup: Setup) -> Iterator[str]:
             only["precision"][key] = "float32"
     if options.activation_checkpoint.mode != "none":
         only["activation_checkpoint"]["mode"] = "full"
-    yield from _unproved(
-        name,
-        (
-            (f"{table}.{key}", getattr(getattr(options, table), key), value)
-            for table, keys in only.items()
-            for key, value in keys.items()
-        ),
+    given = (
+        (f"{table}.{key}", getattr(getattr(options, table), key), value)
+        for table, keys in only.items()
+        for key, value in keys.items()
     )
+    yield from _unproved(name, given)
     model, saved = setup.model, setup.model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pipeline = setup.resolved.pipeline
@@ -400,18 +397,6 @@ def _run_without_flush(job: "Job") -> Iterator[str]:
         yield (
             f"parallel.pp_schedule: {name} is proved for the next token alone, and without islands; use"
             ' parallel.pp_schedule = "1F1B"'
-        )
-
-
-@STEP.add(
-    "comm.check_messages is for gloo, and so for a CPU",
-    "it looks at messages in host memory, when they were waited for; NCCL's are on the device",
-)
-def _check_messages(setup: Setup) -> Iterator[str]:
-    if setup.options.comm.check_messages and setup.on_cuda:
-        yield (
-            "comm.check_messages: true looks at gloo's messages, and those of a GPU are NCCL's; use"
-            " comm.check_every = 100 and comm.check_state = true, which look at what messages leave"
         )
 
 

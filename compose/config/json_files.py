@@ -1,16 +1,28 @@
-"""JSON files from any source: read as the expected type, or refused with a one-line error."""
+"""Values of files from any source: read as the expected type, or refused with a one-line error."""
 
+import functools
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from compose.errors import ConfigError, cut, read_file, read_own, shown
+from compose.errors import (
+    ConfigError,
+    cut,
+    did_you_mean,
+    read_file,
+    read_own,
+    shown,
+    toml_value,
+    type_name,
+)
 
 T = TypeVar("T")
+_SHOWN = 200  # characters of a value in a message
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A field that counts or measures; it fits a signed integer of 64 bits."""
 _KINDS = {
@@ -120,3 +132,42 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     return shown(value)
+
+
+@functools.cache
+def _reader(kind: Any, text: bool) -> TypeAdapter[Any]:
+    """Return what reads values of a type. To make one takes longer than to read a file with it."""
+    return TypeAdapter(kind, config=ConfigDict(strict=not text, allow_inf_nan=False))
+
+
+def typed(kind: Any, value: Any, text: bool = False) -> Any:
+    """Return a value of a TOML file as a field of type ``kind``; with ``text`` it is a flag's.
+
+    Raises ValueError, which says what is wrong with the value.
+    """
+    # A frozen dataclass has tuples for TOML's arrays.
+    given = tuple(value) if isinstance(value, list) else value
+    try:
+        return _reader(kind, text).validate_python(given)
+    except ValidationError as error:
+        detail = error.errors()[0]
+    got = value if text else toml_value(value)
+    got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
+    if not text and detail["type"].endswith(("_type", "literal_error")):
+        raise ValueError(f"expected {type_name(kind)}, got {got}{_meant(kind, value)}")
+    reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    raise ValueError(f"{got} {reason.partition(', unable')[0]}")
+
+
+def _meant(kind: Any, value: Any) -> str:
+    """Return a hint for a value of another type, as true for "True", or an empty string."""
+    name, is_text = type_name(kind), isinstance(value, str)
+    near = did_you_mean(value, name.split('"'), 0.8) if is_text and " or " in name else ""
+    alone = tuple(value.strip("[]").split(",")) if is_text else (value,)
+    for one in () if near or isinstance(value, bool) else (value, alone):
+        with suppress(ValidationError):
+            meant = toml_value(_reader(kind, text=True).validate_python(one))
+            # A shell takes away the quotes in a list of texts.
+            quoted = is_text and str(value).startswith("[")
+            return f"; in a shell: '{meant}'" if quoted else f"; did you mean {meant}?"
+    return near

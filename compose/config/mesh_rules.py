@@ -182,6 +182,18 @@ def _layers(setup: Setup) -> None:
 COMM = Rules[Setup]()
 
 
+@COMM.add(
+    "comm.check_messages is for gloo, and so for a CPU",
+    "it looks at messages in host memory, when they were waited for; NCCL's are on the device",
+)
+def _check_messages(setup: Setup) -> Iterator[str]:
+    if setup.options.comm.check_messages and setup.on_cuda:
+        yield (
+            "comm.check_messages: true looks at gloo's messages, and those of a GPU are NCCL's; use"
+            " comm.check_every = 100 and comm.check_state = true, which look at what messages leave"
+        )
+
+
 def _ranks(setup: Setup) -> tuple[int, int]:
     """Return the replicas of each shard, and the ranks that share parameters."""
     degrees = setup.degrees

@@ -192,8 +192,7 @@ def _validation(job: Job) -> Iterator[str]:
 )
 def _best(job: Job) -> Iterator[str]:
     train, keep = job.config.train, job.config.checkpoint
-    keys = {"train.patience": train.patience, "checkpoint.keep_best": keep.keep_best}
-    for key, value in keys.items():
+    for key, value in (("train.patience", train.patience), ("checkpoint.keep_best", keep.keep_best)):
         if value and not train.validate_every:
             yield (
                 f"{key}: {value} compares validation losses, and none is measured; set"
@@ -229,11 +228,10 @@ def _copies(job: Job) -> Iterator[str]:
         yield f'{key} is for a restart, and checkpoint.resume = "none" begins anew; use "auto", or 0'
     if job.islands > 1:
         yield f"{key} does not go with islands, which go on from one step; use outer.every = 0, or 0"
-    unproved: dict[str, tuple[object, object]] = {
-        "optimizer.offload": (config.optimizer.offload, "none")
-    }
-    unproved["model.lora.rank"] = (config.model.lora.rank, 0)
-    for other, (value, needed) in unproved.items():
+    for other, value, needed in (
+        ("optimizer.offload", config.optimizer.offload, "none"),
+        ("model.lora.rank", config.model.lora.rank, 0),
+    ):
         if value != needed:
             yield (
                 f"{key} is not proved with {other} = {toml_value(value)}; use checkpoint.memory = 0, or"
@@ -358,12 +356,6 @@ RUN += [rule for _, rules in brought("RUN_RULES") for rule in rules]
 RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 
-def problems_of(job: Job) -> list[str]:
-    """Return all problems of a job, one line each."""
-    problems = setup.problems_of(COMPOSITION, job.setup) + setup.problems_of(RUN, job)
-    return list(dict.fromkeys(problems))
-
-
 def check(
     config: Config, world_size: int, target: Target | None = None, model: nn.Module | None = None
 ) -> Job:
@@ -375,8 +367,9 @@ def check(
     """
     degrees = resolve_degrees(config.parallel, world_size)
     job = replace(make_job(replace(config, parallel=degrees), world_size, model), target=target)
-    if problems := problems_of(job):
-        raise ConfigError(*problems)
+    problems = setup.problems_of(COMPOSITION, job.setup) + setup.problems_of(RUN, job)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
     if degrees.pp == 1:
         return job
     if not degrees.pp_layers:

@@ -6,17 +6,16 @@ import functools
 import os
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from compose.config.hugging_face import HF, config_problems, described_model
+from compose.config.json_files import typed
 from compose.config.models import find_model, folder_name, module_of
-from compose.config.tables import TABLES, Checkpoint, Config, Model, Train, value_of
+from compose.config.tables import TABLES, Checkpoint, Config, Model, value_of
 from compose.errors import (
     ConfigError,
     attribute,
@@ -38,7 +37,7 @@ else:
 
 COMMAND_LINE = "command line"
 _MOST_FILES = 100  # in a chain of files that extend one another
-_SHOWN = 200  # characters of a value in a message
+_SHOWN = 200  # characters of a line in a message
 
 
 class _Vanished(float):
@@ -104,8 +103,7 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
     from a folder that anyone may have made, so it may not name another file. Raises ConfigError with
     every problem. ``rules.check`` checks the rules between keys.
     """
-    keys = Keys()
-    _read(file, keys, (), alone)
+    keys = _read(file, Keys(), alone=alone)
     if alone:  # its run's place is of no use, and an older one may be a name that is now refused
         for key in (("run", "dir"), ("checkpoint", "memory")):  # the second one needs the first
             keys.values.pop(key, None)
@@ -114,23 +112,21 @@ def load(file: str, overrides: Sequence[tuple[str, str]] = (), alone: bool = Fal
 
 def given_keys(file: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
     """Return the file that sets each key "table.key", or COMMAND_LINE."""
-    keys = Keys()
-    _read(file, keys, ())
+    keys = _read(file, Keys())
     results = {f"{table}.{key}": origin for (table, key), origin in keys.origins.items()}
     return results | {name: COMMAND_LINE for name, _ in overrides}
 
 
 def files_of(file: str) -> list[str]:
     """Return a TOML file and all that it extends."""
-    keys = Keys()
-    _read(file, keys, ())
-    return keys.files
+    return _read(file, Keys()).files
 
 
 def override(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
     """Return ``config`` with overrides applied, checked as in :func:`load`."""
     keys = Keys()
-    for table, key, value in values_of(config):
+    for name, value in values_of(config).items():
+        table, _, key = name.rpartition(".")
         keys.set(table, key, value, config.source)
     return _config(keys, overrides, config.source)
 
@@ -158,7 +154,11 @@ def _config(
         if type_name(wanted).startswith("str") and not isinstance(value, (str, list)):
             value = text
         keys.set(table, key, value, COMMAND_LINE)
-    tables = {name: _table(name, kind, keys) for name, kind in TABLES.items() if kind is not Model}
+    tables = {
+        name: kind(**_checked(name, kind, keys, keys.of(name)))
+        for name, kind in TABLES.items()
+        if kind is not Model
+    }
     if tables["train"].epochs and ("train", "steps") in keys.values:
         both = f"{tables['train'].epochs:g} and train.steps = {tables['train'].steps}"
         text = f"{both} both say how long the run is; remove one of them"
@@ -176,7 +176,8 @@ def _config(
     return Config(**tables, source=source)
 
 
-def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) -> None:
+def _read(file: str, keys: Keys, above: tuple[str, ...] = (), alone: bool = False) -> Keys:
+    """Add the raw values of a file to ``keys``; those ``above`` extend it."""
     if len(above) > _MOST_FILES:
         raise ConfigError(
             f"{file}: is the last of more than {_MOST_FILES} files that extend one another"
@@ -219,6 +220,7 @@ def _read(file: str, keys: Keys, above: tuple[str, ...], alone: bool = False) ->
             keys.problems.append(f"{file}: {table}: unknown table{did_you_mean(table, TABLES, 0.55)}")
         for key, value in values.items():
             keys.set(table, key, value, file)
+    return keys
 
 
 def _syntax_error(text: str, error: ValueError) -> str:
@@ -262,7 +264,7 @@ def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
 
 
 def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``values`` that have the type of their field; note a problem for others."""
+    """Return those of ``values`` that have their field's type, by field; note a problem for others."""
     types, known = _types(kind), list(docs(kind))
     good, fields = {}, {each.name for each in dataclasses.fields(kind)}
     for key, value in values.items():
@@ -275,7 +277,7 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
                 raise ValueError(bare if key in fields else hint)
             if vanished:
                 raise ValueError(f"{vanished[0]} is too near 0 for a float, which would be 0")
-            good[key] = typed(types[attribute(key)], value)
+            good[attribute(key)] = typed(types[attribute(key)], value)
         except ValueError as error:
             keys.problems += keys.error(table, key, str(error)).problems
     return good
@@ -284,50 +286,6 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
 @functools.cache
 def _types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
-
-
-@functools.cache
-def _reader(kind: Any, text: bool) -> TypeAdapter[Any]:
-    """Return what reads values of a type. To make one takes longer than to read a file with it."""
-    return TypeAdapter(kind, config=ConfigDict(strict=not text, allow_inf_nan=False))
-
-
-def typed(kind: Any, value: Any, text: bool = False) -> Any:
-    """Return a value of a TOML file as a field of type ``kind``; with ``text`` it is a flag's.
-
-    Raises ValueError, which says what is wrong with the value.
-    """
-    # A frozen dataclass has tuples for TOML's arrays.
-    given = tuple(value) if isinstance(value, list) else value
-    try:
-        return _reader(kind, text).validate_python(given)
-    except ValidationError as error:
-        detail = error.errors()[0]
-    shown = value if text else toml_value(value)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    if not text and detail["type"].endswith(("_type", "literal_error")):
-        raise ValueError(f"expected {type_name(kind)}, got {shown}{_meant(kind, value)}")
-    reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    raise ValueError(f"{shown} {reason.partition(', unable')[0]}")
-
-
-def _meant(kind: Any, value: Any) -> str:
-    """Return a hint for a value of another type, as true for "True", or an empty string."""
-    name, is_text = type_name(kind), isinstance(value, str)
-    near = did_you_mean(value, name.split('"'), 0.8) if is_text and " or " in name else ""
-    alone = tuple(value.strip("[]").split(",")) if is_text else (value,)
-    for one in () if near or isinstance(value, bool) else (value, alone):
-        with suppress(ValidationError):
-            meant = toml_value(_reader(kind, text=True).validate_python(one))
-            # A shell takes away the quotes in a list of texts.
-            quoted = is_text and str(value).startswith("[")
-            return f"; in a shell: '{meant}'" if quoted else f"; did you mean {meant}?"
-    return near
-
-
-def _table(table: str, kind: type, keys: Keys) -> Any:
-    checked = _checked(table, kind, keys, keys.of(table))
-    return kind(**{attribute(key): value for key, value in checked.items()})
 
 
 def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:
@@ -403,7 +361,7 @@ def _described(
 
     None stands for fields that are all given, as in the file that a run has written.
     """
-    folder, kept = as_path(begun.load_hf), []
+    folder = as_path(begun.load_hf)
     if "name" in words and not set(docs(find_model(words["name"]).Config)) - set(given):
         return None
     if not begun.load_hf:
@@ -412,10 +370,9 @@ def _described(
             " folder with config.json"
         )
     if run and begun.resume == "auto" and not folder.is_dir():
-        kept = sorted(as_path(run).glob("checkpoints/step-*/config.toml"), reverse=True)
-    for file in kept:
-        with suppress(ConfigError):
-            return load(str(file), alone=True).model
+        for file in sorted(as_path(run).glob("checkpoints/step-*/config.toml"), reverse=True):
+            with suppress(ConfigError):
+                return load(str(file), alone=True).model
     with refused_in("checkpoint.load_hf"):
         chosen = words.get("name", "")
         name, config = described_model(folder, chosen if words.get("path") else "", chosen)
@@ -425,18 +382,21 @@ def _described(
 def dump(config: Config) -> str:
     """Return ``config`` as TOML, with every key of every table, so that no default matters."""
     tables: dict[str, list[str]] = {}
-    for table, key, value in values_of(config):
+    for name, value in values_of(config).items():
+        table, _, key = name.rpartition(".")
         tables.setdefault(table, []).append(f"{key} = {toml_value(value)}")
     return "\n".join("\n".join([f"[{table}]", *lines, ""]) for table, lines in tables.items())
 
 
-def values_of(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """Yield (table, key, value) of every key, with those of the model's own config."""
+def values_of(config: Config) -> dict[str, Any]:
+    """Return the value of every key, by "table.key", with those of the model's own config."""
+    results = dict[str, Any]()
     for table, kind in TABLES.items():
         values = value_of(config, table)
-        # With epochs the steps follow from the data, which are not open yet.
-        left_out = "steps" if kind is Train and values.epochs else ""
-        names = (key for key in docs(kind) if key != left_out)
-        yield from ((table, key, getattr(values, attribute(key))) for key in names)
+        results |= {f"{table}.{key}": getattr(values, attribute(key)) for key in docs(kind)}
         if isinstance(values, Model) and values.config:
-            yield from ((table, key, getattr(values.config, key)) for key in docs(type(values.config)))
+            own = docs(type(values.config))
+            results |= {f"{table}.{key}": getattr(values.config, key) for key in own}
+    if config.train.epochs:  # then the steps follow from the data, which are not open yet
+        del results["train.steps"]
+    return results

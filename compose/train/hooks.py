@@ -50,15 +50,15 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
         if whole in ties:
             of_stages.append(local)
         names: tuple[str, ...] = ()
+        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
+        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
         if isinstance(tensor, DTensor):
             names = tensor.device_mesh.mesh_dim_names or ()
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate():
                     copies.setdefault((tensor.device_mesh, axis), []).append(local)
-        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
-        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
-        if isinstance(tensor, DTensor) and {"expert_shard", "ep"} & set(names):
-            where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
+            if {"expert_shard", "ep"} & set(names):
+                where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
         for axis in axes:
             if not any(axis in name for name in names):
                 dim = (where.mesh_dim_names or ()).index(axis)
@@ -68,7 +68,7 @@ def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimize
     results: list[str] = []
     for (where, axis), tensors in copies.items():
         if where.size(axis) > 1:
-            results += _unlike(_gathered(tensors, where.get_group(axis)).items())
+            results += _unlike(tensors, where.get_group(axis))
     return list(dict.fromkeys(line for lines in gathered_objects(results) for line in lines))
 
 
@@ -96,10 +96,8 @@ def _buffers(model: nn.Module) -> Iterator[_Named]:
         yield f"buffer {name}", name, buffer
 
 
-def _gathered(
-    tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup
-) -> dict[str, list[tuple[int, int]]]:
-    """Return (rank, checksum) of every copy in ``group``, by name; a rank may hold several, or none."""
+def _unlike(tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> list[str]:
+    """Return the lines for tensors by name, of which each rank of ``group`` holds copies, or none."""
     values = checksums([tensor for _, tensor in tensors]).tolist() if tensors else []
     mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
     everyone = gathered_objects(mine, group)
@@ -107,28 +105,24 @@ def _gathered(
     for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
         for name, value in held:
             copies.setdefault(name, []).append((rank, value))
-    return copies
-
-
-def _unlike(tensors: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> list[str]:
-    """Return the lines for ``tensors``: names with the (rank, checksum) of each copy."""
     guilty: dict[tuple[int, ...], list[str]] = {}
-    for name, held in tensors:
+    for name, held in copies.items():
         counts = Counter(value for _, value in held)
         if len(counts) > 1:
             (most, times), (_, second) = counts.most_common(2)
             usual = most if times > second else None
             ranks = tuple(dict.fromkeys(rank for rank, value in held if value != usual))
             guilty.setdefault(ranks, []).append(name)
-    return [_line(ranks, result) for ranks, result in guilty.items()]
+    lines = []
+    for ranks, names in guilty.items():
+        several = f"ranks {', '.join(map(str, ranks))} differ"
+        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else several
+        lines.append(f"{who} in {_first(names)}")
+    return lines
 
 
-def _line(ranks: Sequence[int], places: Sequence[str]) -> str:
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-    who = (
-        f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
-    )
-    return f"{who} in {places[0]}{more}"
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 if TYPE_CHECKING:
@@ -182,28 +176,23 @@ class Hook(HasState):
 
 def hooks_of(trainer: "Trainer") -> list[Hook]:
     """Return the hooks of a run, in the order in which they act; the add-ons' are among them."""
+    # These modules import this one.
+    from compose.train.noise_scale import NoiseScale
+    from compose.train.rank_times import RankTimes
+    from compose.train.samples import Samples
+
     config = trainer.config
-    results: list[Hook] = [Offload(trainer)]
-    if skips_steps(config):
-        results.append(KeptBuffers(trainer))
-    if trainer.composition.late:
-        results.append(Versions(trainer))
-    if config.compile.mode != "off":
-        results.append(Graphs(trainer))
-    if config.comm.check_every:
-        results.append(ReplicaCheck(trainer))
-    if config.metrics.noise_scale:
-        from compose.train.noise_scale import NoiseScale
-
-        results.append(NoiseScale(trainer))
-    if config.metrics.slow_rank or config.parallel.speeds == "measure":
-        from compose.train.rank_times import RankTimes
-
-        results.append(RankTimes(trainer))
-    if config.metrics.samples_every:
-        from compose.train.samples import Samples
-
-        results.append(Samples(trainer))
+    wanted: dict[Callable[[Trainer], Hook], object] = {
+        Offload: True,
+        KeptBuffers: skips_steps(config),
+        Versions: trainer.composition.late,
+        Graphs: config.compile.mode != "off",
+        ReplicaCheck: config.comm.check_every,
+        NoiseScale: config.metrics.noise_scale,
+        RankTimes: config.metrics.slow_rank or config.parallel.speeds == "measure",
+        Samples: config.metrics.samples_every,
+    }
+    results = [kind(trainer) for kind, is_wanted in wanted.items() if is_wanted]
     for _, hooks in brought("hooks"):
         results += hooks(trainer)
     if config.comm.check_messages:
@@ -300,8 +289,8 @@ class ReplicaCheck(Hook):
 
     def before_update(self, step: int) -> None:
         """Raise TrainingError if ranks' copies differ."""
-        if step % self.every == 0 and (result := replica_mismatches(self.composition, self.optimizer)):
-            raise _corruption(step, result)
+        if step % self.every == 0:
+            self.before_save(step)
 
     def before_save(self, step: int) -> None:
         """Raise TrainingError before a save if copies differ: a restart reads one of them for all."""
@@ -409,9 +398,9 @@ class StateCheck(Hook):
         def lines() -> list[str]:
             names = [name for result, _ in results for name in result]
             wrong = [name for name, bad in zip(names, changed.tolist(), strict=True) if bad]
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            rank = dist.get_rank()
-            return [f"rank {rank}: {name}{more} is not what was written" for name in wrong[:1]]
+            if not wrong:
+                return []
+            return [f"rank {dist.get_rank()}: {_first(wrong)} is not what was written"]
 
         _stop_if_any(step, changed.any(), lines)
 

@@ -206,8 +206,8 @@ def stand_by(config: Config) -> int:
 
 def _agree(store: dist.Store, config: Config) -> None:
     """Raise ConfigError if another rank has another config, also one of ``run.elastic``, or code."""
-    keys = {f"{table}.{key}": toml_value(value) for table, key, value in values_of(config)}
-    mine = {name: text for name, text in keys.items() if name not in _OF_A_NODE}
+    keys = values_of(config)
+    mine = {name: toml_value(value) for name, value in keys.items() if name not in _OF_A_NODE}
     code = b"".join(path.read_bytes() for path in source_files(config.model.name))
     mine["the code"] = hashlib.sha256(code).hexdigest()[:12]
     here = os.uname().nodename

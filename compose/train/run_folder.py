@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -84,7 +84,7 @@ class RunFolder:
         self, name: str, saves: bool = True, worker: Worker | None = None, staging: str = ""
     ) -> None:
         self._lock: IO[str] | None = None
-        results: list[str] = ["", ""]
+        place = problem = ""
         if dist.get_rank() == 0:
             worker = worker or Worker()
             own = str((as_path(name) if name else _new()) if worker.index == 0 else "")
@@ -92,12 +92,11 @@ class RunFolder:
             if worker.index:  # all but the first worker have a folder within it
                 folder = first / "islands" / str(worker.index)
             here = staging_of(folder, staging) if isinstance(folder, Remote) else folder
-            results = [str(folder), "\n".join(strangers(first)) or self._take(here, folder)]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(results, src=0)
-        if results[1]:
-            raise ConfigError(*results[1].splitlines())
-        self.place = as_path(results[0])
+            place, problem = str(folder), "\n".join(strangers(first)) or self._take(here, folder)
+        place, problem = gathered_objects((place, problem))[0]
+        if problem:
+            raise ConfigError(*problem.splitlines())
+        self.place = as_path(place)
         """The folder that the user named, which may be in object storage."""
         self.path, self.uploads = self.place, None
         """The folder here, where the run writes."""
@@ -118,24 +117,22 @@ class RunFolder:
         """Lock the folder of this machine, and return the problem if that fails."""
         if problem := _unmade(folder, place):
             return problem
-        try:
-            file = open_own(folder / ".lock", "a+")
-        except OSError as error:
-            return f"run.dir: cannot write to {folder}: .lock: {error.strerror}"
         until = 0.0
         try:
-            while taken := _taken(file):
-                problem = f"run.dir: {folder} is in use by another run ({taken})"
-                if taken.endswith(f" on {os.uname().nodename}") or 0 < until < time.monotonic():
-                    file.close()
-                    return problem
-                if not until:
-                    print(f"{problem}; waits for {_LEASE:g} s, in case that node is lost", flush=True)
-                until = until or time.monotonic() + _LEASE
-                time.sleep(_LOOK)
-        except OSError:
-            return ""  # the file system has no locks
-        try:
+            file = open_own(folder / ".lock", "a+")
+            try:
+                while taken := _taken(file):
+                    problem = f"run.dir: {folder} is in use by another run ({taken})"
+                    if taken.endswith(f" on {os.uname().nodename}") or 0 < until < time.monotonic():
+                        file.close()
+                        return problem
+                    if not until:
+                        until = time.monotonic() + _LEASE
+                        wait = f"waits for {_LEASE:g} s, in case that node is lost"
+                        print(f"{problem}; {wait}", flush=True)
+                    time.sleep(_LOOK)
+            except OSError:
+                return ""  # the file system has no locks
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode())
         except OSError as error:
@@ -151,7 +148,7 @@ class RunFolder:
         """
         if not job.config.checkpoint.memory:
             return None
-        name = [""]
+        name = ""
         if dist.get_rank() == 0:
             path = self.path / TOKEN
             try:
@@ -161,11 +158,11 @@ class RunFolder:
                 if not re.fullmatch(b"[0-9a-f]{32}" + mark, known):
                     known = uuid.uuid4().hex.encode() + mark
                     write_whole(path, known)
-                name = [known[:32].decode()]
+                name = known[:32].decode()
             except OSError as error:
                 reason = f"{TOKEN}: {cause_of(error)}"
                 raise ConfigError(f"run.dir: cannot write to {self.path}: {reason}") from None
-        folder = in_memory.ROOT / f"{in_memory.PREFIX}{gathered_objects(name)[0][0]}"
+        folder = in_memory.ROOT / f"{in_memory.PREFIX}{gathered_objects(name)[0]}"
         size = copied_bytes(placements(composition.model, composition.mesh, job.config), job)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             # Two slots of each rank here, and of as many peers.
@@ -211,14 +208,10 @@ def remove_left(own: Path, needed: int) -> None:
                 continue
             if age < _KEPT and shutil.disk_usage(in_memory.ROOT).free >= needed:
                 continue
-            handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ranks hold a lock
+            with _unused(folder):
                 # While torchrun starts ranks again, it alone is there.
                 if not any(_lives(path.name.partition("-")[0], age) for path in folder.iterdir()):
                     shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)
         except OSError:  # it is in use, or gone
             continue
 
@@ -237,16 +230,21 @@ def _unmade(folder: Path, place: Path) -> str:
 def remove_copies(run: Path) -> None:
     """Remove the copies of a run that has ended from a node of which it has used no rank."""
     with contextlib.suppress(OSError):  # it has none, or a rank of this node is still there
-        name = re.match(b"[0-9a-f]{32} ", read_own(run / TOKEN))
-        if name is None:
-            return
-        folder = in_memory.ROOT / f"{in_memory.PREFIX}{name[0][:32].decode()}"
-        handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(handle)
+        if name := re.match(b"[0-9a-f]{32} ", read_own(run / TOKEN)):
+            folder = in_memory.ROOT / f"{in_memory.PREFIX}{name[0][:32].decode()}"
+            with _unused(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _unused(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of copies. Raises OSError if ranks hold it, or the folder is gone."""
+    handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _age(folder: Path) -> float:
@@ -263,11 +261,10 @@ def _lives(owner: str, age: float) -> bool:
     if space and space != str(in_memory.process_space()):
         return age < _KEPT
     try:
-        os.kill(int(process), 0)
+        with contextlib.suppress(PermissionError):  # another user's
+            os.kill(int(process), 0)
     except (ProcessLookupError, ValueError):
         return False
-    except PermissionError:  # another user's
-        return True
     return True
 
 
@@ -291,12 +288,10 @@ def _new() -> Path:
     """Create and return a new folder; another run may have taken the first name already."""
     while True:
         folder = Path(f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            time.sleep(0.1)
-        else:
             return folder
+        time.sleep(0.1)
 
 
 def overview(
@@ -304,11 +299,10 @@ def overview(
 ) -> dict[str, str]:
     """Return what a run trains, on what and where, by name; ``resumed`` is what a checkpoint held."""
     config, train, lora = job.config, job.config.train, job.config.model.lora
-    weights = f"drawn by train.seed {train.seed}"
-    if config.checkpoint.load_hf:
-        weights = f"of {config.checkpoint.load_hf}"
+    drawn, begun = f"drawn by train.seed {train.seed}", config.checkpoint.load_hf
     held = f"of the checkpoint of step {resumed.step}" if resumed else ""
-    adapters = held or (f"of {lora.load}" if lora.load else f"drawn by train.seed {train.seed}")
+    weights = f"of {begun}" if begun else drawn
+    adapters = held or (f"of {lora.load}" if lora.load else drawn)
     count = count_parameters(job.model)
     trained = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     share = f"of which {trained:,} are trained ({trained / count:.2%})"
@@ -320,8 +314,8 @@ def overview(
     axes.append(f"zero {config.parallel.zero}")
     ranks = job.world_size * job.islands
     device = composition.mesh.device_type
-    placed = placements(composition.model, composition.mesh, config)
-    size = sum(state_bytes(placed, job).values()) / 2**30
+    held_bytes = state_bytes(placements(composition.model, composition.mesh, config), job)
+    size = sum(held_bytes.values()) / 2**30
     return {
         "weights": f"{weights}; adapters {adapters}" if lora.rank else held or weights,
         "parameters": f"{count:,}, {share if trained < count else 'all trained'}",
@@ -337,56 +331,47 @@ def overview(
     }
 
 
-def _draw(job: Job, path: Path) -> None:
-    """Draw the pipeline's timeline, unless a picture could not show so many actions."""
-    degrees = job.degrees
-    if 1 < degrees.pp <= _DRAWN / job.micro_batches:
-        from compose.pipeline.pictures import drawing, write_png
-        from compose.pipeline.timeline import of_run, simulate
-
-        table, title = of_run(degrees, job.micro_batches)
-        write_png(drawing(simulate(table), title), str(path))
-
-
 class Report:
     """The files and the console of a run; other ranks' reports do nothing."""
 
     def __init__(self, job: Job, held: RunFolder, batches: Batches, done: int, worker: Worker) -> None:
         """Open the files; ``done`` steps were taken. Raises ConfigError if one cannot be written."""
-        config = job.config
-        self.config, self.folder, train = config, held.path, config.train
-        self.place, self.say = held.place, worker.say
-        self.last_step, self.worker, self.sets = train.last_step, worker, batches.sets
+        config, folder = job.config, held.path
+        self.place, self.worker, self.say, self.sets = held.place, worker, worker.say, batches.sets
         self.sinks: list[Sink] = []
         # Steps whose numbers are not read: the newest, and others of a pipeline without a flush.
         self.unwritten: deque[StepMetrics] = deque()
         if dist.get_rank() != 0:
             return
         try:
-            write_whole(self.folder / "config.toml", dump(config))
+            write_whole(folder / "config.toml", dump(config))
         except OSError as error:
             reason = f"config.toml: {error.strerror}"
-            raise ConfigError(f"run.dir: cannot write to {self.folder}: {reason}") from None
+            raise ConfigError(f"run.dir: cannot write to {folder}: {reason}") from None
         with contextlib.suppress(OSError):  # for people alone
-            write_whole(self.folder / "plan.txt", f"{job.plan}\n")
-            _draw(job, self.folder / "timeline.png")
-        keep_tokenizer(config, batches, self.folder / TOKENIZER)
-        self.sinks = open_sinks(config, self.folder, done, self.say)
+            write_whole(folder / "plan.txt", f"{job.plan}\n")
+            if 1 < job.degrees.pp <= _DRAWN / job.micro_batches:
+                from compose.pipeline.pictures import drawing, write_png
+                from compose.pipeline.timeline import of_run, simulate
+
+                table, title = of_run(job.degrees, job.micro_batches)
+                write_png(drawing(simulate(table), title), str(folder / "timeline.png"))
+        keep_tokenizer(config, batches, folder / TOKENIZER)
+        self.sinks = open_sinks(config, folder, done, self.say)
 
     def begin(self, job: Job, composition: Composition, resumed: Progress | None) -> None:
         """Say what is run, and from which progress it goes on, if there is any."""
-        train = self.config.train
-        if resumed and resumed.step >= self.last_step:
-            key = "stop_after" if self.last_step == train.stop_after else "steps"
+        config, train = job.config, job.config.train
+        if resumed and resumed.step >= train.last_step:
+            key = "stop_after" if train.last_step == train.stop_after else "steps"
             self.say(
                 f"{self.place}: {resumed.step} steps are done, and train.{key} ="
-                f" {self.last_step}: nothing is left to train"
+                f" {train.last_step}: nothing is left to train"
             )
         for each in self.sets if self.worker.speaks else ():
             if isinstance(each, Conversations):
                 self.say(f"{each.name}:\n{each.table()}")
-        count = count_parameters(job.model)
-        self.say(f"{self.place}: {count:,} parameters")
+        self.say(f"{self.place}: {count_parameters(job.model):,} parameters")
         if self.worker.speaks:
             rows = overview(job, composition, self.sets, resumed)
             self.say("\n".join(f"  {name:<12}{text}" for name, text in rows.items()))
@@ -394,9 +379,9 @@ class Report:
             self.say(f"{job.islands} islands of {job.world_size} ranks, which train alone")
         if composition.float8.recipe != "off":
             self.say(str(composition.float8))
-        if short := short_of_warmup(train.steps, self.config.optimizer):
+        if short := short_of_warmup(train.steps, config.optimizer):
             self.say(short)
-        slow = self.config.precision.param == "float32" and self.config.compile.mode == "off"
+        slow = config.precision.param == "float32" and config.compile.mode == "off"
         if slow and composition.mesh.device_type == "cuda":
             self.say(
                 'this GPU is faster with precision.param = "bfloat16" and compile.mode = "block"'

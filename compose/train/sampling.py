@@ -76,7 +76,6 @@ class KeyValues:
     """
 
     def __init__(self, options: AttentionOptions) -> None:
-        """Begin with no token."""
         self.window = options.window
         # The one query sees all keys that are kept.
         self.options = replace(options, causal=False, window=None)
@@ -117,7 +116,6 @@ class Cache:
     """The keys and values of a model for which :func:`obstacle` finds nothing; rows are sequences."""
 
     def __init__(self, composition: Composition) -> None:
-        """Begin with no token."""
         self.length = 0
         """Tokens so far."""
         self.of = {core: KeyValues(core.options) for core in attention_cores(composition).values()}
@@ -127,8 +125,10 @@ class Cache:
     def taking(self, count: int) -> Iterator[None]:
         """Let a forward inside take the next ``count`` tokens, 1 but for the first time."""
         assert count == 1 or not self.length
-        forwards = {core: partial(_attend, kept, count, core.forward) for core, kept in self.of.items()}
-        with _replaced(forwards):
+        with ExitStack() as stack:
+            for core, kept in self.of.items():
+                forward = partial(_attend, kept, count, core.forward)
+                stack.enter_context(mock.patch.object(core, "forward", forward))
             yield
         self.length += count
 
@@ -155,15 +155,6 @@ def attention_cores(composition: Composition) -> dict[str, Any]:
     """Return the attention cores of a model by name: the modules that have AttentionOptions."""
     named = composition.model.named_modules()
     return {n: m for n, m in named if isinstance(getattr(m, "options", None), AttentionOptions)}
-
-
-@contextmanager
-def _replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """Give modules another forward, and afterwards the one that they had."""
-    with ExitStack() as stack:
-        for module, other in forwards.items():
-            stack.enter_context(mock.patch.object(module, "forward", other))
-        yield
 
 
 def next_logits(
@@ -246,7 +237,6 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
         documents: Any = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return each token's own value."""
         nonlocal differs
         calls[name] += 1
         if torch.compiler.is_compiling():
@@ -270,8 +260,9 @@ def _mixed_elsewhere(composition: Composition, cores: Mapping[str, Any]) -> str:
             problems.append("experts have a capacity, and the whole text competes for it")
 
     with ExitStack() as stack:
-        forwards = {core: partial(_alone, name, core, core.forward) for name, core in cores.items()}
-        stack.enter_context(_replaced(forwards))
+        for name, core in cores.items():
+            alone = partial(_alone, name, core, core.forward)
+            stack.enter_context(mock.patch.object(core, "forward", alone))
         for router in routers(composition.model).values():
             stack.callback(cast(nn.Module, router).register_forward_hook(_routed).remove)
         one = next_logits(composition, [0, 0])

@@ -41,8 +41,7 @@ def forward_backward(
 
     The loss is divided by the number of targets in the *global* batch, or by what ``count`` of the loss
     returns. So the result does not depend on how samples, or masked targets, are dealt to ranks and
-    micro-batches. Routers
-    (compose/parallel/expert_parallel.py) act on the counts of the whole batch.
+    micro-batches. Routers (compose/parallel/expert_parallel.py) act on the counts of the whole batch.
 
     Args:
         composition: What ``compose.apply`` returned.

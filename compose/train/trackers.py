@@ -99,7 +99,7 @@ class WandB(Sink):
             id=name,
             resume="allow",
             dir=str(folder),
-            config=_keys(config),
+            config=values_of(config),
             settings=wandb.Settings(console="off", silent=True, finish_timeout=_PATIENCE),
         )
         say(f"wandb: run {name} " + (f"in {folder / 'wandb'}" if offline else f"at {self.run.url}"))
@@ -133,7 +133,7 @@ class MLflow(Sink):
         if self.last:
             self.client.update_run(self.run, "RUNNING")
         else:
-            keys = [mlflow.entities.Param(key, str(value)) for key, value in _keys(config).items()]
+            keys = [mlflow.entities.Param(key, str(value)) for key, value in values_of(config).items()]
             for first in range(0, len(keys), 100):  # as many as a request may have
                 self.client.log_batch(self.run, params=keys[first : first + 100])
         for path in _descriptions(folder):
@@ -187,7 +187,7 @@ class Comet(Sink):
         url = self.experiment.url
         self.last = done if url else 0  # what an archive of a killed run lacks is nowhere
         say(f"comet: experiment {key} " + (f"at {url}" if url else f"in {folder / 'comet'}"))
-        self.experiment.log_parameters(_keys(config))
+        self.experiment.log_parameters(values_of(config))
         for path in _descriptions(folder):
             self.experiment.log_asset(str(path), file_name=path.name)
 
@@ -214,10 +214,6 @@ def missing_libraries(config: Config) -> list[str]:
         for name in config.metrics.sinks
         if find_spec(_LIBRARIES[name]) is None
     ]
-
-
-def _keys(config: Config) -> dict[str, Any]:
-    return {f"{table}.{key}": value for table, key, value in values_of(config)}
 
 
 def _name(folder: Path) -> str:

@@ -221,8 +221,8 @@ class WorkerCheckpoints(Peers):
         own, worker = checkpoints.newest_first(root), self.worker
         names, before = [folder.name for folder in own], next(filter(None, map(workers_of, own)), 0)
         said = worker.everyone("checkpoints", json.dumps([names, before]))
-        everyone = [names for names, _ in map(json.loads, said)]
-        before = next(filter(None, (many for _, many in map(json.loads, said))), 0)
+        everyone, numbers = zip(*map(json.loads, said), strict=True)
+        before = next(filter(None, numbers), 0)
         common = set.intersection(*map(set, everyone))
         if common and before in (0, worker.count):
             return [folder for folder in own if folder.name in common]

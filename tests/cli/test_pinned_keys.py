@@ -4,8 +4,7 @@ from pathlib import Path
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, read_words
-from compose.cli.pinned_keys import for_devices, freed, pinned, pinned_words
-from compose.cli.question import Question, read_question
+from compose.cli.question import Question, for_devices, freed, pinned, pinned_words, read_question
 from tests.support.helpers import ROOT, refusal
 
 ON_8 = ["--cluster=h100_sxm", "--world-size=8"]
