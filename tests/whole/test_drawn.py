@@ -64,6 +64,20 @@ def assert_not_accused(report: Report) -> None:
 )
 def test_equal_or_refused(pool: Pool, tmp_path: Path, number: int) -> None:
     one = drawn(number)
+    if number in IN_THE_SUITE:
+        one.keys["compile__backend"] = "aot_eager"
+    _equal_or_refused(pool, tmp_path, number, one)
+
+
+@pytest.mark.full
+def test_compiled_by_inductor(pool: Pool, tmp_path: Path) -> None:
+    """Graphs that the slow tier only traces."""
+    for number in IN_THE_SUITE:
+        if "compile__mode" in (one := drawn(number)).keys:
+            _equal_or_refused(pool, tmp_path, number, one)
+
+
+def _equal_or_refused(pool: Pool, tmp_path: Path, number: int, one: Draw) -> None:
     problems = one.problems
     if problems:
         assert all(problem and "\n" not in problem for problem in problems), problems

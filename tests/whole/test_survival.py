@@ -531,7 +531,9 @@ def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, lau
     try:
         wait_for_steps(tmp_path, 3, processes)
         ranks = children_of(processes[0].pid) if launcher else [process.pid for process in processes]
-        time.sleep(2)  # a watch reads each half second that the first step, and its limit of 90 s, is over
+        time.sleep(
+            2
+        )  # each half second a watch reads that the first step is over, with its limit of 90 s
         os.kill(ranks[stopped], signal.SIGSTOP)
         begun = time.monotonic()
         for errors in processes[0 if launcher else 1 - stopped].stderr or ():
