@@ -29,14 +29,13 @@ from compose.profiling.summary import CATEGORIES, KINDS
 from compose.profiling.trace import Trace
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
-from tests.support.helpers import keys_in, make_config, make_job, ranks_in, refusal, tier
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines
+from tests.support.helpers import Keys, keys_in, make_config, make_job, ranks_in, refusal, tier
+from tests.support.pool import Pool
+from tests.support.training import keys_for, lines, trainer_of
 
 
-def _trainer(keys: dict[str, Any]) -> Trainer:
-    job = make_job(dist.get_world_size(), **{"train__global_batch": 4} | keys)
-    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+def _trainer(keys: Keys) -> Trainer:
+    return trainer_of({"train__global_batch": 4} | keys)
 
 
 def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
