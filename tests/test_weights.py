@@ -15,8 +15,8 @@ from compose.parallel.lora_parallel import Adapter
 from compose.proof.comparison import whole
 from compose.weights import named_generator
 from models.llama import PRESETS, Model
-from tests.support.helpers import make_job, refusal, tier
-from tests.support.meshes import MESHES, name_of, ranks_of
+from tests.support.helpers import make_job, parallel, ranks_in, refusal, tier
+from tests.support.meshes import MESHES, name_of
 from tests.support.pool import Pool, make_mesh
 
 
@@ -55,16 +55,16 @@ PLACEMENTS += [{"dp_shard": 4, "tp": 2}, {"tp": 8}]
             id=f"{name_of(mesh)}-{'tied' if tied else 'untied'}",
         )
         for i, mesh in enumerate(PLACEMENTS)
-        if ranks_of(mesh) > 2
+        if ranks_in(parallel(**mesh)) > 2
         for tied in (True, False)
     ],
 )
 def test_bitwise_equal(
     pool: Pool, alone: dict[bool, dict[str, str]], mesh: dict[str, int | bool], tied: bool
 ) -> None:
-    keys: dict[str, object] = {f"parallel__{key}": value for key, value in mesh.items()}
-    keys |= {"model__tie_embeddings": tied, "train__global_batch": 16}
-    assert pool.run(_fingerprint, ranks_of(mesh), keys) == [alone[tied]] * ranks_of(mesh)
+    keys = parallel(**mesh) | {"model__tie_embeddings": tied, "train__global_batch": 16}
+    ranks = ranks_in(keys)
+    assert pool.run(_fingerprint, ranks, keys) == [alone[tied]] * ranks
 
 
 def test_seed_and_name_choose_the_numbers(pool: Pool, alone: dict[bool, dict[str, str]]) -> None:

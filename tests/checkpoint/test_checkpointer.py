@@ -30,7 +30,6 @@ from tests.support.checkpoints import (
     tensor_at,
     train_on,
     trained_state,
-    why_not_resumed,
 )
 from tests.support.helpers import ROOT, Keys, printed, refusal, refused, tier, tiered
 from tests.support.pool import Pool
@@ -204,7 +203,7 @@ def test_another_models_checkpoint_is_refused(pool: Pool, tmp_path: Path) -> Non
     train_on(pool, tmp_path, {"model__n_layers": 2}, MESHES["one"], 2)
     keys = keys_for(tmp_path, **SAVING, model__n_layers=3, model__tie_embeddings=True)
     folder = tmp_path / "checkpoints/step-00000002"
-    assert pool.run(why_not_resumed, 1, keys)[0] == [
+    assert pool.run(refused, 1, resume, keys)[0] == [
         f"{folder}: was made with model.n_layers = 2, not 3",
         f"{folder}: was made with model.tie_embeddings = False, not True",
     ]

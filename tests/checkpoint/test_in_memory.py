@@ -220,7 +220,7 @@ OTHERS: dict[str, Keys] = {
     "mesh",
     tiered(
         ("tensor, uneven", "one", "replicas", "v-schedule", *OTHERS),
-        slow=("one", "replicas", "v-schedule", *OTHERS),
+        slow=("tensor, uneven", "one", "replicas", "v-schedule"),
     ),
 )
 def test_a_killed_run_goes_on_bitwise(pool: Pool, tmp_path: Path, mesh: str) -> None:

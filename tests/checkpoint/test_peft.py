@@ -31,7 +31,7 @@ from compose.cli.generate import job_of, open_model
 from compose.memory.lora import is_adapter
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.proof.one_process import Widened
-from tests.support.checkpoints import assert_bitwise, why_not_resumed
+from tests.support.checkpoints import assert_bitwise, resume
 from tests.support.command_lines import execute
 from tests.support.helpers import Keys, make_job, refused, tiered
 from tests.support.hugging_face import save_model
@@ -413,7 +413,7 @@ def test_weights_of_another_base_are_refused(pool: Pool, base: Path, tmp_path: P
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, path, {"format": "pt"})
     saved = tmp_path / "run/checkpoints/step-00000003"
-    assert pool.run(why_not_resumed, 1, run_of(there, tmp_path / "run"))[0] == [
+    assert pool.run(refused, 1, resume, run_of(there, tmp_path / "run"))[0] == [
         f"{saved}: holds adapters of other weights than {there.resolve()} now has"
     ]
     assert refused(convert, [str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]) == [

@@ -17,7 +17,7 @@ from compose.config.rules import check
 from compose.config.toml import load
 from compose.train.state_bytes import Placed, placements
 from tests.support.command_lines import answered
-from tests.support.helpers import ROOT, SMALL, make_job
+from tests.support.helpers import ROOT, SMALL, make_job, parallel
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 
@@ -48,8 +48,7 @@ def table(output: str) -> dict[str, list[str]]:
     ids=str,
 )
 def test_same_as_real_ranks(pool: Pool, ranks: int, mesh: dict[str, object]) -> None:
-    keys: dict[str, object] = {f"parallel__{key}": value for key, value in mesh.items()}
-    real = pool.run(_real, ranks, {**keys, "model__n_layers": 1})[0]
+    real = pool.run(_real, ranks, parallel(**mesh) | {"model__n_layers": 1})[0]
     overrides = {**SMALL, "model.n_layers": 1} | {
         f"parallel.{k}": str(v).lower() for k, v in mesh.items()
     }

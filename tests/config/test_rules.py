@@ -16,10 +16,10 @@ from models.llama import Config as ShapeOfLlama
 from models.llama import Model, plan
 from tests.support.helpers import (
     ROOT,
-    agreed,
     make_job,
     overrides,
     parallel,
+    prove_on,
     prove_step,
     refusal,
     refused,
@@ -40,9 +40,7 @@ def config() -> Config:
 
 
 def prove(pool: Pool, degrees: dict[str, int]) -> None:
-    keys = KEYS | {f"parallel__{axis}": degree for axis, degree in degrees.items()}
-    report = agreed(pool.run(prove_step, RANKS, keys))
-    assert report.ok, f"{degrees}\n{report}"
+    prove_on(pool, KEYS | parallel(**degrees), prove_step)
 
 
 # With those of three axes, every two axes meet at degree 2 at least once.

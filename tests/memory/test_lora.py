@@ -15,7 +15,7 @@ from compose.config.models import find_model
 from compose.config.rules import meshes
 from compose.memory.lora import linear_layers
 from compose.optim.optimizers import make_state
-from tests.support.checkpoints import goes_on_bitwise, shards, train_on, why_not_resumed
+from tests.support.checkpoints import goes_on_bitwise, resume, shards, train_on
 from tests.support.faults import with_fault
 from tests.support.helpers import (
     Keys,
@@ -27,6 +27,7 @@ from tests.support.helpers import (
     prove_case,
     proved,
     refusals,
+    refused,
     tiered,
 )
 from tests.support.mutation import mutated
@@ -330,7 +331,7 @@ def test_checkpoints_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     saved = folder / "checkpoints/step-00000002"
 
     def why(keys: Keys, where: Path = folder) -> list[str]:
-        return pool.run(why_not_resumed, 1, keys_for(where, **keys, train__seq_len=16))[0]
+        return pool.run(refused, 1, resume, keys_for(where, **keys, train__seq_len=16))[0]
 
     assert why(lora(4, ATTENTION)) == [
         f"{saved}: was made with model.lora.rank = 3, not 4",

@@ -1,6 +1,5 @@
 """Models of other people: what they return and hand on, and how their modules are called."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -34,9 +33,10 @@ from compose.parallel.output_projection import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES
 from compose.plan import resolve
 from compose.proof.report import Report
-from tests.support.command_lines import QUICK, command
+from tests.support.command_lines import QUICK, command, execute
 from tests.support.helpers import ROOT, proved, refusal
 from tests.support.pool import Pool, make_mesh
+from tests.support.training import lines
 from tests.support.transformers_models import bert
 
 
@@ -281,25 +281,18 @@ def test_a_new_architecture_is_one_folder(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(tmp_path / "models" / "llama", tmp_path / "models" / "mine")
 
-    losses = {}
-    for name in ("llama", "mine"):
-        words = [
-            *QUICK,
-            "--train.steps=3",
-            f"--model.name={name}",
-            f"--run.dir={tmp_path / 'runs' / name}",
-        ]
-        subprocess.run(
-            command("train.py", *words),
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            check=True,
-            capture_output=True,
-        )
-        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
-    assert len(losses["mine"]) > 1
-    assert losses["mine"] == losses["llama"]
+    words = ["train.py", *QUICK, "--train.steps=3"]
+    subprocess.run(
+        command(*words, "--model.name=mine", f"--run.dir={tmp_path / 'mine'}"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+    )
+    assert execute(*words, f"--run.dir={tmp_path / 'llama'}").returncode == 0
+    losses = [[line["loss"] for line in lines(tmp_path / name)] for name in ("mine", "llama")]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
 
 
 class Warm(nn.Module):
@@ -387,10 +380,10 @@ def _recurrent(frozen: bool) -> str:
 
 
 def test_what_fails_in_a_composition_is_one_line(pool: Pool) -> None:
-    lines = pool.run(_recurrent, 2, False)
-    assert lines[0] == lines[1]
-    assert lines[0].startswith("plan: RuntimeError: aten.")
-    assert lines[0].endswith(
+    said = pool.run(_recurrent, 2, False)
+    assert said[0] == said[1]
+    assert said[0].startswith("plan: RuntimeError: aten.")
+    assert said[0].endswith(
         "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling"
         " distributed operators! (in forward of LSTM): the model fails in this composition; does it run"
         " by itself? else see docs/plan.md"

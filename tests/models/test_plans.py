@@ -22,7 +22,17 @@ from compose.parallel.mesh import meshes
 from compose.plan import resolve
 from compose.proof.report import Report
 from tests.support.faults import Fault, assert_named, partial_gradients_are_taken_as_whole, with_fault
-from tests.support.helpers import Keys, agreed, parallel, prove_case, prove_step, proved, refused, tier
+from tests.support.helpers import (
+    Keys,
+    agreed,
+    parallel,
+    prove_case,
+    prove_on,
+    prove_step,
+    proved,
+    refused,
+    tier,
+)
 from tests.support.pool import Pool
 from tests.support.small_models import (
     AXES,
@@ -302,9 +312,7 @@ def test_every_mesh_of_eight_ranks(pool: Pool, name: str, pp: int) -> None:
             case += f" model__tie_embeddings {str(proved % 5 < 3).lower()}"
         if name in ("gpt_oss", "dit"):
             case += f" sequence {str(proved % 2 == 0).lower()}"
-        count, keys = keys_of(KEYS[name], case)
-        report = agreed(pool.run(prove_case, count, keys))
-        assert report.ok, f"{case}\n{report}"
+        prove_on(pool, keys_of(KEYS[name], case)[1])
         proved += 1
     assert proved == {1: 20, 2: 10, 4: 4, 8: 1}[pp]
 

@@ -23,8 +23,8 @@ from compose.optim.optimizers import (
     grouped,
     make_state,
 )
-from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, train_on, why_not_resumed
-from tests.support.helpers import HALF, Keys, built, make_job
+from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, resume, train_on
+from tests.support.helpers import HALF, Keys, built, make_job, refused
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, logged_steps
 
@@ -167,8 +167,8 @@ def test_goes_on_in_fewer_bits(pool: Pool, tmp_path: Path) -> None:
 def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
     train_on(pool, tmp_path, {}, MESHES["one"], 2)
     keys = keys_for(tmp_path, **SAVING, optimizer__name="muon")
-    (refused,) = pool.run(why_not_resumed, 1, keys)[0]
-    assert refused == (
+    (line,) = pool.run(refused, 1, resume, keys)[0]
+    assert line == (
         f"{tmp_path}/checkpoints/step-00000002: has no"
         " optimizer.layers.0.attention.wq.weight.momentum_buffer and 13 more; go on with the"
         " optimizer.name that it was made with"

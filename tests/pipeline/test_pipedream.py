@@ -195,7 +195,9 @@ def test_a_run_resumes_bitwise_and_writes_each_step_once(
     """Also with recomputation, validation between steps, and comparison of copies."""
     keys = _keys(layers, schedule, micro_batches, copies)
     keys |= {"train__steps": 8, "optimizer__warmup": 2}
-    keys |= {"data__validation": ROOT / "CONTRIBUTING.md", "train__validate_every": 3}
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text((ROOT / "README.md").read_text()[: 13 * 32])
+    keys |= {"data__validation": held_out, "train__validate_every": 3}
     keys |= {"activation_checkpoint__mode": "full", "comm__check_every": 4}
     keys |= {"checkpoint__interval": 6}
     ranks = (layers.count(",") + 1) * copies

@@ -126,10 +126,6 @@ def test_the_margin_rises(pool: Pool, tmp_path: Path, keys: Keys) -> None:
         assert after["loss"] == pytest.approx(before["validation_loss"], rel=1e-4)
 
 
-def _refused(keys: Keys) -> str:
-    return refusal(train, keys)
-
-
 @pytest.mark.slow
 def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
     """A run that stops and goes on has the reference that it began with."""
@@ -147,7 +143,7 @@ def test_goes_on_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
         ("", "its run was no DPO"),
     ):
         kept.write_text(text)
-        assert line in pool.run(_refused, 1, keys)[0]
+        assert line in pool.run(refusal, 1, train, keys)[0]
 
 
 def _in_a_store(folder: str) -> None:
@@ -174,7 +170,7 @@ def test_a_run_that_was_imported_names_where_from(pool: Pool, tmp_path: Path) ->
         " its reference would have others; set checkpoint.load_hf to the folder that they were imported"
         " from"
     )
-    assert pool.run(_refused, 1, keys) == [line]
+    assert pool.run(refusal, 1, train, keys) == [line]
     pool.run(train, 1, keys | {"checkpoint__load_hf": folder})
     assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
 
@@ -191,12 +187,12 @@ def test_adapters_that_were_loaded_are_the_references_too(pool: Pool, tmp_path: 
     shutil.rmtree(adapters)
     pool.run(train, 1, first | {"train__stop_after": 2})
     assert main(["convert", str(tmp_path / "first/run"), str(adapters)]) == 0
-    (line,) = pool.run(_refused, 1, keys | {"train__stop_after": 3})
+    (line,) = pool.run(refusal, 1, train, keys | {"train__stop_after": 3})
     run, had = tmp_path / "second/run", "its reference had other"
     cure = "give it what the run began with"
     assert line == f'{run}: {had} adapters than model.lora.load = "{adapters}" now gives; {cure}'
     (run / KEPT).write_text("another" + (run / KEPT).read_text())
-    (line,) = pool.run(_refused, 1, keys | {"train__stop_after": 3})
+    (line,) = pool.run(refusal, 1, train, keys | {"train__stop_after": 3})
     assert (
         line
         == f"{run}: {had} weights than weights drawn by train.seed = 0 now has; give it those again"

@@ -9,7 +9,6 @@ import pickle
 import resource
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,18 +29,16 @@ from compose.profiling.summary import CATEGORIES, KINDS
 from compose.profiling.trace import Trace
 from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
-from tests.support.helpers import keys_in, make_config, make_job, ranks_in, refusal, tier
-from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines
+from tests.support.helpers import Keys, keys_in, make_config, make_job, ranks_in, refusal, tier
+from tests.support.pool import Pool
+from tests.support.training import keys_for, lines, trainer_of
 
 
-def _trainer(keys: dict[str, Any], backend: str = "inductor") -> Trainer:
-    job = make_job(dist.get_world_size(), **{"train__global_batch": 4} | keys)
-    job = replace(job, config=replace(job.config, compile=replace(job.config.compile, backend=backend)))
-    return Trainer(job, make_mesh(job.degrees), torch.device("cpu"))
+def _trainer(keys: Keys) -> Trainer:
+    return trainer_of({"train__global_batch": 4} | keys)
 
 
-def _train(keys: dict[str, Any], slow: int = -1, backend: str = "inductor") -> list[Tensor]:
+def _train(keys: dict[str, Any], slow: int = -1) -> list[Tensor]:
     """This rank's part of the weights after training; on rank ``slow`` data takes long to make, but for
     the first step's."""
     make, before = Batches.batch, dist.Work.wait
@@ -50,7 +47,7 @@ def _train(keys: dict[str, Any], slow: int = -1, backend: str = "inductor") -> l
         time.sleep(6.0 * (dist.get_rank() == slow and first > 0))  # longer than others' work delays it
         return make(self, first)
 
-    trainer = _trainer(keys, backend)
+    trainer = _trainer(keys)
     with mock.patch.object(Batches, "batch", batch):
         trainer.run()
     assert dist.Work.wait is before
@@ -184,14 +181,14 @@ def test_a_slow_rank_and_who_waits_for_it(pool: Pool, tmp_path: Path) -> None:
 
 MIXED = {
     "pp x tp": "pp=2 tp=2 pp_schedule=ZBVZeroBubble model.n_layers=4 train.global_batch=8",
-    "ring, compiled": "cp=2 compile.mode=block",
+    "ring, compiled": "cp=2 compile.mode=block compile.backend=aot_eager",
     "muon, zero 2": "zero=2 dp_shard=2 optimizer.name=muon",
     "float8": "dp_shard=2 precision.float8=tensorwise model.dim=128 model.hidden_dim=192",
 }
 
 
 def _train_mixed(keys: dict[str, Any]) -> int:
-    return sum(w.numel() for w in _train(keys, backend="aot_eager"))
+    return sum(w.numel() for w in _train(keys))
 
 
 @pytest.mark.parametrize(

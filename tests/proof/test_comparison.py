@@ -42,7 +42,7 @@ from compose.proof.report import Report, Row, Tolerance, tolerance_of
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.support.faults import Fault, reduce_scatter_keeps_own_part
-from tests.support.helpers import refusal, small_ones_move, tier
+from tests.support.helpers import refusal, small_ones_move, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool, make_mesh
 
@@ -384,7 +384,8 @@ DEEP = Plan(
 BFLOAT16 = Precision(param="bfloat16", reduce="float32")
 OPTIONS = {
     "precision.master": Options(precision=replace(BFLOAT16, master="bfloat16")),
-    "compile": Options(compile=Compile("block")),
+    "compile": Options(compile=Compile("block", backend="aot_eager")),
+    "compile.backend": Options(compile=Compile("block", backend="inductor")),
     "parallel.offload": Options(Parallel(offload="cpu"), BFLOAT16),
     "activation_checkpoint.offload": Options(activation_checkpoint=ActivationCheckpoint(offload=True)),
     "parallel.zero3_reshard": Options(Parallel(zero3_reshard=2)),
@@ -394,9 +395,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "option", [pytest.param(option, marks=tier(slow=option == "compile")) for option in OPTIONS]
-)
+@pytest.mark.parametrize("option", tiered(OPTIONS, slow=["compile"], full=["compile.backend"]))
 def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
     """A user's own model is proved. Leaving the option out of ``apply`` shows that it is used."""
     ranks = 4 if option == "parallel.zero3_reshard" else 2

@@ -10,7 +10,7 @@ import torch
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from models.llama.model import Llama
-from tests.support.helpers import keys_in, make_job, prove_case, proved, ranks_in, small_ones_move, tier
+from tests.support.helpers import keys_in, make_job, prove_case, prove_on, proved, small_ones_move, tier
 from tests.support.pool import Pool, make_mesh
 
 BATCH = keys_in("train.global_batch=8 train.micro_batch=2")
@@ -78,8 +78,7 @@ IN_THE_SUITE = (
 def test_equals_one_process(pool: Pool, name: str) -> None:
     keys = keys_in(MIXTURES[name])
     sizes = {} if "model__name" in keys else SIZES
-    for report in pool.run(prove_case, ranks_in(keys), BATCH | sizes | keys):
-        assert report.ok, str(report)
+    prove_on(pool, BATCH | sizes | keys)
 
 
 @pytest.mark.slow

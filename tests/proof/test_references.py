@@ -135,10 +135,6 @@ def _proof(
         return verify(model, Plan(), make_mesh(options.parallel), batch, options, trial)
 
 
-def _refused(part: Callable[[], nn.Module]) -> str:
-    return refusal(_proof, part)
-
-
 RANDOM = (
     "model: part{inner} is random: one process gives two results for the same batch, so that nothing"
     " can be compared; use nn.Dropout, whose masks do not depend on the mesh, or call its eval()"
@@ -170,7 +166,7 @@ RANDOM = (
     ],
 )
 def test_what_cannot_be_compared_is_refused(pool: Pool, part: Any, line: str) -> None:
-    assert pool.run(_refused, 2, part) == [line] * 2
+    assert pool.run(refusal, 2, _proof, part) == [line] * 2
 
 
 @pytest.mark.parametrize(

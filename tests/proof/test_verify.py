@@ -17,8 +17,8 @@ from compose.proof.report import Report, Row, unused
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
-from tests.support.helpers import Keys, keys_in, prove_step, proved, ranks_in, tier
-from tests.support.meshes import MESHES, name_of, ranks_of
+from tests.support.helpers import Keys, keys_in, parallel, prove_step, proved, ranks_in, tier
+from tests.support.meshes import MESHES, name_of
 from tests.support.pool import Pool, make_mesh
 
 
@@ -51,13 +51,14 @@ def _tier_of_mesh(
 def test_equals_one_process(
     pool: Pool, mesh: dict[str, int | bool], tied: bool, accumulation: int
 ) -> None:
-    data_ranks = ranks_of(mesh) // mesh.get("tp", 1)
-    keys = {f"parallel__{key}": value for key, value in mesh.items()} | {
+    keys = parallel(**mesh)
+    ranks = ranks_in(keys)
+    keys |= {
         "model__tie_embeddings": tied,
         "train__micro_batch": 2,
-        "train__global_batch": 2 * data_ranks * accumulation,
+        "train__global_batch": 2 * ranks // mesh.get("tp", 1) * accumulation,
     }
-    report = proved(pool.run(prove_step, ranks_of(mesh), keys))
+    report = proved(pool.run(prove_step, ranks, keys))
     quantities = {row.quantity for row in report.rows}
     expected = {"initial weight", "gradient", "loss", "grad_norm", "update", "copies", "trained"}
     assert quantities == expected
@@ -173,9 +174,8 @@ def _by_the_operators(keys: dict[str, Any]) -> Report:
     ],
 )
 def test_bfloat16(pool: Pool, mesh: dict[str, int | bool], reduce: str) -> None:
-    keys = {f"parallel__{key}": value for key, value in mesh.items()}
-    keys |= {"precision__param": "bfloat16", "precision__reduce": reduce}
-    report = proved(pool.run(prove_step, ranks_of(mesh), keys))
+    keys = parallel(**mesh) | {"precision__param": "bfloat16", "precision__reduce": reduce}
+    report = proved(pool.run(prove_step, ranks_in(keys), keys))
     if not mesh and reduce == "float32":
         report = pool.run(_by_the_operators, 1, keys)[0]
         # Alone, the same operations round alike: only parameters are cast. Since 2.15 FSDP keeps a

@@ -1,6 +1,7 @@
 """Runs that save, on meshes of every axis."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,6 @@ from compose.checkpoint.safetensors_files import TensorFiles
 from compose.checkpoint.store import Progress
 from compose.composition import Composition
 from compose.compression.compressor import CompressionHook
-from compose.errors import ConfigError
 from compose.proof.comparison import whole
 from tests.support.helpers import Keys, make_job, parallel, printed, ranks_in
 from tests.support.pool import Pool, make_mesh
@@ -79,13 +79,18 @@ def train_on(pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int) -> d
 def goes_on_bitwise(
     pool: Pool, folder: Path, model: Keys, mesh: Keys, steps: int = 4
 ) -> dict[str, torch.Tensor]:
-    """The state after so many steps, which two and the others after a restart lead to bitwise.
+    """The state after so many steps, which a run that goes on after two of them ends with bitwise.
 
-    The runs are in ``folder``: "whole" and "parts".
+    The runs are in ``folder``: "whole", and "parts", which has what the first one saved after two.
     """
-    expected = train_on(pool, folder / "whole", model, mesh, steps)
-    train_on(pool, folder / "parts", model, mesh, 2)
-    assert_bitwise(train_on(pool, folder / "parts", model, mesh, steps), expected)
+    whole, parts = folder / "whole", folder / "parts"
+    expected = train_on(pool, whole, model | {"checkpoint__keep_last": 9}, mesh, steps)
+    shutil.copytree(whole, parts)
+    *later, second = store.newest_first(parts / "checkpoints")
+    assert store.step_of(second) == 2
+    for path in later:
+        shutil.rmtree(path)
+    assert_bitwise(train_on(pool, parts, model, mesh, steps), expected)
     return expected
 
 
@@ -107,15 +112,6 @@ def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
     with printed() as said:
         progress = checkpointer.resume()
     return progress, said
-
-
-def why_not_resumed(keys: Keys) -> list[str]:
-    """Why there is nothing to resume from."""
-    try:
-        resume(keys)
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 def loaded(keys: Keys) -> tuple[dict[str, Tensor], int, int]:

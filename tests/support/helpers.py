@@ -126,9 +126,13 @@ def make_config(world_size: int, **keys: object) -> Config:
 def make_job(world_size: int, **keys: object) -> Job:
     """The job of train.toml with SMALL, as far as the model has such sizes, and ``keys`` on top.
 
-    A key is written as ``parallel__tp=2``.
+    A key is written as ``parallel__tp=2``. ``compile__backend``, which no file has, is torch.compile's:
+    "aot_eager" traces graphs, and compiles no kernels, which takes many seconds.
     """
-    return rules.check(load(str(ROOT / "train.toml"), overrides(keys)), world_size)
+    backend = keys.pop("compile__backend", "inductor")
+    job = rules.check(load(str(ROOT / "train.toml"), overrides(keys)), world_size)
+    compile = dataclasses.replace(job.config.compile, backend=backend)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, compile=compile))
 
 
 def overrides(keys: Mapping[str, object]) -> list[tuple[str, str]]:

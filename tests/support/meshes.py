@@ -15,11 +15,6 @@ MESHES: list[dict[str, int | bool]] = [
 ]
 
 
-def ranks_of(mesh: dict[str, int | bool]) -> int:
-    """How many ranks a mesh has."""
-    return mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1) * mesh.get("tp", 1)
-
-
 def name_of(mesh: dict[str, int | bool]) -> str:
     """A mesh in a few words."""
     return " ".join(f"{key} {value}" for key, value in mesh.items())

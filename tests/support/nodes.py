@@ -59,7 +59,8 @@ class Nodes:
     def join(self, ranks: int = 0) -> "subprocess.Popen[str]":
         """Start a node by examples/launch.sh; the first one hosts the rendezvous."""
         place = len(self.processes)
-        conf = ["--rdzv-conf", f"is_host={not place},last_call_timeout=5"]
+        quick = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
+        conf = ["--rdzv-conf", f"is_host={not place},{quick}"]
         own = [f"--nproc-per-node={ranks or self.ranks}"]
         variables = {"LEDGER": str(self.ledger), "GATE": str(self.gate), "PATH": PATH}
         words = ["examples/launch.sh", *self.words, *own, *conf, *self.script]

@@ -27,7 +27,7 @@ from tests.support.helpers import (
     refusal,
     refusals,
     refused,
-    tier,
+    tiered,
 )
 from tests.support.pool import Pool
 from tests.support.tokenizers_made import save_tokenizer
@@ -53,7 +53,8 @@ MESHES = {
     "islands": "dp_replicate=2 outer.every=2",
     "pipeline x tp": "pp=2 tp=2 pp_schedule=ZBVZeroBubble train.micro_batch=1",
     "cp x dp": "cp=2 dp_shard=2 zero=2",
-    "compiled": "dp_shard=2 compile.mode=block",
+    "compiled": "dp_shard=2 compile.mode=block compile.backend=aot_eager",
+    "compiled by Inductor": "dp_shard=2 compile.mode=block",
     "codes": "dp_shard=2 comm.weights=int4_diff comm.gradients=int8",
     "float8": "tp=2 model.dim=128 model.hidden_dim=192 precision.float8=tensorwise",
     "offload": "dp_shard=2 parallel.offload=cpu activation_checkpoint.mode=full",
@@ -63,7 +64,7 @@ QUICKEST = ("zero 3",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=tier(slow=name not in QUICKEST)) for name in MESHES]
+    "name", tiered(MESHES, slow=MESHES.keys() - QUICKEST, full=["compiled by Inductor"])
 )
 def test_training_does_not_notice(pool: Pool, tmp_path: Path, name: str) -> None:
     """Losses and gradients are bitwise those of a run without samples, and each prompt has its text."""
@@ -81,7 +82,7 @@ def test_training_does_not_notice(pool: Pool, tmp_path: Path, name: str) -> None
 @pytest.mark.slow
 def test_the_same_texts_on_every_mesh(pool: Pool, tmp_path: Path) -> None:
     """Those that `generate` makes of the checkpoint, greedy and drawn."""
-    kept = BASE | SAMPLING | {"checkpoint__interval": 4, "train__micro_batch": 1}
+    kept = BASE | SAMPLING | {"train__steps": 3, "checkpoint__interval": 3, "train__micro_batch": 1}
     for temperature in (0.0, 1.0):
         texts = []
         for name in ("", "dp_shard=2", "tp=2", "pp=2", "cp=2"):

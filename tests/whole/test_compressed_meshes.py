@@ -6,7 +6,7 @@ import pytest
 
 from compose.config import rules
 from compose.config.toml import load
-from tests.support.helpers import ROOT, SMALL, Keys, agreed, prove_step
+from tests.support.helpers import ROOT, SMALL, Keys, parallel, prove_on, prove_step
 from tests.support.pool import Pool
 
 RANKS = 8
@@ -61,8 +61,6 @@ def test_every_mesh_of_8_ranks(pool: Pool, ranks: int) -> None:
     proved = 0
     for degrees, comm in coded():
         if degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] == ranks:
-            keys = KEYS | comm | {f"parallel__{axis}": degree for axis, degree in degrees.items()}
-            report = agreed(pool.run(prove_step, RANKS, keys))
-            assert report.ok, f"{degrees}\n{report}"
+            prove_on(pool, KEYS | comm | parallel(**degrees), prove_step)
             proved += 1
     assert proved == {2: 9, 4: 12, 8: 10}[ranks]

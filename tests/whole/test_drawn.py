@@ -29,7 +29,7 @@ NUMBERS, SMALL = range(300), 40  # the first have at most 4 ranks, and no compil
 # The slow tier runs these: they are short, and have something of everything. The others are "full".
 # fmt: off
 IN_THE_SUITE = {
-    0, 6, 13, 29, 31, 38, 54, 57, 73, 88, 140, 180, 185, 199, 219, 221, 231, 232, 233, 238, 242, 267,
+    0, 6, 13, 29, 31, 38, 54, 57, 73, 84, 88, 140, 180, 185, 199, 221, 231, 232, 233, 238, 242, 267,
     269, 277, 299,
 }
 # fmt: on
@@ -64,6 +64,20 @@ def assert_not_accused(report: Report) -> None:
 )
 def test_equal_or_refused(pool: Pool, tmp_path: Path, number: int) -> None:
     one = drawn(number)
+    if number in IN_THE_SUITE:
+        one.keys["compile__backend"] = "aot_eager"
+    _equal_or_refused(pool, tmp_path, number, one)
+
+
+@pytest.mark.full
+def test_compiled_by_inductor(pool: Pool, tmp_path: Path) -> None:
+    """Graphs that the slow tier only traces."""
+    for number in IN_THE_SUITE:
+        if "compile__mode" in (one := drawn(number)).keys:
+            _equal_or_refused(pool, tmp_path, number, one)
+
+
+def _equal_or_refused(pool: Pool, tmp_path: Path, number: int, one: Draw) -> None:
     problems = one.problems
     if problems:
         assert all(problem and "\n" not in problem for problem in problems), problems

@@ -19,11 +19,11 @@ SAVING = [*QUICK, "--checkpoint.interval=2", "--metrics.console_every=1", "--met
 RUN = [*SAVING, f"--train.steps={STEPS}", f"--train.global_batch={BATCH}", "--train.micro_batch=1"]
 
 
-def check(nodes: Nodes) -> None:
+def check(nodes: Nodes, steps: int = STEPS) -> None:
     """The run has gone on to its last step, and trained each sample once."""
     assert re.search(r": resumed after step [1-9]", nodes.said())
-    assert nodes.steps() == list(range(1, STEPS + 1))
-    check_ledger(nodes.ledger, samples=STEPS * BATCH, batch=BATCH)
+    assert nodes.steps() == list(range(1, steps + 1))
+    check_ledger(nodes.ledger, samples=steps * BATCH, batch=BATCH)
 
 
 @pytest.mark.full
@@ -51,13 +51,14 @@ def test_an_agent_is_killed_and_a_node_comes_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_is_lost(tmp_path: Path) -> None:
     """Agent and rank at once: 2 ranks, then 1, to the last step."""
-    with Nodes(tmp_path, *RUN, ranks=1) as nodes:
+    words = [*RUN, "--train.steps=40", "--train.micro_batch=6", "--checkpoint.interval=1"]
+    with Nodes(tmp_path, *words, ranks=1) as nodes:
         _, second = nodes.join(), nodes.join()
         nodes.wait_for_ranks(2)
         nodes.kill(second)
         nodes.wait_for_ranks(1)
         assert nodes.end() == [0, 137], nodes.said()[-5000:]
-    check(nodes)
+    check(nodes, steps=40)
 
 
 @pytest.mark.full
@@ -104,7 +105,7 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path: Path) -> None:
     check(again)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_is_warned(tmp_path: Path) -> None:
     """By a signal to it alone: all ranks of all nodes save, and every node ends with success."""
     with Nodes(tmp_path, *RUN, ranks=1) as nodes:

@@ -57,7 +57,8 @@ def _train(recipe: str, folder: Path, first_scale: float = 1.0, **more: Any) -> 
 @pytest.mark.slow
 def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
     """From a loss scale that overflows: it comes down, and the loss too."""
-    pool.run(_train, 2, "llama_10b_2x24gb_offload_fp16.toml", tmp_path, 2.0**22)
+    recipe, keys = "llama_10b_2x24gb_offload_fp16.toml", {"model__n_layers": 2}
+    pool.run(partial(_train, **keys), 2, recipe, tmp_path, 2.0**22)
     result = lines(tmp_path)
     skipped = result[-1]["skipped"]
     assert 0 < skipped < 7
@@ -72,7 +73,8 @@ def test_10_billion_on_two_small_gpus(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_run_on_a_gpu(pool: Pool, tmp_path: Path) -> None:
-    pool.run(partial(_train, train__global_batch=32), 2, "llama_one_gpu.toml", tmp_path)
+    keys = {"train__global_batch": 32, "model__n_layers": 2}
+    pool.run(partial(_train, **keys), 2, "llama_one_gpu.toml", tmp_path)
     losses = [line["loss"] for line in lines(tmp_path)]
     assert losses[-1] < losses[0] - 1
 

@@ -17,6 +17,7 @@ from compose.parallel.expert_parallel import RoutingMetrics
 from compose.proof import routing_trace
 from compose.train.metrics import TensorBoard
 from models.layers.router import MoEConfig, Router
+from tests.support.helpers import parallel, ranks_in
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DEEPSEEK, QWEN
 from tests.support.training import STEP, keys_for, lines, train
@@ -40,8 +41,8 @@ def test_trains_the_same_on_every_mesh(
     keys = model | {"model__n_layers": 3, "train__seq_len": 32, "train__global_batch": 8}
     keys |= {"model__bias_rate": 0.01, "train__stop_after": 8}
     for name, degrees in (("one", {}), ("many", mesh)):
-        there = {f"parallel__{axis}": degree for axis, degree in degrees.items()}
-        pool.run(train, 8 if degrees else 1, keys_for(tmp_path / name, **keys) | there)
+        there = keys_for(tmp_path / name, **(keys | parallel(**degrees)))
+        pool.run(train, ranks_in(there), there)
     one = lines(tmp_path / "one")
     assert len(one) == 8
     for a, b in zip(one, lines(tmp_path / "many"), strict=True):

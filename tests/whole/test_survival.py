@@ -27,6 +27,7 @@ from tests.support.command_lines import (
     QUICK,
     begin,
     command,
+    execute,
     free_port,
     kill_sessions,
     launch,
@@ -66,10 +67,10 @@ def test_a_warning_is_heeded(tmp_path: Path, number: signal.Signals) -> None:
         f"stopped by {number.name} after step {steps}; saved: the same command with"
         f" --run.dir={tmp_path} goes on"
     )
-    again = start(tmp_path, *words, f"--train.stop_after={steps + 2}")
-    output, errors = again.communicate(timeout=60)
-    assert again.returncode == 0, errors
-    assert f"{tmp_path}/checkpoints/{store.name_of(steps)}: resumed after step {steps}" in output
+    last = f"--train.stop_after={steps + 2}"
+    again = execute("train.py", *SAVING, f"--run.dir={tmp_path}", *words, last)
+    assert again.returncode == 0, again.stderr
+    assert f"{tmp_path}/checkpoints/{store.name_of(steps)}: resumed after step {steps}" in again.stdout
     assert logged_steps(tmp_path) == list(range(1, steps + 3))
 
 
@@ -531,7 +532,8 @@ def test_a_stopped_rank_of_a_pipeline_is_named(tmp_path: Path, stopped: int, lau
     try:
         wait_for_steps(tmp_path, 3, processes)
         ranks = children_of(processes[0].pid) if launcher else [process.pid for process in processes]
-        time.sleep(2)  # each half second a watch reads that the limit is no longer 90 s
+        # Each half second a watch reads whether the first step, with its limit of 90 s, is over.
+        time.sleep(2)
         os.kill(ranks[stopped], signal.SIGSTOP)
         begun = time.monotonic()
         for errors in processes[0 if launcher else 1 - stopped].stderr or ():

@@ -13,7 +13,7 @@ import torch
 from compose.ops.tensors import local_tensor
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import parallelize_without_weights
-from tests.support.helpers import agreed, prove_step, tier
+from tests.support.helpers import prove_on, prove_step, tier
 from tests.support.pool import Pool
 from tests.support.small_models import DEEPSEEK, QWEN, keys_of
 from tests.support.training import keys_for, lines, trainer_of
@@ -47,9 +47,7 @@ def _in_turn() -> list[Any]:
 
 @pytest.mark.parametrize(("mesh", "content"), _in_turn())
 def test_equals_one_process(pool: Pool, mesh: str, content: str) -> None:
-    ranks, keys = keys_of(CONTENTS[content], mesh)
-    report = agreed(pool.run(prove_step, ranks, keys))
-    assert report.ok, str(report)
+    prove_on(pool, keys_of(CONTENTS[content], mesh)[1], prove_step)
 
 
 def _resumed(folder: str) -> list[bool]:
