@@ -384,8 +384,7 @@ DEEP = Plan(
 BFLOAT16 = Precision(param="bfloat16", reduce="float32")
 OPTIONS = {
     "precision.master": Options(precision=replace(BFLOAT16, master="bfloat16")),
-    "compile": Options(compile=Compile("block", backend="aot_eager")),
-    "compile.backend": Options(compile=Compile("block", backend="inductor")),
+    "compile": Options(compile=Compile("block")),
     "parallel.offload": Options(Parallel(offload="cpu"), BFLOAT16),
     "activation_checkpoint.offload": Options(activation_checkpoint=ActivationCheckpoint(offload=True)),
     "parallel.zero3_reshard": Options(Parallel(zero3_reshard=2)),
@@ -395,7 +394,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", tiered(OPTIONS, slow=["compile"], full=["compile.backend"]))
+@pytest.mark.parametrize("option", tiered(OPTIONS, slow=["compile"]))
 def test_options_of_apply_take_part(pool: Pool, option: str) -> None:
     """A user's own model is proved. Leaving the option out of ``apply`` shows that it is used."""
     ranks = 4 if option == "parallel.zero3_reshard" else 2
