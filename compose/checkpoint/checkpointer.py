@@ -164,7 +164,10 @@ class Checkpointer:
             folders = [*newer, copied.folder, *folders[len(newer) :]]
         for folder in folders:
             reader = copied.reader if copied and folder == copied.folder else None
-            problems = [] if reader else self._damage(folder)
+            problems: list[str] = []
+            if not reader:
+                damaged = damage(folder, self.group)
+                problems = self._agreed(self.peers.damage(damaged) if self.rank == 0 else [])
             if not problems:
                 model = self.config, self.composition, self.group, self.optimizer
                 known = load(folder, *model, reader)
@@ -239,9 +242,9 @@ class Checkpointer:
     def copy(self, progress: Progress, last: int) -> None:
         """Copy the state into memory; ``last`` is the greatest :attr:`copying` of all ranks."""
         assert self.copies
-        state, kept = self._state(progress.step), rank_state.copied(self.beside)
-        own = None if kept is None else rank_state.packed(self.label, kept)
-        self.copies.take(state, own, progress, last)
+        state = self._state(progress.step)
+        own = rank_state.as_part(self.rank, self.label, rank_state.copied(self.beside))
+        self.copies.take(state | own, progress, last)
 
     @property
     def copying(self) -> int:
@@ -279,7 +282,6 @@ class Checkpointer:
         if self.thread is None or self.thread.is_alive():
             report, self.unreported = self.unreported, None
             return report
-        self.thread.join()
         self.thread, report = None, self.report
         if report and report.problem:
             self.failures += 1
@@ -319,11 +321,6 @@ class Checkpointer:
                 f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
             )
 
-    def _damage(self, folder: Path) -> list[str]:
-        """Return a line for each damage of a checkpoint, its peers' too; the same on every rank."""
-        own = damage(folder, self.group)
-        return self._agreed(self.peers.damage(own) if self.rank == 0 else [])
-
     def _try_to_write(self, *given: Any) -> None:
         assert self.report is not None
         try:
@@ -354,21 +351,17 @@ class Checkpointer:
             problem = cause_of(error)
         everyone = gathered_objects((problem, files), self.group)
         result: list[Any] = [next((words for words, _ in everyone if words), ""), 0]
-        if self.rank == 0:
-            if not result[0]:
-                result = self._publish(target, progress, [entries for _, entries in everyone])
-            if result[0]:
-                shutil.rmtree(target, ignore_errors=True)
+        if self.rank == 0 and not result[0]:
+            result = self._publish(target, progress, [entries for _, entries in everyone])
         result = self._agreed(result)
-        if self.uploads and result[0]:  # each node has a folder of its own
+        if result[0] and (self.rank == 0 or self.uploads):  # which have a folder on each node
             shutil.rmtree(target, ignore_errors=True)
         elif self.uploads:
             result[0] = self.uploads.send_checkpoint(target, files, self.group)
         self.report.problem, self.report.bytes = result
         self.report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
-            best = store.best_first(progress.validations)[: self.config.checkpoint.keep_best]
-            self._prune(self.kept / store.name_of(progress.step), best)
+            self._prune(progress)
 
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """Publish what all ranks have written; return (problem, bytes)."""
@@ -386,8 +379,9 @@ class Checkpointer:
             store.mark(self.root.parent)
         return ["", sum(entry["size"] for entry in everything.values())]
 
-    def _prune(self, newest: Path, best: Sequence[int] = ()) -> None:
-        keep = self.config.checkpoint
+    def _prune(self, progress: Progress) -> None:
+        keep, newest = self.config.checkpoint, self.kept / store.name_of(progress.step)
+        best = store.best_first(progress.validations)[: keep.keep_best]
         before = self.peers.oldest_to_keep(self.kept, keep.keep_last)
         try:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
@@ -413,8 +407,6 @@ class Checkpointer:
                 problem = [cause_of(error)]
         if problem := self._agreed(problem):
             raise OSError(problem[0])
-        if self.uploads:  # which may be another folder on each node
-            (self.root / f".writing-{store.name_of(step)}").mkdir(parents=True, exist_ok=True)
 
     def _say(self, text: str, own: bool = False) -> None:
         """Print a line once for the job; one about this run's ``own`` files also beside its peers'."""
