@@ -183,6 +183,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes ``target`` if nothing fails."""
     if there(target):
         raise ConfigError(f"{target}: exists already; choose another target")
+    aside: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The name is new, so a failure removes nobody else's files.
@@ -191,9 +192,6 @@ def _new_folder(target: Path) -> Iterator[Path]:
         mask = os.umask(0o022)  # it can be read only by setting it
         os.umask(mask)
         aside.chmod(0o777 & ~mask)
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
-    try:
         yield aside
         if isinstance(target, Remote):
             put_folder(aside, target)
@@ -201,7 +199,8 @@ def _new_folder(target: Path) -> Iterator[Path]:
         else:
             aside.rename(target)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside:
+            shutil.rmtree(aside, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
             raise
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None

@@ -40,7 +40,6 @@ from compose.parallel.lora_parallel import TINY
 from compose.plan import Plan
 from compose.weights import init_weights
 
-CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SAMPLED = 1024  # elements of each tensor
@@ -115,7 +114,7 @@ def write_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(values, indent=2), encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2), encoding="utf-8")
     save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -123,7 +122,7 @@ def adapter_problems(job: Job) -> list[str]:
     """Return everything that keeps ``model.lora.load`` from filling the adapters of ``job``."""
     chosen, lora = job.config.model, job.config.model.lora
     folder = as_path(lora.load)
-    path = folder / CONFIG
+    path = folder / ADAPTER_CONFIG
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
     if leads_out(path, folder):

@@ -224,8 +224,6 @@ def newest_first(root: Path) -> list[Path]:
 
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return one line for each way in which a checkpoint differs from what was published."""
-    if not there(folder / MANIFEST):
-        return [f"{MANIFEST} is missing"]
     try:
         path = folder / MANIFEST
         files = _readable(folder, MANIFEST, lambda: read_json(path, _Manifest, own=True)).files
@@ -260,17 +258,12 @@ def _check_all_there(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
     """Return the result of ``read``. Raises ConfigError that begins with the file's name."""
+    if not there(folder / name):
+        raise ConfigError(f"{name} is missing")
     try:
-        with open_own(folder / name):
-            return read()
-    except FileNotFoundError:
-        raise ConfigError(f"{name} is missing") from None
-    except StoreError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+        return read()
     except ConfigError as error:
-        reason = str(error).removeprefix(f"{folder / name}: ")
+        reason = str(error).removeprefix(f"{folder / name}: ").removeprefix("cannot be read: ")
         raise ConfigError(f"{name} cannot be read: {reason}") from None
 
 
