@@ -33,7 +33,6 @@ from compose.checkpoint.loading import (
     saved_fields,
 )
 from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, staged
-from compose.checkpoint.rank_state import HasState
 from compose.checkpoint.store import Progress
 from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
@@ -104,7 +103,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         folder: Path,
         data: Mapping[str, Any] | None = None,
-        beside: Sequence[HasState] = (),
+        beside: Sequence[rank_state.HasState] = (),
         peers: Peers | None = None,
         uploads: Uploads | None = None,
         copied: tuple[Path, int] | None = None,
@@ -143,6 +142,7 @@ class Checkpointer:
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint; print what was loaded, changed and passed over."""
+        run = self.kept.parent
         if self.rank == 0 or self.uploads:  # each node has its own folder for uploads
             store.clean(self.root)
         if self.rank == 0 and self.uploads:
@@ -168,30 +168,28 @@ class Checkpointer:
             if not reader:
                 damaged = damage(folder, self.group)
                 problems = self._agreed(self.peers.damage(damaged) if self.rank == 0 else [])
-            if not problems:
-                model = self.config, self.composition, self.group, self.optimizer
-                known = load(folder, *model, reader)
-                filled = load_beside(folder, self.beside, self.group, reader)
-                if other := data_changes(folder, known, self.data):
-                    self._say(other)
-                place = f"{self.kept.parent}: {copied}" if reader else str(folder)
-                self._say(f"{place}: resumed after step {known.step}")
-                dropped = rank_state.load(
-                    folder, self.label, self.beside, self.group, filled, known.step
-                )
-                if dropped:
-                    self._say(dropped)
-                if self.rank == 0:
-                    self._set_aside(folders, known.step)
-                    if known.step and (changed := changes(folder, self.config)):
-                        self._say(f"{folder}: goes on with {', '.join(changed)}")
-                if self.copies:
-                    self.copies.settle(copied, read=bool(reader))
-                steps = [store.step_of(other) for other in folders if other != folder]
-                self.only_in_memory = bool(reader) and known.step not in steps
-                return known.progress
-            self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
-        run = self.kept.parent
+            if problems:
+                self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
+                continue
+            model = self.config, self.composition, self.group, self.optimizer
+            known = load(folder, *model, reader)
+            filled = load_beside(folder, self.beside, self.group, reader)
+            if other := data_changes(folder, known, self.data):
+                self._say(other)
+            place = f"{run}: {copied}" if reader else str(folder)
+            self._say(f"{place}: resumed after step {known.step}")
+            dropped = rank_state.load(folder, self.label, self.beside, self.group, filled, known.step)
+            if dropped:
+                self._say(dropped)
+            if self.rank == 0:
+                self._set_aside(folders, known.step)
+                if known.step and (changed := changes(folder, self.config)):
+                    self._say(f"{folder}: goes on with {', '.join(changed)}")
+            if self.copies:
+                self.copies.settle(copied, read=bool(reader))
+            steps = [store.step_of(other) for other in folders if other != folder]
+            self.only_in_memory = bool(reader) and known.step not in steps
+            return known.progress
         if folders or self._agreed([run] if self.rank == 0 and there(run / store.MARK) else []):
             reason = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
             raise ConfigError(
@@ -206,7 +204,7 @@ class Checkpointer:
         """Return whether the state is to be saved now; ``enough``: why no other step follows."""
         keep = self.config.checkpoint
         last = bool(enough) or progress.step == self.config.train.last_step
-        wanted = last or progress.is_among_best(keep.keep_best)
+        wanted = last or progress.step in progress.best(keep.keep_best)
         return keep.interval > 0 and (wanted or progress.step % keep.interval == 0)
 
     def save(self, progress: Progress, wait: bool = False) -> None:
@@ -224,7 +222,7 @@ class Checkpointer:
         state = self.stage | files
         kept = rank_state.copied(self.beside)
         self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
-        given = (state, kept, progress, begun)
+        given = (self.report, state, kept, progress, begun)
         self.thread = threading.Thread(target=self._try_to_write, args=given, daemon=True)
         self.thread.start()
         if wait or not self.config.checkpoint.async_:
@@ -321,24 +319,23 @@ class Checkpointer:
                 f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
             )
 
-    def _try_to_write(self, *given: Any) -> None:
-        assert self.report is not None
+    def _try_to_write(self, report: SaveReport, *given: Any) -> None:
         try:
-            self._write(*given)
+            self._write(report, *given)
         except Exception as error:
-            if not self.report.problem:  # the checkpoint itself is whole
+            if not report.problem:  # the checkpoint itself is whole
                 raise
-            self.report.problem, self.broken = cause_of(error), True
+            report.problem, self.broken = cause_of(error), True
 
     def _write(
         self,
+        report: SaveReport,
         state: Mapping[str, LocalShard],
         kept: Mapping[str, Tensor] | None,
         progress: Progress,
         begun: float,
     ) -> None:
         """Write on every rank, then publish on the first one. This runs in the thread."""
-        assert self.report is not None
         target = self.root / f".writing-{store.name_of(progress.step)}"
         problem, files = "", {}
         try:
@@ -358,8 +355,8 @@ class Checkpointer:
             shutil.rmtree(target, ignore_errors=True)
         elif self.uploads:
             result[0] = self.uploads.send_checkpoint(target, files, self.group)
-        self.report.problem, self.report.bytes = result
-        self.report.seconds = time.perf_counter() - begun
+        report.problem, report.bytes = result
+        report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
             self._prune(progress)
 
@@ -381,7 +378,7 @@ class Checkpointer:
 
     def _prune(self, progress: Progress) -> None:
         keep, newest = self.config.checkpoint, self.kept / store.name_of(progress.step)
-        best = store.best_first(progress.validations)[: keep.keep_best]
+        best = progress.best(keep.keep_best)
         before = self.peers.oldest_to_keep(self.kept, keep.keep_last)
         try:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)

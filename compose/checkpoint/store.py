@@ -72,9 +72,9 @@ class Progress:
         measured = (self.step, loss if math.isfinite(loss) else None)
         return replace(self, validations=(*self.validations, measured))
 
-    def is_among_best(self, count: int) -> bool:
-        """Tell whether the loss after this very step is one of the ``count`` lowest so far."""
-        return self.step in best_first(self.validations)[:count]
+    def best(self, count: int) -> list[int]:
+        """Return the steps of the ``count`` lowest losses so far."""
+        return best_first(self.validations)[:count]
 
 
 class ModelFields(BaseModel):
@@ -82,10 +82,6 @@ class ModelFields(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     name: str
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the config."""
-        return dict(self.model_extra or {})
 
 
 class DataFields(BaseModel):
@@ -105,7 +101,7 @@ class Adapters:
 
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)]
-    targets: Literal["all-linear"] | list[str]
+    targets: Literal["all-linear"] | tuple[str, ...]
     base: str  # the identity of the frozen weights, from ``compose.checkpoint.peft.base_identity``
     load_hf: str = ""  # the folder of the frozen weights; empty if they are drawn by ``State.seed``
     rslora: bool = False
