@@ -32,7 +32,7 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.json_files import read_json
 from compose.config.models import InitialisedModel
-from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out, toml_value
+from compose.errors import ConfigError, KnownKeys, refuse_link_out, toml_value
 from compose.memory.lora import Lora, adapt, is_adapter, linear_layers
 from compose.memory.quantized import rounded
 from compose.object_storage import as_path
@@ -125,9 +125,8 @@ def adapter_problems(job: Job) -> list[str]:
     path = folder / ADAPTER_CONFIG
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
-    if leads_out(path, folder):
-        return [f"{path}: {LEADS_OUT}"]
     try:
+        refuse_link_out(path, folder)
         hf_name = name_of(chosen.name, chosen.config)
         values = read_json(path, dict[str, Any])
         files = TensorFiles(folder, WEIGHTS)
@@ -199,9 +198,8 @@ def name_of_base(load_hf: str, seed: int) -> str:
 
 def table_of(known: store.Adapters) -> Lora:
     """Return the table [model.lora] of a checkpoint."""
-    targets = known.targets if isinstance(known.targets, str) else tuple(known.targets)
     more = {"rslora": known.rslora, "dora": known.dora, "dropout": known.dropout}
-    return Lora(rank=known.rank, alpha=known.alpha, targets=targets, **more)
+    return Lora(rank=known.rank, alpha=known.alpha, targets=known.targets, **more)
 
 
 def adapted(model: nn.Module, ends: Plan, known: store.Adapters) -> dict[str, Tensor]:
