@@ -77,14 +77,10 @@ class Remote(PosixPath):
         raise AssertionError("the last try returns or raises")
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return the kind and the size."""
+        """Return the kind and the size. A store has no links."""
         info = self._ask(lambda store, name: store.info(name))
         kind = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
         return os.stat_result((kind | 0o644, 0, 0, 1, 0, 0, info["size"] or 0, 0, 0, 0))
-
-    def lstat(self) -> os.stat_result:
-        """Return the same as :meth:`stat`: a store has no links."""
-        return self.stat()
 
     def _mode(self) -> int:
         try:
@@ -139,10 +135,6 @@ class Remote(PosixPath):
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
         return self._ask(lambda store, name: store.cat_file(name))
-
-    def read_text(self, *_: Any, **__: Any) -> str:
-        """Return the content of a file of UTF-8."""
-        return self.read_bytes().decode()
 
     def write_bytes(self, data: Any) -> int:
         """Write a small file whole."""

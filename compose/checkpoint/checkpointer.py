@@ -33,7 +33,6 @@ from compose.checkpoint.loading import (
     saved_fields,
 )
 from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, staged
-from compose.checkpoint.rank_state import HasState
 from compose.checkpoint.store import Progress
 from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
@@ -104,7 +103,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         folder: Path,
         data: Mapping[str, Any] | None = None,
-        beside: Sequence[HasState] = (),
+        beside: Sequence[rank_state.HasState] = (),
         peers: Peers | None = None,
         uploads: Uploads | None = None,
         copied: tuple[Path, int] | None = None,
@@ -143,6 +142,7 @@ class Checkpointer:
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint; print what was loaded, changed and passed over."""
+        run = self.kept.parent
         if self.rank == 0 or self.uploads:  # each node has its own folder for uploads
             store.clean(self.root)
         if self.rank == 0 and self.uploads:
@@ -164,31 +164,32 @@ class Checkpointer:
             folders = [*newer, copied.folder, *folders[len(newer) :]]
         for folder in folders:
             reader = copied.reader if copied and folder == copied.folder else None
-            problems = [] if reader else self._damage(folder)
-            if not problems:
-                model = self.config, self.composition, self.group, self.optimizer
-                known = load(folder, *model, reader)
-                filled = load_beside(folder, self.beside, self.group, reader)
-                if other := data_changes(folder, known, self.data):
-                    self._say(other)
-                place = f"{self.kept.parent}: {copied}" if reader else str(folder)
-                self._say(f"{place}: resumed after step {known.step}")
-                dropped = rank_state.load(
-                    folder, self.label, self.beside, self.group, filled, known.step
-                )
-                if dropped:
-                    self._say(dropped)
-                if self.rank == 0:
-                    self._set_aside(folders, known.step)
-                    if known.step and (changed := changes(folder, self.config)):
-                        self._say(f"{folder}: goes on with {', '.join(changed)}")
-                if self.copies:
-                    self.copies.settle(copied, read=bool(reader))
-                steps = [store.step_of(other) for other in folders if other != folder]
-                self.only_in_memory = bool(reader) and known.step not in steps
-                return known.progress
-            self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
-        run = self.kept.parent
+            problems: list[str] = []
+            if not reader:
+                damaged = damage(folder, self.group)
+                problems = self._agreed(self.peers.damage(damaged) if self.rank == 0 else [])
+            if problems:
+                self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
+                continue
+            model = self.config, self.composition, self.group, self.optimizer
+            known = load(folder, *model, reader)
+            filled = load_beside(folder, self.beside, self.group, reader)
+            if other := data_changes(folder, known, self.data):
+                self._say(other)
+            place = f"{run}: {copied}" if reader else str(folder)
+            self._say(f"{place}: resumed after step {known.step}")
+            dropped = rank_state.load(folder, self.label, self.beside, self.group, filled, known.step)
+            if dropped:
+                self._say(dropped)
+            if self.rank == 0:
+                self._set_aside(folders, known.step)
+                if known.step and (changed := changes(folder, self.config)):
+                    self._say(f"{folder}: goes on with {', '.join(changed)}")
+            if self.copies:
+                self.copies.settle(copied, read=bool(reader))
+            steps = [store.step_of(other) for other in folders if other != folder]
+            self.only_in_memory = bool(reader) and known.step not in steps
+            return known.progress
         if folders or self._agreed([run] if self.rank == 0 and there(run / store.MARK) else []):
             reason = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
             raise ConfigError(
@@ -203,7 +204,7 @@ class Checkpointer:
         """Return whether the state is to be saved now; ``enough``: why no other step follows."""
         keep = self.config.checkpoint
         last = bool(enough) or progress.step == self.config.train.last_step
-        wanted = last or progress.is_among_best(keep.keep_best)
+        wanted = last or progress.step in progress.best(keep.keep_best)
         return keep.interval > 0 and (wanted or progress.step % keep.interval == 0)
 
     def save(self, progress: Progress, wait: bool = False) -> None:
@@ -221,7 +222,7 @@ class Checkpointer:
         state = self.stage | files
         kept = rank_state.copied(self.beside)
         self.report = SaveReport(progress.step, stall=time.perf_counter() - begun)
-        given = (state, kept, progress, begun)
+        given = (self.report, state, kept, progress, begun)
         self.thread = threading.Thread(target=self._try_to_write, args=given, daemon=True)
         self.thread.start()
         if wait or not self.config.checkpoint.async_:
@@ -239,9 +240,9 @@ class Checkpointer:
     def copy(self, progress: Progress, last: int) -> None:
         """Copy the state into memory; ``last`` is the greatest :attr:`copying` of all ranks."""
         assert self.copies
-        state, kept = self._state(progress.step), rank_state.copied(self.beside)
-        own = None if kept is None else rank_state.packed(self.label, kept)
-        self.copies.take(state, own, progress, last)
+        state = self._state(progress.step)
+        own = rank_state.as_part(self.rank, self.label, rank_state.copied(self.beside))
+        self.copies.take(state | own, progress, last)
 
     @property
     def copying(self) -> int:
@@ -279,7 +280,6 @@ class Checkpointer:
         if self.thread is None or self.thread.is_alive():
             report, self.unreported = self.unreported, None
             return report
-        self.thread.join()
         self.thread, report = None, self.report
         if report and report.problem:
             self.failures += 1
@@ -319,29 +319,23 @@ class Checkpointer:
                 f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
             )
 
-    def _damage(self, folder: Path) -> list[str]:
-        """Return a line for each damage of a checkpoint, its peers' too; the same on every rank."""
-        own = damage(folder, self.group)
-        return self._agreed(self.peers.damage(own) if self.rank == 0 else [])
-
-    def _try_to_write(self, *given: Any) -> None:
-        assert self.report is not None
+    def _try_to_write(self, report: SaveReport, *given: Any) -> None:
         try:
-            self._write(*given)
+            self._write(report, *given)
         except Exception as error:
-            if not self.report.problem:  # the checkpoint itself is whole
+            if not report.problem:  # the checkpoint itself is whole
                 raise
-            self.report.problem, self.broken = cause_of(error), True
+            report.problem, self.broken = cause_of(error), True
 
     def _write(
         self,
+        report: SaveReport,
         state: Mapping[str, LocalShard],
         kept: Mapping[str, Tensor] | None,
         progress: Progress,
         begun: float,
     ) -> None:
         """Write on every rank, then publish on the first one. This runs in the thread."""
-        assert self.report is not None
         target = self.root / f".writing-{store.name_of(progress.step)}"
         problem, files = "", {}
         try:
@@ -354,21 +348,17 @@ class Checkpointer:
             problem = cause_of(error)
         everyone = gathered_objects((problem, files), self.group)
         result: list[Any] = [next((words for words, _ in everyone if words), ""), 0]
-        if self.rank == 0:
-            if not result[0]:
-                result = self._publish(target, progress, [entries for _, entries in everyone])
-            if result[0]:
-                shutil.rmtree(target, ignore_errors=True)
+        if self.rank == 0 and not result[0]:
+            result = self._publish(target, progress, [entries for _, entries in everyone])
         result = self._agreed(result)
-        if self.uploads and result[0]:  # each node has a folder of its own
+        if result[0] and (self.rank == 0 or self.uploads):  # which have a folder on each node
             shutil.rmtree(target, ignore_errors=True)
         elif self.uploads:
             result[0] = self.uploads.send_checkpoint(target, files, self.group)
-        self.report.problem, self.report.bytes = result
-        self.report.seconds = time.perf_counter() - begun
+        report.problem, report.bytes = result
+        report.seconds = time.perf_counter() - begun
         if self.rank == 0 and not result[0]:
-            best = store.best_first(progress.validations)[: self.config.checkpoint.keep_best]
-            self._prune(self.kept / store.name_of(progress.step), best)
+            self._prune(progress)
 
     def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
         """Publish what all ranks have written; return (problem, bytes)."""
@@ -386,8 +376,9 @@ class Checkpointer:
             store.mark(self.root.parent)
         return ["", sum(entry["size"] for entry in everything.values())]
 
-    def _prune(self, newest: Path, best: Sequence[int] = ()) -> None:
-        keep = self.config.checkpoint
+    def _prune(self, progress: Progress) -> None:
+        keep, newest = self.config.checkpoint, self.kept / store.name_of(progress.step)
+        best = progress.best(keep.keep_best)
         before = self.peers.oldest_to_keep(self.kept, keep.keep_last)
         try:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
@@ -413,8 +404,6 @@ class Checkpointer:
                 problem = [cause_of(error)]
         if problem := self._agreed(problem):
             raise OSError(problem[0])
-        if self.uploads:  # which may be another folder on each node
-            (self.root / f".writing-{store.name_of(step)}").mkdir(parents=True, exist_ok=True)
 
     def _say(self, text: str, own: bool = False) -> None:
         """Print a line once for the job; one about this run's ``own`` files also beside its peers'."""

@@ -45,7 +45,6 @@ from compose.errors import ConfigError, fill, open_own, write_whole
 from compose.ops.tensors import checksums
 
 METADATA = "metadata.json"
-SUFFIX = ".safetensors"
 _SHARD = re.compile(r"__\d+_\d+\.safetensors")
 _TYPES = {name: dtype for dtype, name in NAMES.items()}
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece
@@ -124,7 +123,7 @@ class PartsWriter(FileSystemWriter):
         write_whole(Path(self.path) / METADATA, description(metadata, places))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        name = f"{plan.storage_data.prefix}0{SUFFIX}"
+        name = f"{plan.storage_data.prefix}0.safetensors"
         results, planned, begin, sums = [], [], {}, {}
         for item in plan.items:
             data = item.tensor_data

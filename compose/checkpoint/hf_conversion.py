@@ -5,6 +5,7 @@ One tensor at a time is in memory.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -128,10 +129,7 @@ def export(
         raise ConfigError(f"{source}: model.{error}") from None
     whole, reader, hf_name = _on_meta(model), PartsReader(source), name_of(model.name, model.config)
     groups = grouped(published(whole, hf_name))
-
-    def read(name: str, like: Tensor) -> Tensor:
-        return _read(reader, f"model.{name}", like)
-
+    read = functools.partial(_read, reader)
     expected = {ours: tensor for group in groups for ours, _, tensor in group}
     if known.lora:
         buffers = {name: b for name, b in expected.items() if not isinstance(b, nn.Parameter)}
@@ -183,6 +181,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes ``target`` if nothing fails."""
     if there(target):
         raise ConfigError(f"{target}: exists already; choose another target")
+    aside: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The name is new, so a failure removes nobody else's files.
@@ -191,9 +190,6 @@ def _new_folder(target: Path) -> Iterator[Path]:
         mask = os.umask(0o022)  # it can be read only by setting it
         os.umask(mask)
         aside.chmod(0o777 & ~mask)
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
-    try:
         yield aside
         if isinstance(target, Remote):
             put_folder(aside, target)
@@ -201,7 +197,8 @@ def _new_folder(target: Path) -> Iterator[Path]:
         else:
             aside.rename(target)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside:
+            shutil.rmtree(aside, ignore_errors=True)
         if not isinstance(error, (OSError, CheckpointException)):
             raise
         raise ConfigError(f"{target}: cannot be written: {cause_of(error)}") from None
@@ -216,9 +213,7 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
     model, reader, hf_name = _on_meta(shape), PartsReader(source), name_of(shape.name, shape.config)
     parameters = adapted(model, _ends_of(shape), known.lora)
     _check_tensors(source, reader, parameters)
-    tensors = {
-        peft_name(name, hf_name): _read(reader, f"model.{name}", p) for name, p in parameters.items()
-    }
+    tensors = {peft_name(name, hf_name): _read(reader, name, p) for name, p in parameters.items()}
     with _new_folder(target) as aside:
         words = target_modules(model, hf_name)
         write_adapters(aside, table_of(known.lora), known.lora.load_hf, words, tensors)
@@ -249,9 +244,9 @@ class _Streamed(ShardSavePlanner):
         return self.read(index.fqn)
 
 
-def _read(reader: PartsReader, key: str, like: Tensor) -> Tensor:
+def _read(reader: PartsReader, name: str, like: Tensor) -> Tensor:
     part = _whole(like, "cpu")
-    load_parts(reader, {key: part})
+    load_parts(reader, {f"model.{name}": part})
     return part.local
 
 
@@ -271,7 +266,8 @@ def _ends_of(model: Model) -> Plan:
 
 
 def _model_of(folder: Path, known: store.State) -> Model:
-    place, name, fields = f"{folder / store.STATE}: model", known.model.name, known.model.fields()
+    place, name = f"{folder / store.STATE}: model", known.model.name
+    fields = known.model.model_extra or {}
     kind = find_model(name).Config if name in model_names() else None
     if not kind:
         cure = "; give --config RUN_DIR/config.toml, which has model.path" if name.endswith("/") else ""

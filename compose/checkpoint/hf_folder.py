@@ -35,7 +35,7 @@ from compose.config.job import Job
 from compose.config.tables import Model
 from compose.config.toml import COMMAND_LINE
 from compose.data.tokenizer import TOKENIZER
-from compose.errors import LEADS_OUT, ConfigError, leads_out, refuse_link_out
+from compose.errors import LEADS_OUT, ConfigError, leads_out, noted, refuse_link_out
 from compose.memory.lora import is_adapter
 from compose.memory.quantized import quantized_layers, weight_shape
 from compose.object_storage import as_path
@@ -61,10 +61,9 @@ def source_problems(job: Job) -> list[str]:
     problems = config_problems(folder, model.name, model.config)
     if problems:  # comparing the tensors would be useless
         return problems
-    try:
+    with noted(problems):
         return differences(TensorFiles(folder), job.model, name_of(model.name, model.config))
-    except ConfigError as error:
-        return error.problems
+    return problems
 
 
 def name_of(name: str, config: Any) -> HfName:

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from compose import PARENT
 from compose.checkpoint import rank_state, store
-from compose.checkpoint.dcp_storage import Chunk, DescribedTensor, load_parts
+from compose.checkpoint.dcp_storage import Chunk, DescribedTensor
 from compose.checkpoint.loading import SentPartsReader, cause_of
 from compose.checkpoint.local_shards import LocalShard, pinned, staged
 from compose.checkpoint.safetensors_files import NAMES, bytes_of
@@ -103,12 +102,7 @@ class _Slot:
 
     def sums(self) -> dict[str, int]:
         """Return the checksum of each part."""
-        memory = bytes_of(self.memory)
-        return {
-            name: zlib.crc32(memory[chunk.begin : chunk.begin + chunk.length])
-            for name, stored in self.tensors.items()
-            for chunk in stored.chunks
-        }
+        return {name: zlib.crc32(bytes_of(part.local)) for name, part in self.into.items()}
 
     def publish(self, text: bytes) -> None:
         """Write the text, from which on the file is a copy."""
@@ -285,7 +279,7 @@ class Copies:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX)) / store.name_of(step)
             folder.mkdir()
             store.write_run_state(folder, copy.state, copy.config, {})
-            self._write_rank_state(reader, folder)
+            rank_state.write_from_part(reader, folder, self.group)
             return CopiedStep(step, folder, reader, sorted(files))
         return None
 
@@ -295,19 +289,6 @@ class Copies:
         own = {name: _damage(self.folder / name, mine[name]) for name in share}
         everyone = gathered_objects([(n, tensor) for n, tensor in own.items() if tensor], self.group)
         return dict(pair for pairs in everyone for pair in pairs)
-
-    def _write_rank_state(self, reader: SentPartsReader, folder: Path) -> None:
-        """Write the file of this rank's own state, if ranks have one."""
-        known = reader.read_metadata().state_dict_metadata
-        wanted: dict[str, LocalShard] = {}
-        name = rank_state.file_of(folder, self.rank).name
-        if isinstance(stored := known.get(name), TensorStorageMetadata):
-            memory = torch.empty(stored.size, dtype=torch.uint8)
-            wanted = {name: LocalShard(stored.size, torch.Size([0]), memory)}
-        if any(each.startswith(rank_state.PREFIX) for each in known):
-            load_parts(reader, wanted, self.group)
-        for part in wanted.values():
-            write_whole(folder / name, bytes(bytes_of(part.local)))
 
     def settle(self, copied: CopiedStep | None, read: bool = False) -> None:
         """Remove what was left of earlier starts, but what was ``copied`` and all have ``read``."""
@@ -322,15 +303,10 @@ class Copies:
     def _remove_earlier(self, kept: Sequence[str] = ()) -> None:
         for path in self.folder.iterdir():
             if f"-{self.attempt}-" not in path.name and path.name not in kept:
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)  # another agent of this host may be first
-                else:
-                    path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # another agent of this host may be first
 
-    def take(
-        self, state: dict[str, LocalShard], kept: bytes | None, progress: Progress, last: int
-    ) -> None:
-        """Copy the state after a step, with what this rank has ``kept`` alone; a thread does the rest.
+    def take(self, state: dict[str, LocalShard], progress: Progress, last: int) -> None:
+        """Copy the state after a step; a thread does the rest.
 
         ``last`` is the state of the last copy, the greatest of all ranks. If it is still going on, this
         copy is left out. If it has failed, its file is written again: the other one is whole.
@@ -342,10 +318,6 @@ class Copies:
             if not self.settled and self.rank == self.near[0]:
                 self._remove_earlier()
             self.settled = True
-        if kept is not None:
-            memory = torch.frombuffer(bytearray(kept), dtype=torch.uint8)
-            name = rank_state.file_of(Path(), self.rank).name
-            state = {**state, name: LocalShard(memory.shape, torch.Size([0]), memory)}
         slot, self.state, filled = self.slots[self.slot], GOING, True
         try:
             slot.fill(state)

@@ -208,9 +208,8 @@ def lora_fields(config: Config) -> store.Adapters | None:
         return None
     base = base_identity(folder, config.train.seed)
     where = str(as_path(folder).resolve()) if folder else ""
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     more = {"rslora": lora.rslora, "dora": lora.dora, "dropout": lora.dropout, "kept": lora.base}
-    return store.Adapters(lora.rank, lora.effective_alpha, targets, base, where, **more)
+    return store.Adapters(lora.rank, lora.effective_alpha, lora.targets, base, where, **more)
 
 
 def load_beside(

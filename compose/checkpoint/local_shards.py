@@ -161,9 +161,6 @@ class ShardSavePlanner(DefaultSavePlanner):
 class ShardLoadPlanner(DefaultLoadPlanner):
     """Plans the reading of this rank's parts; the checkpoint must have all their names."""
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
     def set_up_planner(
         self,
         state_dict: dict[str, LocalShard],

@@ -32,7 +32,7 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.json_files import read_json
 from compose.config.models import InitialisedModel
-from compose.errors import LEADS_OUT, ConfigError, KnownKeys, leads_out, toml_value
+from compose.errors import ConfigError, KnownKeys, refuse_link_out, toml_value
 from compose.memory.lora import Lora, adapt, is_adapter, linear_layers
 from compose.memory.quantized import rounded
 from compose.object_storage import as_path
@@ -40,7 +40,6 @@ from compose.parallel.lora_parallel import TINY
 from compose.plan import Plan
 from compose.weights import init_weights
 
-CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SAMPLED = 1024  # elements of each tensor
@@ -115,7 +114,7 @@ def write_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(values, indent=2), encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2), encoding="utf-8")
     save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -123,12 +122,11 @@ def adapter_problems(job: Job) -> list[str]:
     """Return everything that keeps ``model.lora.load`` from filling the adapters of ``job``."""
     chosen, lora = job.config.model, job.config.model.lora
     folder = as_path(lora.load)
-    path = folder / CONFIG
+    path = folder / ADAPTER_CONFIG
     if not folder.is_dir():
         return [f"{folder}: no such folder"]
-    if leads_out(path, folder):
-        return [f"{path}: {LEADS_OUT}"]
     try:
+        refuse_link_out(path, folder)
         hf_name = name_of(chosen.name, chosen.config)
         values = read_json(path, dict[str, Any])
         files = TensorFiles(folder, WEIGHTS)
@@ -200,9 +198,8 @@ def name_of_base(load_hf: str, seed: int) -> str:
 
 def table_of(known: store.Adapters) -> Lora:
     """Return the table [model.lora] of a checkpoint."""
-    targets = known.targets if isinstance(known.targets, str) else tuple(known.targets)
     more = {"rslora": known.rslora, "dora": known.dora, "dropout": known.dropout}
-    return Lora(rank=known.rank, alpha=known.alpha, targets=targets, **more)
+    return Lora(rank=known.rank, alpha=known.alpha, targets=known.targets, **more)
 
 
 def adapted(model: nn.Module, ends: Plan, known: store.Adapters) -> dict[str, Tensor]:

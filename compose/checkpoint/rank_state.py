@@ -10,16 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from compose.checkpoint import store
-from compose.checkpoint.local_shards import LocalShard
-from compose.checkpoint.safetensors_files import opened
+from compose.checkpoint.dcp_storage import PartsReader, load_parts
+from compose.checkpoint.local_shards import LocalShard, local_shard_of
+from compose.checkpoint.safetensors_files import bytes_of, opened
 from compose.config.tables import Config
-from compose.errors import ConfigError, open_own, write_whole
+from compose.errors import ConfigError, open_own, refused_in, write_whole
 from compose.object_storage import StoreError
 from compose.ops.tensors import gathered_objects
 
@@ -75,6 +78,26 @@ def packed(label: str, state: Mapping[str, Tensor]) -> bytes:
     return save(dict(state), {"of": label})
 
 
+def as_part(rank: int, label: str, state: Mapping[str, Tensor] | None) -> dict[str, LocalShard]:
+    """Return the content of a rank's file, if there is a state, as a part by the file's name."""
+    if state is None:
+        return {}
+    content = torch.frombuffer(bytearray(packed(label, state)), dtype=torch.uint8)
+    return {file_of(Path(), rank).name: local_shard_of(content)}
+
+
+def write_from_part(reader: PartsReader, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write the file of this rank from such a part, if ``reader`` has one; a collective."""
+    known, path = reader.read_metadata().state_dict_metadata, file_of(folder, group.rank())
+    wanted: dict[str, LocalShard] = {}
+    if isinstance(stored := known.get(path.name), TensorStorageMetadata):
+        wanted[path.name] = local_shard_of(torch.empty(stored.size, dtype=torch.uint8))
+    if any(name.startswith(PREFIX) for name in known):
+        load_parts(reader, wanted, group)
+    for part in wanted.values():
+        write_whole(path, bytes(bytes_of(part.local)))
+
+
 def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
     """Return this rank's file, in host memory; None if a rank has none with the label; a collective."""
     state: dict[str, Tensor] | None = None
@@ -105,16 +128,14 @@ def load(
     """
     keeps = any(other.state() is not None for other in others)
     kept = read(folder, label, group) if keeps else {}
-    state = kept or {}
-    try:
+    state, path = kept or {}, file_of(folder, group.rank())
+    with refused_in(str(path)):
         for other in others:
             other.load(state, filled, step)
         state.pop("noise_scale", None)  # of a run that measured it; this one does not
         if state:
             raise ConfigError(f"{next(iter(state))} is no name of what messages keep")
-    except ConfigError as error:
-        raise ConfigError(f"{file_of(folder, group.rank())}: {error}") from None
-    if kept is not None or not any(gathered_objects(file_of(folder, group.rank()).exists(), group)):
+    if kept is not None or not any(gathered_objects(path.exists(), group)):
         return ""
     return (
         f"{folder}: what messages kept is of another mesh, of other codes, or of an earlier"

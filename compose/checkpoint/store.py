@@ -72,9 +72,9 @@ class Progress:
         measured = (self.step, loss if math.isfinite(loss) else None)
         return replace(self, validations=(*self.validations, measured))
 
-    def is_among_best(self, count: int) -> bool:
-        """Tell whether the loss after this very step is one of the ``count`` lowest so far."""
-        return self.step in best_first(self.validations)[:count]
+    def best(self, count: int) -> list[int]:
+        """Return the steps of the ``count`` lowest losses so far."""
+        return best_first(self.validations)[:count]
 
 
 class ModelFields(BaseModel):
@@ -82,10 +82,6 @@ class ModelFields(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     name: str
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the config."""
-        return dict(self.model_extra or {})
 
 
 class DataFields(BaseModel):
@@ -105,7 +101,7 @@ class Adapters:
 
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0)]
-    targets: Literal["all-linear"] | list[str]
+    targets: Literal["all-linear"] | tuple[str, ...]
     base: str  # the identity of the frozen weights, from ``compose.checkpoint.peft.base_identity``
     load_hf: str = ""  # the folder of the frozen weights; empty if they are drawn by ``State.seed``
     rslora: bool = False
@@ -224,8 +220,6 @@ def newest_first(root: Path) -> list[Path]:
 
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return one line for each way in which a checkpoint differs from what was published."""
-    if not there(folder / MANIFEST):
-        return [f"{MANIFEST} is missing"]
     try:
         path = folder / MANIFEST
         files = _readable(folder, MANIFEST, lambda: read_json(path, _Manifest, own=True)).files
@@ -260,17 +254,12 @@ def _check_all_there(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 def _readable(folder: Path, name: str, read: Callable[[], T]) -> T:
     """Return the result of ``read``. Raises ConfigError that begins with the file's name."""
+    if not there(folder / name):
+        raise ConfigError(f"{name} is missing")
     try:
-        with open_own(folder / name):
-            return read()
-    except FileNotFoundError:
-        raise ConfigError(f"{name} is missing") from None
-    except StoreError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+        return read()
     except ConfigError as error:
-        reason = str(error).removeprefix(f"{folder / name}: ")
+        reason = str(error).removeprefix(f"{folder / name}: ").removeprefix("cannot be read: ")
         raise ConfigError(f"{name} cannot be read: {reason}") from None
 
 

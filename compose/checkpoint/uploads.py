@@ -75,7 +75,7 @@ class Uploads:
 
     def _taken(self) -> str:
         """Tell which run has claimed the folder since; "" if none has."""
-        holder = (self.remote / CLAIM).read_text()
+        holder = (self.remote / CLAIM).read_bytes().decode()
         return "" if holder == self.token else f"was taken by another run ({holder.partition(',')[0]})"
 
     def _check_claim(self) -> None:

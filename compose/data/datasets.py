@@ -27,7 +27,7 @@ from compose.data.tokenizer import (
     open_tokenizer,
     tokenizer_files,
 )
-from compose.errors import ConfigError, write_whole
+from compose.errors import ConfigError, noted, refused_in, write_whole
 from compose.object_storage import as_path
 from compose.ops.batch import count_targets
 from compose.parallel.output_projection import CrossEntropy
@@ -84,11 +84,9 @@ def open_data(config: Config) -> OpenData:
     data, task, problems = config.data, task_of(config), list[str]()
 
     def opened(key: str, path: str) -> list[Samples]:
-        try:
+        with noted(problems), refused_in(f"data.{key}"):
             return [task.open(path, config)]
-        except ConfigError as error:
-            problems.extend(f"data.{key}: {problem}" for problem in error.problems)
-            return []
+        return []
 
     paths = (data.path,) if isinstance(data.path, str) else data.path
     paths = paths if any(paths) else ()
@@ -106,10 +104,8 @@ def open_data(config: Config) -> OpenData:
     known = [(each.name, each.tokenizer) for each in compared if each.tokenizer is not None]
     folder = as_path(config.checkpoint.load_hf)
     if config.checkpoint.load_hf and (folder / FILE).exists():
-        try:
+        with noted(problems):
             known.insert(0, (str(folder), open_tokenizer(folder).sha256))
-        except ConfigError as error:
-            problems += error.problems
     shown = [f"sha256 {sha256[:12]}" if sha256 else "bytes" for _, sha256 in known]
     problems += [
         f"data: {name} is of another tokenizer ({its}) than {known[0][0]} ({shown[0]}); tokenize both"

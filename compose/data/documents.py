@@ -127,8 +127,12 @@ def rows(
         yield from _arrow_rows(unit, field)
         return
     if is_one_unit(unit.path):
-        with _opened(unit) as file:
-            parsed: Iterator[tuple[int, Any]] = enumerate(_array(unit, file.read()))
+        try:
+            with _opened(unit) as file:
+                values: list[Any] = _parsed(file.read().removeprefix(BOM_UTF8))
+        except ValueError as error:
+            raise ConfigError(f"{unit.path}: {error}") from None
+        parsed: Iterator[tuple[int, Any]] = enumerate(values)
     else:
         parsed = _lines(unit)
     for place, content in parsed:
@@ -141,13 +145,6 @@ def rows(
             continue
         if row is not _BLANK:
             yield place, row
-
-
-def _array(unit: FilePart, content: bytes) -> list[Any]:
-    try:
-        return _parsed(content.removeprefix(BOM_UTF8))
-    except ValueError as error:
-        raise ConfigError(f"{unit.path}: {error}") from None
 
 
 def _parsed(content: bytes) -> Any:

@@ -12,6 +12,7 @@ import functools
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -233,28 +234,27 @@ class Samples(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Windows:
     """Samples cut from one long row: sample i has tokens i L to (i + 1) L, and targets one later."""
 
-    def __init__(
-        self,
-        name: str,
-        row: TokenRow,
-        separator: int,
-        seq_len: int,
-        vocab_size: int,
-        tokenizer: str | None = None,
-        token_set: TokenSet | None = None,
-    ) -> None:
-        self.name, self.row, self.separator = name, row, separator
-        self.seq_len, self.vocab_size = seq_len, vocab_size
-        self.tokenizer, self.token_set = tokenizer, token_set
-        if len(row) < seq_len + 1:
+    name: str
+    row: TokenRow
+    separator: int
+    seq_len: int
+    vocab_size: int
+    tokenizer: str | None = None
+    token_set: TokenSet | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.row) < self.seq_len + 1:
             raise ConfigError(
-                f"{name} has {len(row)} tokens; one sample needs train.seq_len + 1 = {seq_len + 1}"
+                f"{self.name} has {len(self.row)} tokens; one sample needs train.seq_len + 1 ="
+                f" {self.seq_len + 1}"
             )
-        for block in row.blocks(_CHECKED) if token_set is None else ():  # a set's tokenizer is known
-            check_ids(block, name, vocab_size)
+        # A set's tokenizer is known.
+        for block in self.row.blocks(_CHECKED) if self.token_set is None else ():
+            check_ids(block, self.name, self.vocab_size)
 
     @property
     def content(self) -> str:

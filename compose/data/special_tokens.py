@@ -87,9 +87,8 @@ class SpecialTokens:
 
 def read_special_tokens(folder: Path, vocabulary: Collection[str], byte_level: bool) -> SpecialTokens:
     """Read the special tokens beside a tokenizer.json."""
-    path, problems = folder / CONFIG, list[str]()
-    config = read_beside(folder, CONFIG)
-    problems += KEYS.problems({key: config[key] for key in KEYS.only if key in config})
+    path, config = folder / CONFIG, read_beside(folder, CONFIG)
+    problems = KEYS.problems({key: config[key] for key in KEYS.only if key in config})
     kind = _class(config, read_beside(folder, MODEL), byte_level)
     names = dict(_CLASSES.get(kind, {}))
     _name(names, config, path)

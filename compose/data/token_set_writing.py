@@ -225,7 +225,7 @@ def _claim(job: TokenizeJob, target: Path) -> None:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(value, indent=1).encode())
+    write_whole(path, json.dumps(value, indent=1))
 
 
 def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | None:
@@ -291,8 +291,8 @@ def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
     aside = [target / f".{name}-{unit.name}.bin" for name in names]
     for path in aside:  # left by a killed attempt, or a link
         path.unlink(missing_ok=True)
-    files = [path.open("xb") for path in aside]
-    try:
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(path.open("xb")) for path in aside]
         make = _chats if chat else _texts
         for ids, learnt, ends in make(job, unit, tokenizer, counts):
             files[0].write(np.asarray(ids, _dtype(tokenizer)).tobytes())
@@ -307,9 +307,6 @@ def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
         for file in files:
             file.flush()
             os.fsync(file.fileno())
-    finally:
-        for file in files:
-            file.close()
     for path in aside:
         path.replace(path.with_name(path.name[1:]))
     _write_json(target / f".{unit.name}.json", asdict(counts))

@@ -17,6 +17,7 @@ from compose.__main__ import main
 from compose.checkpoint.hf_conversion import _model_of, export
 from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
 from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
+from compose.checkpoint.store import ModelFields
 from compose.errors import ConfigError
 from models import llama
 from tests.support.checkpoints import MESHES, train_on
@@ -104,7 +105,7 @@ def test_round_trip(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[s
 
 def test_a_model_of_ones_own_is_named_by_a_config() -> None:
     """That of its run has the fields too, without which its weights would not fit."""
-    known: Any = SimpleNamespace(model=SimpleNamespace(name="mine/", fields=dict))
+    known: Any = SimpleNamespace(model=ModelFields(name="mine/"))
     line = refusal(_model_of, Path("run"), known)
     assert line.startswith("run/state.json: model.name: 'mine/' is none of deepseek_v3, dit, ")
     assert line.endswith("; give --config RUN_DIR/config.toml, which has model.path")

@@ -18,7 +18,7 @@ from compose.checkpoint.dcp_storage import PartsReader
 from compose.checkpoint.hf_folder import checkpoints, name_of
 from compose.checkpoint.hf_stored import stored
 from compose.checkpoint.peft import (
-    CONFIG,
+    ADAPTER_CONFIG,
     KEYS,
     adapter_problems,
     named_adapters,
@@ -212,14 +212,14 @@ def test_export_to_peft_and_merged(pool: Pool, base: Path, tmp_path: Path, dora:
     adapters, merged = tmp_path / "adapters", tmp_path / "merged"
     assert main(["convert", str(tmp_path / "run"), str(adapters)]) == 0
     assert main(["convert", str(tmp_path / "run"), str(merged), "--merged"]) == 0
-    settings = json.loads((adapters / CONFIG).read_text())
+    settings = json.loads((adapters / ADAPTER_CONFIG).read_text())
     assert (settings["r"], settings["lora_alpha"]) == (3, 6)
     assert settings["target_modules"] == MODULES
     assert (settings["use_dora"], settings["use_rslora"]) == (dora, dora)
     assert settings["lora_dropout"] == (0.1 if dora else 0)
     if dora:  # as peft writes it where it was asked so
         settings["target_modules"] = "all-linear"
-        (adapters / CONFIG).write_text(json.dumps(settings))
+        (adapters / ADAPTER_CONFIG).write_text(json.dumps(settings))
 
     assert refused(convert, [str(tmp_path / "run"), str(tmp_path / "more"), "--dtype=bfloat16"]) == [
         "command line: --dtype: is for whole weights; give --merged too"
@@ -352,10 +352,10 @@ def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: st
     hf_name, lacks = name_of("llama", job.config.model.config), not changed
     tensors = {name: torch.zeros(p.shape) for name, p in named_adapters(job.model, hf_name)}
     write_adapters(folder, job.config.model.lora, "", target_modules(job.model, hf_name), tensors)
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | changed))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | changed))
     wanted = make_job(1, **lora(targets=ALL if lacks else ATTENTION, load=folder))
-    expected = message.format(config=folder / CONFIG, folder=folder)
+    expected = message.format(config=folder / ADAPTER_CONFIG, folder=folder)
     assert adapter_problems(wanted)[0] == expected
     said = refused(fill_weights, wanted.model, wanted, torch.device("cpu"))
     assert said[0] == f"model.lora.load: {expected}"
@@ -396,9 +396,9 @@ def test_how_adapters_began_changes_nothing_or_is_refused(
             PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path), tokens
         )
 
-    config = json.loads((tmp_path / CONFIG).read_text())
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
     plain = logits()
-    (tmp_path / CONFIG).write_text(json.dumps(config | {"init_lora_weights": weights}))
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | {"init_lora_weights": weights}))
     assert torch.equal(logits(), plain) == (not KEYS.problems({"init_lora_weights": weights}))
 
 

@@ -324,7 +324,7 @@ def test_no_island_prunes_what_another_goes_on_from(
     first = _at_island(0, shared, folder=tmp_path, last=last)
     for others, left in cases:
         shared.set("told/checkpoints/1", json.dumps([store.name_of(step) for step in others]))
-        first._prune(tmp_path / store.name_of(8))
+        first._prune(store.Progress(8, 0, 0))
         assert [store.step_of(p) for p in sorted(tmp_path.iterdir())] == left
 
 
