@@ -126,22 +126,22 @@ def apply(
     if activations:
         for name in resolved.checkpoint:
             activations.wrap(model.get_submodule(name))
-    hpz = hpz_groups(mesh, parallel.zero3_reshard, zero, over)
+    hpz = hpz_groups(mesh, parallel.zero3_reshard, over)
     data = [DataParallel(stage.module, zero) for stage in stages]
     # A lone process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
-        how = Sharding(
-            zero,
-            precision.master_dtype,
-            precision.param_dtype,
-            precision.reduce_dtype,
-            offload,
-            options.comm.prefetch,
-            hpz,
-            over,
-        )
         for number, stage in enumerate(stages):
-            how = replace(how, messages=compression.stage() if compression else None)
+            how = Sharding(
+                zero,
+                precision.master_dtype,
+                precision.param_dtype,
+                precision.reduce_dtype,
+                offload,
+                options.comm.prefetch,
+                hpz,
+                over,
+                compression.stage() if compression else None,
+            )
             here = resolved.without(stage.absent)
             # Without a mesh of their own they are in their layers' units.
             experts = [name for name, _ in here.expert] if over is not None else []

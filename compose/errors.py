@@ -146,7 +146,7 @@ def cut(text: str) -> str:
     return text if len(text) <= _VALUE else f"{text[:_VALUE]}..."
 
 
-_STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _NAME, _PATH = 255, 4095  # bytes of a file's name, and of a path, on Linux
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
@@ -156,7 +156,7 @@ def local_path(text: str) -> str:
 
     Variables are not expanded: they differ between nodes, and where one is unset the path is another.
     """
-    if _STORE.match(text):
+    if URL.match(text):
         raise ValueError("is in a remote store, which cannot be used; give a folder of this machine")
     if result := _VARIABLE.search(text):
         raise ValueError(f"has {result[0]}, and variables are not expanded here; write its value, or ~")

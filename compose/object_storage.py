@@ -19,10 +19,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
-from compose.errors import ConfigError, did_you_mean, local_path
+from compose.errors import URL, ConfigError, did_you_mean, local_path
 
 T = TypeVar("T")
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = ("file", "local")
 _WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds between the tries of what cannot be reached
 _AHEAD = 2**24  # bytes read at once of a file that is read from its beginning
@@ -208,7 +207,7 @@ class _Ranges(io.RawIOBase):
 
 def as_path(text: str | Path) -> Path:
     """Return the path that a text names: a :class:`Remote` for a URL."""
-    return Remote(text) if _URL.match(str(text)) else Path(text)
+    return Remote(text) if URL.match(str(text)) else Path(text)
 
 
 def any_path(text: str) -> str:
@@ -216,7 +215,7 @@ def any_path(text: str) -> str:
 
     ValueError for a store that fsspec does not know, or whose package is not installed.
     """
-    if not (match := _URL.match(text)):
+    if not (match := URL.match(text)):
         return local_path(text)
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
 

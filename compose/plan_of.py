@@ -299,13 +299,11 @@ class _Decoder:
         if head is None:
             raise _NoForm("it has no projection onto the vocabulary")
         layout = Shard(-1) if sharded else Replicate()
-        logits = ColwiseParallel(output_layouts=layout, use_local_output=not sharded)
-        for name, style in (
-            (self._name_of(self.model.get_input_embeddings()), LocalEmbedding(Replicate())),
-            (self._name_of(head), logits),
-        ):
-            styles[name] = style
-            placed[name] = ""
+        ends: dict[str, ParallelStyle] = {
+            self._name_of(self.model.get_input_embeddings()): LocalEmbedding(Replicate()),
+            self._name_of(head): ColwiseParallel(output_layouts=layout, use_local_output=not sharded),
+        }
+        styles, placed = styles | ends, placed | dict.fromkeys(ends, "")
         # Modules whose columns are cut, and whose inner activations are a rank's part.
         cut = {parent(name) for name, kind in placed.items() if kind == "colwise"}
         attention = {name for name in cut if "att" in name.rpartition(".")[2]}

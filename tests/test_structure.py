@@ -348,6 +348,7 @@ OTHER_INPUT = {
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
     "the batch": (
         "pipeline.pipeline_parallel._first pipeline.pipeline_parallel.check_whole parallel.mesh.rows_of"
+        " parallel.data_parallel.check_gradients"
     ),
     "a schedule's file": "pipeline.schedules.refuse",
     "a rank's file of a checkpoint": "pipeline.pipedream.restore",

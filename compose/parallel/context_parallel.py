@@ -143,38 +143,26 @@ class _Contextual(nn.Module):
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        options = getattr(self, "options", None) or AttentionOptions()
-        return _attend(self.exchange, options, q, k, v, documents, sinks)
+        exchange, options = self.exchange, getattr(self, "options", None) or AttentionOptions()
+        check(q, k, v, sinks, options)
+        rows, length = q.shape[:2]
+        check_documents(documents, rows, length * exchange.cp)
+        tensors, scores = tensors_of(documents), options.given(q)
+        if exchange.cp == 1:
+            return attention_forward(q, k, v, *tensors, sinks, (0,), (0,), *scores)[0]
+        if exchange.method == "ulysses":
+            return _ulysses(exchange, (q, k, v), tensors, sinks, scores)
+        if exchange.method == "ring":
+            cp, balance = exchange.cp, exchange.balance
+            starts = [start for rank in range(cp) for start in chunk_starts(rank, cp, balance, length)]
+            return ring_attention_forward(q, k, v, *tensors, sinks, exchange.group, starts, *scores)[0]
+        return cast(Tensor, _AllGather.apply(q, k, v, *tensors, sinks, exchange, scores))
 
 
 @cache
 def _contextual(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a core whose sequence is over several ranks."""
     return type(f"ContextParallel{kind.__name__}", (_Contextual, kind), {})
-
-
-def _attend(
-    exchange: Exchange,
-    options: AttentionOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Documents | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    check(q, k, v, sinks, options)
-    rows, length = q.shape[:2]
-    check_documents(documents, rows, length * exchange.cp)
-    tensors, scores = tensors_of(documents), options.given(q)
-    if exchange.cp == 1:
-        return attention_forward(q, k, v, *tensors, sinks, (0,), (0,), *scores)[0]
-    if exchange.method == "ulysses":
-        return _ulysses(exchange, (q, k, v), tensors, sinks, scores)
-    if exchange.method == "ring":
-        cp, balance = exchange.cp, exchange.balance
-        starts = [start for rank in range(cp) for start in chunk_starts(rank, cp, balance, length)]
-        return ring_attention_forward(q, k, v, *tensors, sinks, exchange.group, starts, *scores)[0]
-    return cast(Tensor, _AllGather.apply(q, k, v, *tensors, sinks, exchange, scores))
 
 
 _Scores = tuple[bool, int, float, float]  # causal, window, scale, softcap

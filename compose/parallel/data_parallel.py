@@ -15,7 +15,9 @@ If there is nothing to shard and nothing to cast, FSDP would only copy. Then gra
 all-reduce. It does so for parameters without dims in any case.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -34,11 +36,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
+from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward
 from compose.parallel.gradient_sum import GradientSum
 from compose.parallel.hpz import HpzGather, HpzGroups
-from compose.parallel.mesh import BATCH_AXES, axis_size
+from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
+
+_DATA_AXES = (*BATCH_AXES, "cp")  # over which gradients are summed
 
 
 class UnitMessages(Protocol):
@@ -92,12 +97,10 @@ class Sharding:
     offload: bool = False
     """Whether parameters and gradients are in host memory, pinned if there is a GPU. A unit's shards
     are copied to the device when the unit is gathered. The caller has to create the parameters in
-    host memory.
-    """
+    host memory."""
     prefetch: int = 0
     """Units whose gather begins before the unit ahead of them runs, in forward and in backward. With 0
-    FSDP decides: it prefetches the next unit in backward. Where experts have a mesh, 0 is 1.
-    """
+    FSDP decides: it prefetches the next unit in backward. Where experts have a mesh, 0 is 1."""
     hpz: HpzGroups | None = None
     """Neighbours that gather a unit again in stage 3, after a step's first gather."""
     expert_mesh: DeviceMesh | None = None
@@ -119,13 +122,16 @@ class DataParallel:
         """Units that are gathered once in a step, with zero 3 too."""
         self.on_first: Callable[[nn.Module], None] | None = None
         """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
-        self.next_is_first, self.is_first = True, False
+        self.sums_each = False
+        """Whether the gradients of every micro-batch are sums over all ranks."""
+        self.lacking: list[str] = []
+        """Parameters without a gradient in the step's first micro-batch, if it has sums of its own."""
+        self.next_is_first, self.is_first, self.first_has_sums = True, False, False
 
     def gather(self) -> None:
-        """Gather all of the model's parameters, and keep gradients where they are.
+        """Gather all parameters for code outside of forward and backward, and keep gradients.
 
-        This serves code that runs outside of forward and ``backward()``. :meth:`finish_backward` ends
-        it.
+        :meth:`finish_backward` ends it.
         """
         if self.sums:
             self.sums.begin(last=False)
@@ -151,8 +157,11 @@ class DataParallel:
 
     def prepare_micro_batch(self, last: bool) -> None:
         """Prepare, before a micro-batch's forward, what is communicated in its backward."""
-        self.is_first = self.on_first is not None and self.next_is_first and not last
-        self.next_is_first = last
+        if self.next_is_first:
+            self.lacking = []
+        first, self.next_is_first = self.next_is_first and not last, last
+        self.is_first = first and self.on_first is not None
+        self.first_has_sums = self.is_first or (first and self.sums_each)
         complete = last or self.is_first
         if self.sums:
             self.sums.begin(complete)
@@ -171,8 +180,36 @@ class DataParallel:
 
     def end_micro_batch(self) -> None:
         """Note that a micro-batch's backward has ended."""
+        if self.first_has_sums:
+            self.lacking = _lacking(self.model)
         if self.on_first and self.is_first:
             self.on_first(self.model)
+
+
+def _lacking(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def check_gradients(
+    model: nn.Module, parts: Iterable[DataParallel], mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Raise ConfigError if ranks of data parallel have gradients of different parameters in a step.
+
+    A message has the gradients that a rank has, without names. So another parameter's would be added.
+    """
+    if (ranks := math.prod(axis_size(mesh, axis) for axis in _DATA_AXES)) == 1:
+        return
+    lacking = [name for part in parts for name in part.lacking] + _lacking(model)
+    own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
+    total = sum_over(own, mesh, _DATA_AXES)
+    # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
+    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
+    if reads and float(total) != float(own) * ranks:
+        raise ConfigError(
+            f"model: {lacking[0] if lacking else 'some parameter'} has a gradient on some ranks of data"
+            " parallel and not on others, so that their sums are wrong; let each forward use every"
+            " parameter, as by adding 0.0 * parameter.sum() to its output"
+        )
 
 
 def apply_data_parallel(
@@ -193,9 +230,11 @@ def apply_data_parallel(
     The loss follows the last unit if ``is_last_stage``.
     """
     zero, hpz, data = how.zero, how.hpz, DataParallel(model, how.zero)
-    if _only_sums(mesh, how):
-        copies = [axis for axis in ("dp_replicate", "cp") if axis_size(mesh, axis) > 1]
-        groups = [_joined(mesh, copies).get_group()] if copies else []
+    copies, shards = _data_meshes(mesh, zero)
+    one_type = how.master_dtype == how.param_dtype == how.reduce_dtype
+    # Then whole parameters serve forward, backward and optimizer.
+    if shards.size() == 1 and one_type and not how.offload and how.expert_mesh is None:
+        groups = [copies.get_group()] if copies else []
         reduce = how.messages.whole if how.messages and how.messages.reduces else None
         data.sums = GradientSum(model, units, groups, reduce)
         model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
@@ -203,9 +242,9 @@ def apply_data_parallel(
     # FSDP cannot shard a parameter without dims, which stays whole.
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     if scalars:
-        over = [mesh.get_group(axis) for axis in (*BATCH_AXES, "cp") if axis_size(mesh, axis) > 1]
+        over = [mesh.get_group(axis) for axis in _DATA_AXES if axis_size(mesh, axis) > 1]
         data.sums = GradientSum(model, (), over, scalars=True)
-    copies, shards = _data_meshes(mesh, zero)
+    data.sums_each = zero >= 2 and copies is None  # replicas sum in the last micro-batch alone
     data_mesh = shards
     messages = data.messages = how.messages
     if messages:
@@ -228,9 +267,8 @@ def apply_data_parallel(
         dim_of: Callable[[Sequence[int]], int] = stacked,
     ) -> None:
         # Only the model's own inputs are cast. A float32 tensor between its parts is so on purpose.
-        cast_inputs = modules is model
         policy = MixedPrecisionPolicy(
-            how.param_dtype, how.reduce_dtype, cast_forward_inputs=cast_inputs
+            how.param_dtype, how.reduce_dtype, cast_forward_inputs=modules is model
         )
         fully_shard(
             modules,  # type: ignore[arg-type]
@@ -294,15 +332,13 @@ def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
 
     A unit within another, as experts are, is gathered with the outer one.
     """
-    inner: list[list[FSDPModule]] = [
-        [m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units
-    ]
+    inner = [[m for m in unit.modules() if isinstance(m, FSDPModule)] for unit in units]
     for i, (own, *within) in enumerate(inner):
         before, after = inner[max(0, i - ahead) : i], inner[i + 1 : i + 1 + ahead]
         own.set_modules_to_forward_prefetch([*within, *(m for unit in after for m in unit)])
         # An empty list would leave the choice to FSDP, which may be the wrong unit in a pipeline. So
         # the unit prefetches itself.
-        back = [*within, *(m for unit in reversed(before) for m in unit)]
+        back: list[FSDPModule] = [*within, *(m for unit in reversed(before) for m in unit)]
         own.set_modules_to_backward_prefetch(back if back else [own])
         for module in within:
             module.set_modules_to_backward_prefetch([module])
@@ -333,13 +369,6 @@ def cuts_stacks(model: nn.Module) -> bool:
         if "expert_shard" not in (stack.device_mesh.mesh_dim_names or ())
         for placement in stack.placements
     )
-
-
-def _only_sums(mesh: DeviceMesh, how: Sharding) -> bool:
-    """Return whether whole parameters in one type serve forward, backward and optimizer."""
-    shards = 1 if how.zero == 0 else axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
-    one_type = how.master_dtype == how.param_dtype == how.reduce_dtype
-    return shards == 1 and one_type and not how.offload and how.expert_mesh is None
 
 
 def _cast_inputs(

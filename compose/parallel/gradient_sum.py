@@ -126,24 +126,21 @@ class GradientSum:
             self._send()
 
     def _send(self) -> None:
-        parameters = [p for p in self.units[len(self.sent)] if p.grad is not None]
-        if not self.groups or not parameters:
-            self.sent.append((parameters, torch.empty(0), None))
-            return
-        with record_function("compose::sum_gradients"):
-            flat = _flat(parameters)
-            if self.reduce:
-                number = len(self.sent)
-                if number not in self.reductions:
-                    names = {p: name for name, p in self.model.named_parameters()}
-                    self.reductions[number] = self.reduce({names[p]: p for p in parameters})
-                self.reductions[number](flat)
-                _put(parameters, flat)
-                self.sent.append((parameters, flat, None))
-                return
-            for group in self.groups[:-1]:
-                dist.all_reduce(flat, group=group)
-            work = dist.all_reduce(flat, group=self.groups[-1], async_op=True)
+        number, flat, work = len(self.sent), torch.empty(0), None
+        parameters = [p for p in self.units[number] if p.grad is not None]
+        if self.groups and parameters:
+            with record_function("compose::sum_gradients"):
+                flat = _flat(parameters)
+                if self.reduce:
+                    if number not in self.reductions:
+                        names = {p: name for name, p in self.model.named_parameters()}
+                        self.reductions[number] = self.reduce({names[p]: p for p in parameters})
+                    self.reductions[number](flat)
+                    _put(parameters, flat)
+                else:
+                    for group in self.groups[:-1]:
+                        dist.all_reduce(flat, group=group)
+                    work = dist.all_reduce(flat, group=self.groups[-1], async_op=True)
         self.sent.append((parameters, flat, work))
 
 

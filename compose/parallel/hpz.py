@@ -94,7 +94,7 @@ class HpzGroups:
 
 
 def hpz_groups(
-    mesh: DeviceMesh, neighbours: int, zero: int, expert_mesh: DeviceMesh | None = None
+    mesh: DeviceMesh, neighbours: int, expert_mesh: DeviceMesh | None = None
 ) -> HpzGroups | None:
     """Return the groups of ``neighbours`` ranks along dp_shard x cp.
 
@@ -103,7 +103,6 @@ def hpz_groups(
     experts are gathered from all. The call creates process groups, so every rank makes it.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
-    check_hpz(neighbours, zero, ranks)
     if neighbours in (0, ranks):
         return None
     shards = _hpz_group(mesh.mesh.flatten(2, 3), neighbours)

@@ -280,22 +280,21 @@ class _RowLinear(nn.Linear):
         return F.linear(input, local_weight(self.weight))
 
 
-class _HeadLinear(nn.Linear):
-    n_heads: int
-    head: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = local_weight(self.bias, partial=True)
-        heads = F.linear(input, local_weight(self.weight, partial=True), bias)
-        return heads.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
-
-
 class _TokenLinear(nn.Linear):
     product = staticmethod(F.linear)
 
     def forward(self, input: Tensor) -> Tensor:
         bias = local_weight(self.bias, partial=True)
         return self.product(input, local_weight(self.weight, partial=True), bias)
+
+
+class _HeadLinear(_TokenLinear):
+    n_heads: int
+    head: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        heads = super().forward(input)
+        return heads.unflatten(-1, (self.n_heads, -1))[..., self.head, :]
 
 
 class _LocalRMSNorm(RMSNorm):

@@ -109,12 +109,10 @@ def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
     if bad:
         raise ConfigError(*bad)
     fixed = math.prod(degree for degree in degrees.values() if degree != -1)
-    if free:
-        if world_size % fixed == 0:
-            return dataclasses.replace(parallel, **{free[0]: world_size // fixed})
-        raise ConfigError(_misfit(degrees, free[0], fixed, world_size))
-    if fixed != world_size:
-        raise ConfigError(_misfit(degrees, None, fixed, world_size))
+    if free and world_size % fixed == 0:
+        return dataclasses.replace(parallel, **{free[0]: world_size // fixed})
+    if free or fixed != world_size:
+        raise ConfigError(_misfit(degrees, fixed, world_size))
     return parallel
 
 
@@ -126,8 +124,9 @@ def meshes(world_size: int) -> Iterator[dict[str, int]]:
             yield dict(zip(AXES, degrees, strict=True))
 
 
-def _misfit(degrees: dict[str, int], free: str | None, fixed: int, world_size: int) -> str:
+def _misfit(degrees: dict[str, int], fixed: int, world_size: int) -> str:
     """Return one line with the product, the world size, and the nearest single change that fits."""
+    free = -1 in degrees.values()
     product = " x ".join(f"{a} {d}" for a, d in degrees.items() if d not in (1, -1)) or "1"
     relation = "does not divide" if free else "is not"
     cures = []
@@ -195,8 +194,7 @@ def init_mesh(parallel: Parallel, device_type: str = "cpu") -> DeviceMesh:
 
 def _shape(parallel: Parallel) -> tuple[int, ...]:
     if parallel.zero == 0:
-        replicas = parallel.dp_replicate * parallel.dp_shard
-        parallel = dataclasses.replace(parallel, dp_replicate=replicas, dp_shard=1)
+        parallel = dataclasses.replace(parallel, dp_replicate=parallel.data_ranks, dp_shard=1)
     return tuple(getattr(parallel, axis) for axis in AXES)
 
 
@@ -271,8 +269,7 @@ def deal(
     fastest = max(speeds)
 
     def seconds(shares: tuple[Share, ...]) -> float:
-        work = (s.micro_batch * s.micro_batches / v for s, v in zip(shares, speeds, strict=True))
-        return max(work)
+        return max(share.rows_run / v for share, v in zip(shares, speeds, strict=True))
 
     options = []
     for size, up in itertools.product(range(min(micro_batch, samples), 0, -1), (0.5, 1e-9)):

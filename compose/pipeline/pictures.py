@@ -215,15 +215,13 @@ def as_svg(given: Drawing) -> str:
         f'<rect width="{width:.10g}" height="{height}" fill="{PAPER}"/>',
     ]
     for box in boxes:
-        rect = f'<rect x="{_pixels(box.x)}" y="{box.y}" width="{_pixels(box.width)}"'
-        rect += f' height="{box.height}" fill="{box.colour}"'
-        if box.bar:
-            rect += (
-                f' stroke="{PAPER}"{box.bar.attributes}><title>{escape(box.bar.words)}</title></rect>'
-            )
-        else:
-            rect += "/>"
-        lines.append(rect)
+        end = "/>"
+        if bar := box.bar:
+            end = f' stroke="{PAPER}"{bar.attributes}><title>{escape(bar.words)}</title></rect>'
+        lines.append(
+            f'<rect x="{_pixels(box.x)}" y="{box.y}" width="{_pixels(box.width)}"'
+            f' height="{box.height}" fill="{box.colour}"{end}'
+        )
     for text in texts:
         anchor = "start" if text.left else "middle"
         lines.append(

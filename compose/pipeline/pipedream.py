@@ -47,13 +47,12 @@ Version = dict[str, nn.Parameter]
 class _Unit:
     """A micro-batch of a batch that the stage has taken up."""
 
-    first: Any
+    given: Any
+    """The first argument of forward; after the first stage it comes from the stage before."""
     inputs: Mapping[str, Any]
     targets: Tensor
     loss: StepLoss
     version: Version
-    stream: Tensor | None = None
-    """The input that has come from the stage before."""
     output: Tensor | None = None
     """The loss, on the last stage."""
 
@@ -129,11 +128,10 @@ class AsynchronousRunner(PipelineRunner):
         unit = self.waiting.popleft()
         if self.rank:
             message = self.incoming or self._exchange(None)
-            unit.stream, self.incoming = message.wait().requires_grad_(), None
-        given = unit.stream if self.rank else unit.first
+            unit.given, self.incoming = message.wait().requires_grad_(), None
         unit.loss.expect(unit.targets)
         with self._running(unit.version):
-            output = self.stages[0].module(given, **unit.inputs)
+            output = self.stages[0].module(unit.given, **unit.inputs)
             last = self.rank == self.pp - 1
             unit.output = unit.loss(output, unit.targets) if last else plain_stream(output)
         self.flight.append(unit)
@@ -158,9 +156,8 @@ class AsynchronousRunner(PipelineRunner):
         assert unit.output is not None
         with self._running(unit.version):  # backward may run parts of the forward again
             torch.autograd.backward(unit.output, gradient)
-        if unit.stream is not None:
-            assert unit.stream.grad is not None
-            self.incoming = self._exchange(unit.stream.grad.contiguous())
+        if self.rank:
+            self.incoming = self._exchange(unit.given.grad.contiguous())
         return unit.output.detach()
 
     def _exchange(self, gradient: Tensor | None) -> Message:

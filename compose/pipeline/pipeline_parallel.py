@@ -71,6 +71,8 @@ class PipelineRunner:
     list on every rank. ``shell`` is the model without the stages' modules, and the cut.
     """
 
+    loss: StepLoss
+    """The loss of the current step."""
     late = 0
     """Steps after which all ranks can know the numbers of a step; 0: at its end."""
 
@@ -95,7 +97,6 @@ class PipelineRunner:
         self.runtime: tuple[Any, Runtime] | None = None
         # The tensor that goes from stage to stage, and the samples of its micro-batch, by shapes.
         self.streams: dict[Any, tuple[Tensor, int]] = {}
-        self.loss: StepLoss | None = None
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -170,10 +171,7 @@ class PipelineRunner:
                 f"batch: has no {name}, the first argument of the model's forward; give it under that"
                 " name"
             )
-        first = inputs[self.first_argument]
-        if not self.shell[1].whole_forward:
-            del inputs[self.first_argument]
-        return first
+        return inputs[name] if self.shell[1].whole_forward else inputs.pop(name)
 
     @torch.no_grad()
     def forward(
@@ -232,7 +230,7 @@ class PipelineRunner:
         last = len(self.placement) - 1
         stages: list[Any] = [
             RuntimeStage(
-                PlainStage(stage.module, self._step_loss, last=stage.index == last),
+                PlainStage(stage.module, lambda: self.loss, last=stage.index == last),
                 stage.index,
                 last + 1,
                 first.device,
@@ -259,10 +257,6 @@ class PipelineRunner:
             }
         )
         return runtime
-
-    def _step_loss(self) -> StepLoss:
-        assert self.loss is not None
-        return self.loss
 
     def stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return what one micro-batch sends between stages, on meta; the first stage tries it once.

@@ -7,7 +7,7 @@ to call layers as the first stage does. Otherwise a later stage fails, or is wro
 
 import copy
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -126,7 +126,6 @@ def balanced(
     output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
     its matrices count in their place. A stage's are divided by its speed, if ``speeds`` are given.
     """
-    check_stages(stages, stages, len(layer_names(model, pipeline)))
     first, layers, last = _costs(model, pipeline, seq_len)
     return fewest_at_most(first, layers, last, stages, speeds)
 
@@ -213,19 +212,19 @@ def split(
     stage_of, last = stages_of(model, pipeline, layers), len(layers) - 1
     ties = _untie(model, stage_of)
     _remove(model, {name for name, stage in stage_of.items() if stage not in mine}, pipeline)
-    stages = []
-    for stage in mine:
-        absent = frozenset(name for name, other in stage_of.items() if other != stage)
+
+    def without(absent: Set[str], later: bool, hands_on: bool) -> nn.Module:
         module = _twin(model, "", {pipeline.layers, *map(parent, stage_of)})
         _remove(module, absent, pipeline)
         if pipeline.whole_forward:
-            module.forward = stage_forward(module, pipeline.layers, stage > 0, stage < last)
-        stages.append(Stage(stage, module, absent))
-    shell = _twin(model, "", {pipeline.layers, *map(parent, stage_of)})
-    _remove(shell, set(stage_of), pipeline)
-    if pipeline.whole_forward:
-        shell.forward = stage_forward(shell, pipeline.layers, True, True)
-    return stages, ties, shell
+            module.forward = stage_forward(module, pipeline.layers, later, hands_on)
+        return module
+
+    stages = []
+    for stage in mine:
+        absent = frozenset(name for name, other in stage_of.items() if other != stage)
+        stages.append(Stage(stage, without(absent, stage > 0, stage < last), absent))
+    return stages, ties, without(stage_of.keys(), True, True)
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
@@ -250,7 +249,7 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
     return ties
 
 
-def _remove(model: nn.Module, names: set[str] | frozenset[str], pipeline: "Pipeline") -> None:
+def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
         holder = model.get_submodule(path)

@@ -1,16 +1,12 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
-import math
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -22,6 +18,7 @@ from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
+from compose.parallel.data_parallel import check_gradients
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
@@ -86,40 +83,15 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
-    lacking: list[str] = []
     with scales, loss_parallel(), hpz, sent, losses as loss:
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
-            total = _run(composition, batch, micro_batch, loss, lacking)
+            total = _run(composition, batch, micro_batch, loss)
     finish_step(model, mesh)
-    _check_gradients(mesh, [*lacking, *_lacking(model)], total.device)
+    check_gradients(model, composition.data, mesh, total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
-
-
-def _lacking(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-
-
-def _check_gradients(mesh: DeviceMesh, lacking: Sequence[str], device: torch.device) -> None:
-    """Raise ConfigError if ranks of data parallel have gradients of different parameters.
-
-    A message has the gradients that a rank has, without names. So another parameter's would be added.
-    """
-    data = (*BATCH_AXES, "cp")
-    if (ranks := math.prod(axis_size(mesh, axis) for axis in data)) == 1:
-        return
-    own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
-    total = sum_over(own, mesh, data)
-    # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
-    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
-    if reads and float(total) != float(own) * ranks:
-        raise ConfigError(
-            f"model: {lacking[0] if lacking else 'some parameter'} has a gradient on some ranks of data"
-            " parallel and not on others, so that their sums are wrong; let each forward use every"
-            " parameter, as by adding 0.0 * parameter.sum() to its output"
-        )
 
 
 def begun(
@@ -252,13 +224,8 @@ def micro_batches(batch: Mapping[str, Any], size: int) -> Iterator[dict[str, Any
         yield {name: value[start : start + size] for name, value in batch.items()}
 
 
-def _run(
-    whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss, lacking: list[str]
-) -> Tensor:
-    """Run forward and backward of one micro-batch after another, and return the sum of their losses.
-
-    ``lacking`` gets the names of parameters without a gradient in the first one, if it has its own sum.
-    """
+def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: StepLoss) -> Tensor:
+    """Run forward and backward of one micro-batch after another, and return the sum of their losses."""
     model, data = whole.model, whole.data[0]
     total = torch.zeros((), device=batch["targets"].device)
     parts = list(micro_batches(batch, micro_batch))
@@ -269,10 +236,6 @@ def _run(
         value = loss(model(**part), targets)
         value.backward()
         data.end_micro_batch()
-        # ZeRO 2 and 3 sum the gradients of every micro-batch. Replicas sum them in the last one only.
-        sums = data.zero >= 2 and isinstance(model, FSDPModule)
-        if number == 0 and len(parts) > 1 and sums and axis_size(whole.mesh, "dp_replicate") == 1:
-            lacking += _lacking(model)
         total = total + value.detach()  # the loss may be wider than float32
     return total
 

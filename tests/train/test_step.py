@@ -169,8 +169,12 @@ class _Chosen(nn.Module):
         return result
 
 
-def _choose(parallel: Parallel, inputs: list[list[float]], micro_batch: int | None = None) -> str:
+def _choose(
+    parallel: Parallel, inputs: list[list[float]], micro_batch: int | None = None, first: bool = False
+) -> str:
     composition = apply(_Chosen(), Plan(), make_mesh(parallel), Options(parallel))
+    if first:
+        composition.data[0].on_first = lambda model: None
     input = torch.tensor(inputs[dist.get_rank()])[:, None]
     batch = {"input": input, "targets": torch.zeros(len(input), dtype=torch.int64)}
     loss = nn.CrossEntropyLoss(reduction="sum")
@@ -194,6 +198,9 @@ def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Para
         [line.format(1), line.format(0)] if parallel.zero == 3 and parallel.dp_shard == 2 else [""] * 2
     )
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1) == refused
+    # So has the first micro-batch, if its sums are asked for.
+    refused = [line.format(1), line.format(0)]
+    assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1, True) == refused
 
 
 class _Operators(TorchDispatchMode):

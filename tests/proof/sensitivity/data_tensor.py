@@ -18,8 +18,8 @@ ZeRO 0: sums are put back doubled | SHARDED parallel__zero=0 | gradient
     in compose.parallel.gradient_sum:GradientSum.finish with untouched='loss/step 1'
     _put(parameters, flat) => _put(parameters, flat * 2)
 ZeRO 0 with cp sums over replicas alone | CP parallel__zero=0 | gradient
-    in compose.parallel.data_parallel:apply_data_parallel with untouched='loss/step 1'
-    ("dp_replicate", "cp") => ("dp_replicate",)
+    in compose.parallel.data_parallel:_data_meshes with untouched='loss/step 1'
+    ["dp_replicate", "cp"], ["dp_shard"] => ["dp_replicate"], ["dp_shard"]
 whole parameters: a norm's gradient stays a part of tp | TP | gradient | layers.*.attention_norm.weight
     in compose.parallel.gradient_sum:_complete with untouched='gradient/layers.*.attention.w?.weight'
     dist.all_reduce(flat, group=mesh.get_group()) => pass
