@@ -76,9 +76,9 @@ class Sender:
         self.forms: Forms = {}
         """The forms of what it may keep, since anyone may have made a checkpoint."""
 
-    def restore(self, state: Mapping[str, Tensor], prefix: str) -> None:
-        """Keep the tensors of a state whose names begin with a prefix; raises as :func:`check` does."""
-        own = {name: state[prefix + name] for name in self.forms if prefix + name in state}
+    def restore(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Take the tensors out of a state whose names begin with a prefix; raise as :func:`check`."""
+        own = {name: state.pop(prefix + name) for name in self.forms if prefix + name in state}
         check(own, self.forms)
         self.kept.clear()
         self.kept.update(own)
