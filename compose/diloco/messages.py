@@ -9,7 +9,6 @@ arXiv:2501.18512), and the largest elements in 2 bits with error feedback (Spars
 import copy
 import math
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -195,14 +194,8 @@ def ended(messages: list[Tensor | None]) -> "Future[list[Tensor | None]]":
     return future
 
 
-Misses = Callable[[str, int], bool]
 _LOOK = 0.02  # seconds between two looks into the store
 _MISSES = 2  # exchanges in a row that go on without a worker, which has not read their messages
-
-
-def nobody(unused_name: str, unused_worker: int) -> bool:
-    """Say that no worker misses an exchange."""
-    return False
 
 
 class Exchange:
@@ -211,8 +204,6 @@ class Exchange:
     def __init__(self, worker: Worker, rank: int, timeout: timedelta, grace: float) -> None:
         """Connect; every rank of every worker must. With ``grace`` 0 it waits for all late workers."""
         self.worker, self.rank, self.grace = worker, rank, grace
-        self.misses: Misses = nobody
-        """It tells, by an exchange's name, which workers miss it; all must answer the same."""
         self.sent = 0  # bytes that this rank has sent since the last metrics
         # With their destinations: memory must stay until a message is read.
         self._unread: list[tuple[int, dist.Work, Tensor]] = []
@@ -271,9 +262,9 @@ class Exchange:
 
     def _present(self, name: str, grace: float) -> set[int]:
         """Return the workers that take part, on which all ranks of all workers agree."""
-        count, store = self.worker.count, self.worker.store if grace else None
-        if store is None:
-            return {other for other in range(count) if not self.misses(name, other)}
+        count, store = self.worker.count, self.worker.store
+        if not grace:
+            return set(range(count))
         begun, key = time.monotonic(), f"there/{name}"
         while not store.check([key]):
             if self.rank == 0:

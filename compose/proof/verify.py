@@ -368,18 +368,18 @@ def spread(model: nn.Module, composition: Composition, first: bool) -> None:
 
     Zeros would hide the modules behind them, and ones would hide a wrong order of shards.
     """
-    uniform = [
-        name
-        for name, p in model.named_parameters()
-        if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
-    ]
-    shared = [uniform]
-    dist.broadcast_object_list(shared, src=0)
+    uniform = on_first_rank(
+        lambda: [
+            name
+            for name, p in model.named_parameters()
+            if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
+        ]
+    )
     for name, parameter in [
         *composition.named_parameters(),
         *(model.named_parameters() if first else ()),
     ]:
-        if name in shared[0]:
+        if name in uniform:
             noise = torch.empty(parameter.shape, dtype=torch.float32)
             noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
             local = local_tensor(parameter)
