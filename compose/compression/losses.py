@@ -159,7 +159,7 @@ class Account(Losses):
         self.squares = self.unsent = torch.zeros(0)
         """(parts,): the expected square of the norm of what this rank's messages lost; of what earlier
         messages have not sent."""
-        self.before: tuple[Tensor, Tensor] | None = None
+        self.before: Tensor | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -193,7 +193,7 @@ class Account(Losses):
 
     def begins(self, code: GradientCode, rows: Tensor) -> None:
         """Note the residual before rows (R, S) are sent."""
-        self.before = _residual(code, rows) if code.feedback else None
+        self.before = _residual(code, rows)[0] if code.feedback else None
 
     def packed(
         self, packing: Packing, rows: Tensor, messages: Tensor, groups: Sequence[dist.ProcessGroup]
@@ -230,7 +230,7 @@ class Account(Losses):
         """Note what messages have added to the residual."""
         if self.before is None:
             return
-        loss, (before, _) = self.loss / scale, self.before
+        loss, before = self.loss / scale, self.before
         after, rounded = _residual(code, before)
         squares = (after - before - loss).double().square(), rounded.double()
         parts = [[x.sum() for x in code.layout.pieces(some)] for some in squares]

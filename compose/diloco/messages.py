@@ -12,7 +12,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,31 +40,6 @@ _ROWS = 32
 """Rows that share the two magnitudes of top_k."""
 
 
-class Code(Protocol):
-    """A form in which a vector of floats is sent."""
-
-    def size(self, elements: int) -> int:
-        """Return the bytes of so many elements."""
-        ...
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the bytes of a vector, (size,) uint8."""
-        ...
-
-    def decode(self, codes: Tensor, like: Tensor) -> Tensor:
-        """Return the vector of the bytes, with the length and the type of ``like``."""
-        ...
-
-
-def code_of(options: Outer, dtype: torch.dtype) -> Code:
-    """Return the code that the table asks for, for vectors of a type."""
-    if options.dtype in ("float32", "bfloat16"):
-        return BlockCode(Blocks(0 if options.dtype == "float32" else 16, 1), dtype)
-    if options.dtype == "int8":
-        return BlockCode(Blocks(8, BLOCK), dtype)
-    return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
-
-
 @dataclass(frozen=True)
 class BlockCode:
     """Blocks of compose/compression; where elements have no scale, each is a block."""
@@ -81,7 +56,7 @@ class BlockCode:
         return self.blocks.encode(_rows(x, self.blocks.size)).flatten()
 
     def decode(self, codes: Tensor, like: Tensor) -> Tensor:
-        """Return the vector of the bytes."""
+        """Return the vector of the bytes, with the length and the type of ``like``."""
         rows = codes.view(-1, self.blocks.width(self.dtype))
         return self.blocks.decode(rows, like.dtype).flatten()[: len(like)]
 
@@ -173,6 +148,19 @@ class TopK:
         out = torch.zeros(rows, ROW, device=codes.device)
         out.scatter_(1, places.long(), torch.where(negative, -size, size))
         return out.flatten()[: len(like)].to(like.dtype)
+
+
+Code = BlockCode | E3M0 | TopK
+"""A form in which a vector of floats is sent."""
+
+
+def code_of(options: Outer, dtype: torch.dtype) -> Code:
+    """Return the code that the table asks for, for vectors of a type."""
+    if options.dtype in ("float32", "bfloat16"):
+        return BlockCode(Blocks(0 if options.dtype == "float32" else 16, 1), dtype)
+    if options.dtype == "int8":
+        return BlockCode(Blocks(8, BLOCK), dtype)
+    return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -219,7 +220,8 @@ def prove_outer_loop(job: Job, mesh: DeviceMesh, device: torch.device) -> Report
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
     last, timeout = ROUNDS * options.every, config.comm.first_step_timeout
     loop = OuterLoop(options, composition, layers, worker, timeout, last)
-    loop.code = observed = ObservedCode(loop.code, options)
+    observed = ObservedCode(loop.code, options)
+    loop.code = cast(Code, observed)
     loop.start(0)
     kept = job.model.state_dict(keep_vars=True)
     buffers = [(n, b) for n, b in job.model.named_buffers() if n in kept and b.is_floating_point()]

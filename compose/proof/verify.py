@@ -248,9 +248,8 @@ def compare(
         values = [whole(p) for p in held.get(name, [])]
         begins = Expected(parameter.detach().to(kept_dtype(precision, parameter))) if first else None
         comparison.tensor("initial weight", name, values, parameter.shape, begins, 0.0)
-    whole_buffers = dict(model.named_buffers())
     for name, shape, values in buffers_of(model, composed):
-        begins = Expected(whole_buffers[name]) if first else None
+        begins = Expected(model.get_buffer(name)) if first else None
         comparison.tensor("buffer", name, values, shape, begins, 0.0)
     spread(model, composition, first)
 
