@@ -51,8 +51,8 @@ STUDY = Study(
     },
     code={
         "2 islands, half missed": (
-            "import compose.diloco.messages as e; e.nobody = lambda name, island: island == 1 and"
-            f" int(name.split('.')[0]) % {2 * EVERY} == 0"
+            "import compose.diloco.messages as e; e.Exchange._present = lambda self, name, grace:"
+            f" {{0}} if int(name.split('.')[0]) % {2 * EVERY} == 0 else {{0, 1}}"
         )
     },
     # Islands begin with a model that was trained for a while, as in the published runs.

@@ -5,7 +5,7 @@ A message of the residual stream exchanges codes, and each rank sums its own par
 
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -151,17 +151,12 @@ class Activations:
         return result
 
 
-@dataclass(eq=False)
 class Sends:
     """The messages of one module."""
 
-    owner: Activations
-    name: str
-    axis: str
-    key: str = field(init=False)  # torch.compile passes it to an operator
-
-    def __post_init__(self) -> None:
-        self.key = f"{self.name} {id(self):x}"
+    def __init__(self, owner: Activations, name: str, axis: str) -> None:
+        self.owner, self.name, self.axis = owner, name, axis
+        self.key = f"{name} {id(self):x}"  # torch.compile passes it to an operator
         _BY_KEY[self.key] = self
 
     def count(self, sent: int, plain: int) -> None:

@@ -73,7 +73,7 @@ class Blocks:
 
     def rotated(self, x: Tensor) -> Tensor:
         """Return blocks (..., size) as they are rounded: rotated or not."""
-        return rotated_blocks(x.flatten(0, -2), self.compiled).view(x.shape) if self.rotate else x
+        return rotated_blocks(x, self.compiled) if self.rotate else x
 
 
 def numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:

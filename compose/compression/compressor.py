@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from compose.compression.activations import Activations, RowCode
 from compose.compression.gather import GATHERS, QuantizedGather, Sender, Traffic, check, levels_of
-from compose.compression.losses import Losses
+from compose.compression.losses import Losses, cosine
 from compose.compression.packing import Scratch, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Progress, Settings
 from compose.ops.tensors import local_tensor
@@ -38,7 +38,7 @@ class Compression:
         if comm.activations != "off":
             code = RowCode(comm.activations, comm.block, compiled)
             self.activations = Activations(code, self.traffic)
-        self.observe: Callable[[Sender], Losses] | None = None
+        self.observe: Callable[[Sender], Losses | None] | None = None
         """Makes the observer of each sender; None in training."""
         self.cosine: float | None = None
 
@@ -60,25 +60,28 @@ class Compression:
         """The units of all stages."""
         return [unit for stage in self.stages for unit in stage.units]
 
-    def attach(self, observe: Callable[[Sender], Losses] | None) -> None:
+    def senders(self) -> Iterator[tuple[str, Sender]]:
+        """Yield all senders, each with the beginning of the names of what it keeps."""
+        for number, stage in enumerate(self.stages):
+            yield from ((f"{number}.{begin}", sender) for begin, sender in stage.senders())
+
+    def attach(self, observe: Callable[[Sender], Losses | None] | None) -> None:
         """Let observers be told of every message from now on, also of senders that are yet to come."""
         self.observe = observe
-        for unit in self.units:
-            for sender in unit.senders.values():
-                sender.observer = observe and observe(sender)
+        for _, sender in self.senders():
+            sender.observer = observe and observe(sender)
 
     @contextmanager
     def optimizer_step(self, scale: float) -> Iterator[None]:
         """Let gradients be those of one optimizer step; weights must not change inside."""
-        every, self.cosine = self.comm.measure_every, None
-        progress, loses = self.progress, self.comm.gradients != "off"
-        measures = bool(self.stages) and loses and every > 0 and progress.step % every == 0
+        every, progress, self.cosine = self.comm.measure_every, self.progress, None
+        measures = self.comm.gradients != "off" and every > 0 and progress.step % every == 0
         measures = measures and progress.step >= progress.start_step
         measures = measures and self.observe is None  # a proof reads its own after the step
         if measures:
-            self.attach(lambda _: Losses())
-        self.progress.scale = scale
-        gathers = [unit.gather for unit in self.units if unit.gather]
+            self.attach(lambda sender: Losses() if isinstance(sender, GradientCode) else None)
+        progress.scale = scale
+        gathers = [sender for _, sender in self.senders() if isinstance(sender, QuantizedGather)]
         for gather in gathers:
             gather.in_step, gather.sent = True, False
         try:
@@ -87,33 +90,12 @@ class Compression:
             for gather in gathers:
                 gather.in_step = False
         if measures:
-            self.cosine = self._cosine()
+            self.cosine = cosine(self.units, self.device)
             self.attach(None)
-        self.progress.step += 1
-
-    def _cosine(self) -> float:
-        """Return the cosine between the gradients and those of plain messages; a collective."""
-        sums = torch.zeros(3, dtype=torch.float64)
-        for unit in self.units:
-            missing = unit.missing()
-            for parameter, piece in unit.pieces(missing, True) if missing is not None else ():
-                assert parameter.grad is not None
-                sent = local_tensor(parameter.grad).double()
-                true = sent + piece.to(sent.device)
-                pairs = ((sent, true), (sent, sent), (true, true))
-                sums += torch.stack([(a * b).sum() for a, b in pairs]).cpu()
-        sums = sums.to(self.device)
-        dist.all_reduce(sums)
-        both, sent_square, true_square = sums.tolist()
-        return both / max((sent_square * true_square) ** 0.5, 1e-300)
+        progress.step += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return what this rank has sent since the last call, for metrics.jsonl.
-
-        These are bytes of weights and gradients to near and far ranks, and of activations over tp and
-        ep; ``ratio``, these over plain messages; ``feedback_norm``, the norm of residuals; and, if it
-        was measured, ``cosine`` of the gradients and those of plain messages.
-        """
+        """Return what this rank has sent since the last call; see docs/communication.md."""
         sent = self.traffic.take()
         plain = sum(size for (_, level), size in sent.items() if level == "plain")
         metrics: dict[str, float] = {
@@ -121,19 +103,18 @@ class Compression:
         }
         if plain:
             metrics["ratio"] = sum(metrics.values()) / plain
-        residuals = [c.feedback for unit in self.units for c in unit.codes.values() if c.feedback]
-        if residuals:
-            norms = [torch.linalg.vector_norm(residual.blocks()) for residual in residuals]
+        codes = [sender for _, sender in self.senders() if isinstance(sender, GradientCode)]
+        norms = [torch.linalg.vector_norm(c.feedback.blocks()) for c in codes if c.feedback]
+        if norms:
             metrics["feedback_norm"] = float(torch.stack(norms).norm())
         return metrics | ({} if self.cosine is None else {"cosine": self.cosine})
 
     def state(self) -> dict[str, Tensor]:
         """Return what the next step depends on, by name: residuals, factors and what was sent last."""
-        return {
-            f"{number}.{name}": value
-            for number, stage in enumerate(self.stages)
-            for name, value in stage.kept()
-        }
+        kept = {begin + name: v for begin, s in self.senders() for name, v in s.kept.items()}
+        for number, stage in enumerate(self.stages):
+            kept |= {f"{number}.{name}": value for name, value in stage.restored.items()}
+        return kept
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what :meth:`state` returned. Raises ConfigError for anything else."""
@@ -144,25 +125,19 @@ class Compression:
 
     def of_gradients(self) -> dict[str, Tensor]:
         """Return a copy of what sums of gradients keep, by the names of :meth:`state`."""
-        gathers = tuple(
-            f"{number}.{unit.prefix('gather')}"
-            for number, stage in enumerate(self.stages)
-            for unit in stage.units
-        )
+        gathers = tuple(begin for begin, s in self.senders() if isinstance(s, QuantizedGather))
         # Also what units will take that do not exist before their first sum.
         return {n: value.clone() for n, value in self.state().items() if not n.startswith(gathers)}
 
     def undo(self, before: Mapping[str, Tensor]) -> None:
         """Let sums of gradients keep what :meth:`of_gradients` returned."""
-        for number, stage in enumerate(self.stages):
-            for unit in stage.units:
-                for kind, code in unit.codes.items():
-                    for name, value in [*code.kept.items()]:
-                        known = before.get(f"{number}.{unit.prefix(kind)}{name}")
-                        if known is None:
-                            del code.kept[name]
-                        else:  # in place: another stream has made this memory, and will read it
-                            value.copy_(known)
+        for begin, sender in self.senders():
+            for name, value in [*sender.kept.items()] if isinstance(sender, GradientCode) else ():
+                known = before.get(begin + name)
+                if known is None:
+                    del sender.kept[name]
+                else:  # in place: another stream has made this memory, and will read it
+                    value.copy_(known)
 
 
 @dataclass
@@ -176,9 +151,8 @@ class Unit:
     ranks: int = 1  # that share the unit
     replicas: dist.ProcessGroup | None = None
     """The ranks that hold the same shard, if there are others."""
-    gather: QuantizedGather | None = None
-    codes: dict[str, GradientCode] = field(default_factory=dict)
-    """The sums of gradients, by what they are over: "shards" or "replicas"."""
+    senders: dict[str, Sender] = field(default_factory=dict)
+    """Its "gather", and the sums of gradients by what they are over: "shards" or "replicas"."""
 
     @staticmethod
     def of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "Unit":
@@ -204,25 +178,10 @@ class Unit:
             # Without the padding.
             yield parameter, piece.view(part.shape)[tuple(slice(size) for size in shape)].view(shape)
 
-    def prefix(self, kind: str) -> str:
-        """Return the beginning of the names of what a sender keeps."""
-        return f"{next(iter(self.shapes))}.{kind}."
-
-    def missing(self) -> Tensor | None:
-        """Return what this rank's gradients lack, (S,), if they are observed; a collective."""
-        missing = {kind: code.observer.missing for kind, code in self.codes.items() if code.observer}
-        shards, total = missing.get("shards"), missing.get("replicas")
-        if shards is None:
-            return total
-        if self.replicas is not None:
-            shards = shards.clone()
-            dist.all_reduce(shards, group=self.replicas)
-        return shards if total is None else total + shards
-
-    @property
-    def senders(self) -> dict[str, Sender]:
-        """The sums and the gather, by name."""
-        return {**self.codes, **({"gather": self.gather} if self.gather else {})}
+    def named_senders(self) -> Iterator[tuple[str, Sender]]:
+        """Yield the senders, each with the beginning of the names of what it keeps."""
+        first = next(iter(self.shapes))
+        yield from ((f"{first}.{kind}.", sender) for kind, sender in self.senders.items())
 
 
 class StageMessages:
@@ -237,7 +196,7 @@ class StageMessages:
         self.units: list[Unit] = []
         self.unsent: dict[nn.Module, Unit] = {}
         self.gathers: dict[nn.Module, QuantizedGather] = {}
-        self.restored: dict[str, Tensor] = {}
+        self.restored: dict[str, Tensor] = {}  # what units that do not exist yet will take
 
     def see(self, model: nn.Module, units: Sequence[Sequence[str]]) -> None:
         """Note the units' parameters before ``fully_shard``; see :class:`UnitMessages`."""
@@ -267,56 +226,54 @@ class StageMessages:
         levels = None if own_mesh else self.owner.levels  # which are of the data axes
         unit.dim_of = dim_of
         unit.ranks, unit.replicas = mesh.size(), replicas.get_group() if replicas else None
-        # Ranks that share a replica are neighbours, and other replicas are far.
+        # Ranks that share a replica are neighbours.
         own = self.owner.traffic.among(unit.ranks if unit.replicas else self.comm.near)
-        over = self.owner.traffic.among(1 if unit.ranks > 1 else self.comm.near)
         if unit.ranks > 1 and self.comm.weights != "off":
             kind, bits = GATHERS[self.comm.weights]
             gather = kind(unit.layout(trained=False), self.settings.blocks(bits), own, levels)
-            unit.gather = self.gathers[module] = gather
+            unit.senders["gather"] = self.gathers[module] = gather
             module.set_custom_all_gather(cast(Any, gather))
         if unit.ranks > 1 and self.reduces:
             within = "int8" if unit.replicas and self.comm.gradients in LOSSY else self.comm.gradients
             settings = replace(self.settings, traffic=own, levels=levels)
-            unit.codes["shards"] = GRADIENT_CODES[within](settings, unit.layout(trained=True), 0)
-            module.set_custom_reduce_scatter(cast(Any, ShardSum(self, unit.codes["shards"])))
+            code = GRADIENT_CODES[within](settings, unit.layout(trained=True), 0)
+            unit.senders["shards"] = code
+            module.set_custom_reduce_scatter(cast(Any, ShardSum(self, code)))
         if unit.replicas and self.reduces:
-            settings = replace(self.settings, traffic=over, levels=None if unit.ranks > 1 else levels)
-            module.set_all_reduce_hook(self._replica_sum(unit, settings, unit.replicas).hook)
+            module.set_all_reduce_hook(self._replica_sum(unit, unit.replicas, own_mesh).hook)
         self._add(unit)
 
     def whole(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
     ) -> Callable[[Tensor], None]:
         """Return the all-reduce of the flat gradients of a unit that FSDP does not cut."""
-        unit, traffic = Unit.of(model, parameters), self.owner.traffic.among(self.comm.near)
-        settings = replace(self.settings, traffic=traffic, levels=self.owner.levels)
-        result = self._replica_sum(unit, settings, group)
+        unit = Unit.of(model, parameters)
+        result = self._replica_sum(unit, group)
         self._add(unit)
         return result.sum
 
-    def _replica_sum(self, unit: Unit, settings: Settings, group: dist.ProcessGroup) -> "ReplicaSum":
+    def _replica_sum(
+        self, unit: Unit, group: dist.ProcessGroup, own_mesh: bool = False
+    ) -> "ReplicaSum":
+        near, levels = self.comm.near, None if own_mesh else self.owner.levels
+        if unit.ranks > 1:  # other replicas are far
+            near, levels = 1, None
+        settings = replace(self.settings, traffic=self.owner.traffic.among(near), levels=levels)
         row = replace(unit.layout(trained=True), ranks=1)
-        unit.codes["replicas"] = GRADIENT_CODES[self.comm.gradients](settings, row, group.size())
-        return ReplicaSum(self, unit.codes["replicas"], group)
+        code = GRADIENT_CODES[self.comm.gradients](settings, row, group.size())
+        unit.senders["replicas"] = code
+        return ReplicaSum(self, code, group)
 
     def _add(self, unit: Unit) -> None:
         self.units.append(unit)
-        for kind, sender in unit.senders.items():
-            self._take(sender, unit.prefix(kind))
+        for begin, sender in unit.named_senders():
+            sender.restore(self.restored, begin)
             sender.observer = self.owner.observe and self.owner.observe(sender)
 
     def senders(self) -> Iterator[tuple[str, Sender]]:
-        """Yield all senders, each with the beginning of the names of what it keeps."""
+        """Yield the senders of all units, as :meth:`Unit.named_senders` does."""
         for unit in self.units:
-            for kind, sender in unit.senders.items():
-                yield unit.prefix(kind), sender
-
-    def kept(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what senders keep, by name, and what units that do not exist yet will take."""
-        for prefix, sender in self.senders():
-            yield from ((prefix + name, value) for name, value in sender.kept.items())
-        yield from self.restored.items()
+            yield from unit.named_senders()
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take what senders kept. Units that do not exist yet take it when they are made."""
@@ -325,13 +282,8 @@ class StageMessages:
             check(
                 state, {begin + n: form for begin, s in self.senders() for n, form in s.forms.items()}
             )
-        for prefix, sender in self.senders():
-            self._take(sender, prefix)
-
-    def _take(self, sender: Sender, prefix: str) -> None:
-        sender.restore(self.restored, prefix)
-        for name in sender.kept:  # else the memory of a base would be held for the whole run
-            self.restored.pop(prefix + name)
+        for begin, sender in self.senders():
+            sender.restore(self.restored, begin)
 
 
 def _in_order(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -363,8 +315,6 @@ class ShardSum(OwnMemory):
         async_op: bool = False,
     ) -> None:
         """Fill ``output_tensor`` (S,) with the sum over ranks of this rank's row of (n S,)."""
-        if op != dist.ReduceOp.SUM:
-            raise RuntimeError(f"gradients are summed here, and FSDP asked for {op}")
         rows, numel = input_tensor.view(group.size(), -1), self.code.layout.numel
         if rows.shape[1] != numel:
             raise RuntimeError(

@@ -76,9 +76,9 @@ class Sender:
         self.forms: Forms = {}
         """The forms of what it may keep, since anyone may have made a checkpoint."""
 
-    def restore(self, state: Mapping[str, Tensor], prefix: str) -> None:
-        """Keep the tensors of a state whose names begin with a prefix; raises as :func:`check` does."""
-        own = {name: state[prefix + name] for name in self.forms if prefix + name in state}
+    def restore(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Take the tensors out of a state whose names begin with a prefix; raise as :func:`check`."""
+        own = {name: state.pop(prefix + name) for name in self.forms if prefix + name in state}
         check(own, self.forms)
         self.kept.clear()
         self.kept.update(own)
@@ -224,8 +224,8 @@ def levels_of(mesh: DeviceMesh, near: int, zero: int) -> Levels | None:
     In ZeRO stage 0 the ranks are replicas. There is nothing to return if there is only one level. The
     call creates process groups, so every rank makes it.
     """
-    ranks: Tensor = mesh.mesh.flatten(1, 3) if zero == 0 else mesh.mesh.flatten(2, 3)
-    rows = ranks.movedim(1 if zero == 0 else 2, -1)
+    first = 1 if zero == 0 else 2
+    rows = mesh.mesh.flatten(first, 3).movedim(first, -1)
     count = rows.shape[-1]
     if near in (1, count):
         return None
@@ -234,8 +234,7 @@ def levels_of(mesh: DeviceMesh, near: int, zero: int) -> Levels | None:
         dist.new_subgroups_by_enumeration(some.reshape(-1, some.shape[-1]).tolist())[0]
         for some in (placed, placed.transpose(1, 2))
     ]
-    near_group, far_group = (cast(dist.ProcessGroup, group) for group in groups)
-    return Levels(near_group, far_group)
+    return Levels(*(cast(dist.ProcessGroup, group) for group in groups))
 
 
 def check(state: Mapping[str, Tensor], forms: Forms) -> None:

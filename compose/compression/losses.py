@@ -5,6 +5,7 @@ A run attaches them to the steps that ``comm.measure_every`` measures, and a pro
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ from compose.compression.codec import Blocks, block_scales, block_steps, top_cod
 from compose.compression.gather import QuantizedGather, Sender, gathered
 from compose.compression.packing import Packing
 from compose.compression.reduce import BlockSum, GradientCode, TopK
+from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import REDUCE_SCATTER
+
+if TYPE_CHECKING:
+    from compose.compression.compressor import Unit
 
 _FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
 """The bits of a number in e4m3 behind the leading one, and the exponent of its least normal number."""
@@ -111,11 +116,34 @@ class Losses:
         self.missing = missing.new_empty(code.whole.numel)
         code.whole.collect(gathered(missing, group), self.missing)
 
-    def gathers(self, gather: QuantizedGather, own: Tensor, rank: int) -> None:
-        """Note that weights (S,) are to be sent."""
 
-    def gathered(self, own: Tensor) -> None:
-        """Note how all ranks have received them."""
+def missing_of(unit: "Unit") -> Tensor | None:
+    """Return what this rank's gradients of a unit lack, (S,), if they are observed; a collective."""
+    missing = {kind: s.observer.missing for kind, s in unit.senders.items() if s.observer}
+    shards, total = missing.get("shards"), missing.get("replicas")
+    if shards is None:
+        return total
+    if unit.replicas is not None:
+        shards = shards.clone()
+        dist.all_reduce(shards, group=unit.replicas)
+    return shards if total is None else total + shards
+
+
+def cosine(units: "Sequence[Unit]", device: str) -> float:
+    """Return the cosine between the gradients and those of plain messages; a collective."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for unit in units:
+        missing = missing_of(unit)
+        for parameter, piece in unit.pieces(missing, True) if missing is not None else ():
+            assert parameter.grad is not None
+            sent = local_tensor(parameter.grad).double()
+            true = sent + piece.to(sent.device)
+            pairs = ((sent, true), (sent, sent), (true, true))
+            sums += torch.stack([(a * b).sum() for a, b in pairs]).cpu()
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    both, sent_square, true_square = sums.tolist()
+    return both / max((sent_square * true_square) ** 0.5, 1e-300)
 
 
 class Account(Losses):
@@ -131,7 +159,7 @@ class Account(Losses):
         self.squares = self.unsent = torch.zeros(0)
         """(parts,): the expected square of the norm of what this rank's messages lost; of what earlier
         messages have not sent."""
-        self.before: tuple[Tensor, Tensor] | None = None
+        self.before: Tensor | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -165,7 +193,7 @@ class Account(Losses):
 
     def begins(self, code: GradientCode, rows: Tensor) -> None:
         """Note the residual before rows (R, S) are sent."""
-        self.before = _residual(code, rows) if code.feedback else None
+        self.before = _residual(code, rows)[0] if code.feedback else None
 
     def packed(
         self, packing: Packing, rows: Tensor, messages: Tensor, groups: Sequence[dist.ProcessGroup]
@@ -202,7 +230,7 @@ class Account(Losses):
         """Note what messages have added to the residual."""
         if self.before is None:
             return
-        loss, (before, _) = self.loss / scale, self.before
+        loss, before = self.loss / scale, self.before
         after, rounded = _residual(code, before)
         squares = (after - before - loss).double().square(), rounded.double()
         parts = [[x.sum() for x in code.layout.pieces(some)] for some in squares]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.compression.compressor import Compression, Unit
-from compose.compression.losses import Account, ActivationAccount, ActivationLoss
+from compose.compression.losses import Account, ActivationAccount, ActivationLoss, missing_of
 from compose.compression.reduce import LOSSY
 from compose.config.tables import Config
 from compose.ops.tensors import gathered_objects, local_tensor
@@ -110,7 +110,7 @@ class CompressedMessages(Observer):
         """Return what this rank's whole gradients lack, by name in the whole model; float64."""
         results: dict[str, Tensor] = {}
         for unit in self.compression.units:
-            total = unit.missing()
+            total = missing_of(unit)
             if total is not None:
                 for name, value in self._whole(unit, total, trained=True).items():
                     results[name] = results[name] + value if name in results else value

@@ -184,7 +184,7 @@ class OuterLoop(Hook):
         if self.options.dtype != "float32":
             mean = theta.double() - mean
         if took_part:
-            self._set_averaged(fragment, sums / len(arrived))
+            self._set_averaged(sums / len(arrived))
         for span, values in self._spread(fragment, mean.to(theta.dtype)):
             self._step(span, values, pending.mix if took_part else None)
 
@@ -244,12 +244,11 @@ class OuterLoop(Hook):
             return torch.zeros(0)
         return torch.cat([buffer.detach().flatten() for buffer in self.buffers])
 
-    def _set_averaged(self, fragment: int, values: Tensor) -> None:
-        at = 0
-        for buffer in self.buffers if len(values) else ():
-            part = values[at : at + buffer.numel()]
-            buffer.copy_(part.view_as(buffer))
-            at += buffer.numel()
+    def _set_averaged(self, values: Tensor) -> None:
+        if len(values):
+            parts = values.split([buffer.numel() for buffer in self.buffers])
+            for buffer, part in zip(self.buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last step.

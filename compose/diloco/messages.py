@@ -9,11 +9,10 @@ arXiv:2501.18512), and the largest elements in 2 bits with error feedback (Spars
 import copy
 import math
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,31 +40,6 @@ _ROWS = 32
 """Rows that share the two magnitudes of top_k."""
 
 
-class Code(Protocol):
-    """A form in which a vector of floats is sent."""
-
-    def size(self, elements: int) -> int:
-        """Return the bytes of so many elements."""
-        ...
-
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the bytes of a vector, (size,) uint8."""
-        ...
-
-    def decode(self, codes: Tensor, like: Tensor) -> Tensor:
-        """Return the vector of the bytes, with the length and the type of ``like``."""
-        ...
-
-
-def code_of(options: Outer, dtype: torch.dtype) -> Code:
-    """Return the code that the table asks for, for vectors of a type."""
-    if options.dtype in ("float32", "bfloat16"):
-        return BlockCode(Blocks(0 if options.dtype == "float32" else 16, 1), dtype)
-    if options.dtype == "int8":
-        return BlockCode(Blocks(8, BLOCK), dtype)
-    return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
-
-
 @dataclass(frozen=True)
 class BlockCode:
     """Blocks of compose/compression; where elements have no scale, each is a block."""
@@ -82,7 +56,7 @@ class BlockCode:
         return self.blocks.encode(_rows(x, self.blocks.size)).flatten()
 
     def decode(self, codes: Tensor, like: Tensor) -> Tensor:
-        """Return the vector of the bytes."""
+        """Return the vector of the bytes, with the length and the type of ``like``."""
         rows = codes.view(-1, self.blocks.width(self.dtype))
         return self.blocks.decode(rows, like.dtype).flatten()[: len(like)]
 
@@ -176,6 +150,19 @@ class TopK:
         return out.flatten()[: len(like)].to(like.dtype)
 
 
+Code = BlockCode | E3M0 | TopK
+"""A form in which a vector of floats is sent."""
+
+
+def code_of(options: Outer, dtype: torch.dtype) -> Code:
+    """Return the code that the table asks for, for vectors of a type."""
+    if options.dtype in ("float32", "bfloat16"):
+        return BlockCode(Blocks(0 if options.dtype == "float32" else 16, 1), dtype)
+    if options.dtype == "int8":
+        return BlockCode(Blocks(8, BLOCK), dtype)
+    return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
+
+
 def _rows(x: Tensor, width: int) -> Tensor:
     """Return a vector as rows; the last one is filled up with zeros."""
     return torch.nn.functional.pad(x, (0, -len(x) % width)).view(-1, width)
@@ -195,14 +182,8 @@ def ended(messages: list[Tensor | None]) -> "Future[list[Tensor | None]]":
     return future
 
 
-Misses = Callable[[str, int], bool]
 _LOOK = 0.02  # seconds between two looks into the store
 _MISSES = 2  # exchanges in a row that go on without a worker, which has not read their messages
-
-
-def nobody(unused_name: str, unused_worker: int) -> bool:
-    """Say that no worker misses an exchange."""
-    return False
 
 
 class Exchange:
@@ -211,8 +192,6 @@ class Exchange:
     def __init__(self, worker: Worker, rank: int, timeout: timedelta, grace: float) -> None:
         """Connect; every rank of every worker must. With ``grace`` 0 it waits for all late workers."""
         self.worker, self.rank, self.grace = worker, rank, grace
-        self.misses: Misses = nobody
-        """It tells, by an exchange's name, which workers miss it; all must answer the same."""
         self.sent = 0  # bytes that this rank has sent since the last metrics
         # With their destinations: memory must stay until a message is read.
         self._unread: list[tuple[int, dist.Work, Tensor]] = []
@@ -271,9 +250,9 @@ class Exchange:
 
     def _present(self, name: str, grace: float) -> set[int]:
         """Return the workers that take part, on which all ranks of all workers agree."""
-        count, store = self.worker.count, self.worker.store if grace else None
-        if store is None:
-            return {other for other in range(count) if not self.misses(name, other)}
+        count, store = self.worker.count, self.worker.store
+        if not grace:
+            return set(range(count))
         begun, key = time.monotonic(), f"there/{name}"
         while not store.check([key]):
             if self.rank == 0:

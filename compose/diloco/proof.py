@@ -8,9 +8,10 @@ message, since codes are of blocks of a message.
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compose.build import fill_weights, parallelize
 from compose.config.job import Job
 from compose.diloco.loop import OuterLoop
-from compose.diloco.messages import Code, Misses, nobody
+from compose.diloco.messages import Code
 from compose.diloco.options import Outer
 from compose.ops.tensors import gathered_objects, local_shard, local_tensor
 from compose.proof.comparison import Comparison
@@ -83,7 +84,8 @@ class OneProcess:
     messages: Sequence[Sequence[Message]]  # by fragment and rank of a worker
     workers: list[Values]
     averaged: Sequence[str]  # the names of the buffers
-    missed: Misses  # which workers miss an exchange; asked when it has ended
+    missed: Callable[[str, int], bool]
+    """Whether an exchange, by its name, went on without a worker; asked when it has ended."""
 
     def __post_init__(self) -> None:
         trained = {name for fragment in self.fragments for name in fragment}
@@ -210,9 +212,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report | None:
     return prove_outer_loop(job, mesh, device) if job.islands > 1 else None
 
 
-def prove_outer_loop(
-    job: Job, mesh: DeviceMesh, device: torch.device, misses: Misses = nobody
-) -> Report:
+def prove_outer_loop(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
     """Compare weights and buffers after some rounds of a job with one process; a collective of all."""
     worker, config, layers = this_worker(), job.config, job.resolved.checkpoint
     composition = parallelize(job, mesh, device, replace(job.options, precision=EXACT))
@@ -220,8 +220,8 @@ def prove_outer_loop(
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
     last, timeout = ROUNDS * options.every, config.comm.first_step_timeout
     loop = OuterLoop(options, composition, layers, worker, timeout, last)
-    loop.code = observed = ObservedCode(loop.code, options)
-    loop.exchange.misses = misses
+    observed = ObservedCode(loop.code, options)
+    loop.code = cast(Code, observed)
     loop.start(0)
     kept = job.model.state_dict(keep_vars=True)
     buffers = [(n, b) for n, b in job.model.named_buffers() if n in kept and b.is_floating_point()]
@@ -240,7 +240,7 @@ def prove_outer_loop(
         messages_of(loop) if options.dtype != "float32" else [],
         [{n: value.flatten().clone() for n, value in whole.items()} for _ in range(worker.count)],
         [name for name, _ in buffers],
-        lambda exchange, index: misses(exchange, index) or _late(worker, exchange, index),
+        lambda exchange, index: _late(worker, exchange, index),
     )
     between = options.every // len(one.fragments)
     at = [0, options.delay // 2, options.delay]  # moves elsewhere would show nothing else

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from compose.errors import write_whole
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import gathered_objects, local_tensor
 from compose.profiling.summary import (
     GRADIENTS,
     OPTIMIZER,
@@ -99,9 +99,8 @@ class Profiler(Hook):
             except (OSError, ValueError) as error:  # this must not end a run
                 result["problem"] = str(error)
             self.recording = None  # this frees all that was recorded
-        results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(result, results)
-        if results is not None:
+        results = gathered_objects(result)
+        if dist.get_rank() == 0:
             summary = {"steps": [self.first, self.done], "ranks": [each for each in results if each]}
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.profiler import record_function
 
-Label = str
 MATMUL, ATTENTION, DATA = "matmul", "attention", "data"
 OPTIMIZER, COMMUNICATION = "optimizer", "communication"
 # An operator within others gets the label with the highest number: a product within attention is
@@ -63,7 +62,7 @@ class Range:
     operator: bool
     parent: "Range | None"
     own: float  # time in which no other range inside it ran
-    label: Label
+    label: str
     backward: bool  # inside autograd's backward
     buffers: bool  # inside FSDP's work on its buffers
     reduces: bool  # inside FSDP's reduction of gradients
@@ -77,7 +76,7 @@ class Kernel:
 
     start: float
     end: float
-    label: Label
+    label: str
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +187,7 @@ def _range(event: Mapping[str, Any], parent: Range | None) -> Range:
 
 
 @functools.cache
-def _label(name: str) -> Label:
+def _label(name: str) -> str:
     return next((label for label, pattern in _BY_NAME if pattern.match(name)), "")
 
 
@@ -201,5 +200,5 @@ def _kernel(event: Mapping[str, Any], by_operator: Mapping[int, Range]) -> Kerne
     return Kernel(event["ts"], event["ts"] + event["dur"], label)
 
 
-def _last(one: Label, other: Label) -> Label:
+def _last(one: str, other: str) -> str:
     return one if _ORDER[one] >= _ORDER[other] else other

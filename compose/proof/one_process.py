@@ -6,7 +6,7 @@ be from one process.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -129,8 +129,7 @@ class OneProcess:
         targets = batch["targets"]
         count = count_for(self.loss_function, targets).clamp(min=1)
         batch = self.begin(batch)
-        ids = _ids(targets)
-        calls = ids.split(self.micro_batch or len(ids))
+        calls = self._ids(targets)
         with follow(self.model, routing, calls, self.tie) as self.choices, self._float64():
             self.losses.append(self.accumulate(batch, count))
         for router in routers(self.model).values():
@@ -176,13 +175,9 @@ class OneProcess:
     def accumulate(self, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
         """Add the gradient of a batch, and return its loss: sums over targets, divided by ``count``."""
         total = torch.zeros((), dtype=torch.float64, device=count.device)
-        samples = len(batch["targets"])
-        size = self.micro_batch or samples
-        for start in range(0, samples, size):
-            part = {name: value[start : start + size] for name, value in batch.items()}
+        for part in self._micro_batches(batch):
             targets = part.pop("targets")
-            output = self.forward(part)
-            loss = self.plain_loss(output, targets) / count
+            loss = self.plain_loss(self.forward(part), targets) / count
             (loss * self.loss_scale).backward()
             total += loss.detach()
             reduce = self.precision.reduce_dtype
@@ -192,16 +187,25 @@ class OneProcess:
                         parameter.grad = parameter.grad.to(reduce).to(parameter.dtype)
         return total
 
+    def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        samples = len(batch["targets"])
+        size = self.micro_batch or samples
+        for start in range(0, samples, size):
+            yield {name: value[start : start + size] for name, value in batch.items()}
+
+    def _ids(self, targets: Tensor) -> Sequence[Tensor]:
+        """Return numbers of the tokens of each micro-batch; the batch's are numbered row by row."""
+        shape = targets.shape[:2]
+        return torch.arange(shape.numel()).view(shape).split(self.micro_batch or len(targets))
+
     @torch.no_grad()
     def natural(self, batch: Mapping[str, Tensor]) -> dict[str, Choices]:
         """Return what routers choose by themselves, by their names."""
-        inputs = {name: value for name, value in self.begin(batch).items() if name != "targets"}
-        targets = batch["targets"]
-        ids = _ids(targets)
-        size = self.micro_batch or len(ids)
-        with follow(self.model, {}, ids.split(size), 0.0) as choices, self._float64():
-            for start in range(0, len(ids), size):
-                self.forward({n: v[start : start + size] for n, v in inputs.items()})
+        given, calls = self.begin(batch), self._ids(batch["targets"])
+        with follow(self.model, {}, calls, 0.0) as choices, self._float64():
+            for part in self._micro_batches(given):
+                del part["targets"]
+                self.forward(part)
         return choices
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
@@ -222,12 +226,6 @@ class OneProcess:
     def change(self, name: str) -> Tensor:
         """Return the change of a parameter over all steps."""
         return self.parameters[name].detach() - self.initial[name]
-
-
-def _ids(targets: Tensor) -> Tensor:
-    """Return numbers of the batch's tokens, row by row."""
-    shape = targets.shape[:2]
-    return torch.arange(shape.numel()).view(shape)
 
 
 class Widened(TorchFunctionMode):

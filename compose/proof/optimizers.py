@@ -1,7 +1,7 @@
 """One process's optimizers: each formula and each rule is written out again, for whole tensors.
 
 The proof compares a composition with these. So they share nothing with compose/optim but the random
-bits of stochastic rounding: a fault in a shared rule would be the same on both setup.
+bits of stochastic rounding: a fault in a shared rule would be the same on both sides.
 """
 
 import math

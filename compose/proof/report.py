@@ -85,8 +85,6 @@ def tolerance_of(precision: Precision) -> Tolerance:
 
 
 _OPTION = "option"
-
-
 _REMARKS: dict[State, str] = {
     "": "",
     "zero": "not proved: zero but for rounding",
@@ -120,9 +118,7 @@ class Row:
     @property
     def verdict(self) -> str:
         """The remark after the row in a table."""
-        if not self.ok:
-            return "FAILED"
-        return _REMARKS[self.state]
+        return _REMARKS[self.state] if self.ok else "FAILED"
 
 
 @dataclass(frozen=True)

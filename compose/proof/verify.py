@@ -248,9 +248,8 @@ def compare(
         values = [whole(p) for p in held.get(name, [])]
         begins = Expected(parameter.detach().to(kept_dtype(precision, parameter))) if first else None
         comparison.tensor("initial weight", name, values, parameter.shape, begins, 0.0)
-    whole_buffers = dict(model.named_buffers())
     for name, shape, values in buffers_of(model, composed):
-        begins = Expected(whole_buffers[name]) if first else None
+        begins = Expected(model.get_buffer(name)) if first else None
         comparison.tensor("buffer", name, values, shape, begins, 0.0)
     spread(model, composition, first)
 
@@ -368,18 +367,18 @@ def spread(model: nn.Module, composition: Composition, first: bool) -> None:
 
     Zeros would hide the modules behind them, and ones would hide a wrong order of shards.
     """
-    uniform = [
-        name
-        for name, p in model.named_parameters()
-        if first and p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
-    ]
-    shared = [uniform]
-    dist.broadcast_object_list(shared, src=0)
+    uniform = on_first_rank(
+        lambda: [
+            name
+            for name, p in model.named_parameters()
+            if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all())
+        ]
+    )
     for name, parameter in [
         *composition.named_parameters(),
         *(model.named_parameters() if first else ()),
     ]:
-        if name in shared[0]:
+        if name in uniform:
             noise = torch.empty(parameter.shape, dtype=torch.float32)
             noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
             local = local_tensor(parameter)

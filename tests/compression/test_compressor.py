@@ -291,13 +291,13 @@ def test_a_skipped_step_leaves_those_of_a_module_named_gather() -> None:
     stage, model = compression.stage(), nn.ModuleDict({"gather": nn.Linear(2, 2)})
     assert stage is not None
     unit = Unit.of(model, dict(model.named_parameters()))
-    unit.codes["shards"] = Signs(stage.settings, unit.layout(trained=True))
-    unit.codes["shards"].kept["feedback"] = kept = torch.ones(6)
+    unit.senders["shards"] = Signs(stage.settings, unit.layout(trained=True))
+    unit.senders["shards"].kept["feedback"] = kept = torch.ones(6)
     stage.units.append(unit)
     before = compression.of_gradients()
     kept.zero_()
     compression.undo(before)
-    assert unit.codes["shards"].kept["feedback"].tolist() == [1.0] * 6
+    assert unit.senders["shards"].kept["feedback"].tolist() == [1.0] * 6
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Islands, and what is in them, for tests of the outer loop."""
 
-from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.diloco.loop import OuterLoop
+from compose.diloco.messages import Exchange
 from compose.diloco.options import Outer
 from compose.diloco.proof import prove_outer_loop
 from compose.proof.report import Report
@@ -36,8 +37,21 @@ def every_other(name: str, island: int) -> bool:
 
 def proof(islands: int, keys: Keys, missed: bool = False) -> Report:
     job = make_job(dist.get_world_size() * islands, parallel__dp_replicate=islands, **keys)
-    misses: Any = every_other if missed else (lambda *_: False)
-    return prove_outer_loop(job, make_mesh(job.degrees), torch.device("cpu"), misses)
+    mesh, device = make_mesh(job.degrees), torch.device("cpu")
+    if not missed:
+        return prove_outer_loop(job, mesh, device)
+
+    def present(exchange: Exchange, name: str, grace: float) -> set[int]:
+        return {island for island in range(exchange.worker.count) if not every_other(name, island)}
+
+    def late(worker: Worker, name: str, island: int) -> bool:
+        return every_other(name, island)
+
+    with (
+        mock.patch.object(Exchange, "_present", present),
+        mock.patch("compose.diloco.proof._late", late),
+    ):
+        return prove_outer_loop(job, mesh, device)
 
 
 def loop_of(job: Job, composition: Composition, options: Outer, worker: Worker, last: int) -> OuterLoop:

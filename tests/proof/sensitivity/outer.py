@@ -121,7 +121,7 @@ a late island is waited for | STREAMING SMALL outer__grace=1 | waited for a late
 [buffers]
 routers' biases stay apart | SMALL EXPERTS outer__every=2 | island's weight | layers.*.bias
     in compose.diloco.loop:OuterLoop._end
-    self._set_averaged(fragment, sums / len(arrived)) => pass
+    self._set_averaged(sums / len(arrived)) => pass
 buffers of one island alone | STREAMING SMALL EXPERTS | island's weight | layers.*.bias
     in compose.diloco.messages:averaged_buffers
     for buffer in persistent_buffers(model).values() if => for name, buffer in persistent_buffers(model).items() if 'bias' not in name and
