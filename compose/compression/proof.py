@@ -135,8 +135,7 @@ class CompressedMessages(Observer):
         for unit in self.compression.units:
             accounts = [a for kind, a in accounts_of(unit).items() if weights == (kind == "gather")]
             if weights or all(a.missing is None or len(a.squares) for a in accounts):
-                expected = [[a.squares] if weights else a.expected for a in accounts]
-                parts += [(unit, squares) for some in expected for squares in some]
+                parts += [(unit, squares) for a in accounts for squares in a.expected]
         # All replicas gather the same weights.
         return self._norms(parts, not weights, self.replicas if weights else 1)
 

@@ -194,12 +194,11 @@ def prove_both(
         own = finest = Precision()
     reports = []
     for kind in dict.fromkeys([own, precision]):
-        composition = setup.compose(kind)
         # The caller's tolerance is for the run in the asked types only.
         how = trial if kind == precision else replace(trial, tolerance=None)
         label = "" if kind == precision else f"{type_names(kind)} "
         run = ProofRun(kind, setup, label, kind == own, finest, widens)
-        reports.append(compare(model, composition, batches, run, how))
+        reports.append(compare(model, setup.compose(kind), batches, run, how))
     report = joined(reports)
     note = f"the logic is proved in float32: the model does not run in float64 ({problem})"
     return replace(report, notes=(*report.notes, note)) if problem else report
@@ -230,8 +229,7 @@ def compare(
 ) -> Report:
     """Return the report of :func:`verify`, for a model that the caller has cut and filled."""
     precision, loss_scale, mesh = run.precision, run.setup.loss_scale, composition.mesh
-    micro_batch, max_norm = trial.micro_batch, trial.max_norm
-    composed = composition.model
+    micro_batch, limit = trial.micro_batch, trial.max_norm
     optimizer = run.setup.optimizer(precision, composition)
     # DTensor warns that full_tensor() of a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -248,7 +246,7 @@ def compare(
         values = [whole(p) for p in held.get(name, [])]
         begins = Expected(parameter.detach().to(kept_dtype(precision, parameter))) if first else None
         comparison.tensor("initial weight", name, values, parameter.shape, begins, 0.0)
-    for name, shape, values in buffers_of(model, composed):
+    for name, shape, values in buffers_of(model, composition.model):
         begins = Expected(model.get_buffer(name)) if first else None
         comparison.tensor("buffer", name, values, shape, begins, 0.0)
     spread(model, composition, first)
@@ -291,10 +289,9 @@ def compare(
     before = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     differences: list[Difference] = []
-    limit = max_norm
     for step, batch in enumerate(batches):
         run.setup.begin_step(step, optimizer)
-        with watch(composed) as recorder, ExitStack() as watching:
+        with watch(composition.model) as recorder, ExitStack() as watching:
             for observer in observers:
                 watching.enter_context(observer.watch(step))
             loss = run_batch(composition, step)
@@ -302,8 +299,8 @@ def compare(
         if routers(model):
             calls = ids_of_calls(composition, batch["targets"].shape[:2], micro_batch, mine)
             seen = gathered(recorder.choices(calls))
-        if step == 0 and max_norm > 0:  # a fault of clipping has no effect if nothing is clipped
-            limit = min(max_norm, float(clip_grad_norm_(composition, 0.0)) / loss_scale / 2)
+        if step == 0 and limit > 0:  # a fault of clipping has no effect if nothing is clipped
+            limit = min(limit, float(clip_grad_norm_(composition, 0.0)) / loss_scale / 2)
             if reference:
                 reference.clip_at(limit)
         messages, sent = MessageEffects(), None
@@ -313,7 +310,7 @@ def compare(
             for observer in observers:
                 messages = observer.after_backward(got) or messages
             sent = FromComposition(messages.received, shared(got, comparison.device))
-        on_first_rank(lambda *given: expected(lambda r: r.step(*given)), batch, seen, sent)
+        on_first_rank(References.step, reference, batch, seen, sent)
         if reference:
             for name, natural in reference.own.choices.items():
                 differences += compare_choices(name, step + 1, natural, seen.get(name, []))
@@ -339,7 +336,7 @@ def compare(
     reduces = precision.reduce_dtype.itemsize < 4 and axis_size(mesh, "cp") * count > 1
     if precision.param_dtype.itemsize < 4 or precision.float8 != "off" or reduces:
         comparison.same_rounding()
-    for name, shape, values in buffers_of(model, composed):
+    for name, shape, values in buffers_of(model, composition.model):
         right = expected(lambda r, name=name: r.buffer(name))
         comparison.tensor("buffer after", name, values, shape, right, tolerance.loss)
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
@@ -382,8 +379,7 @@ def spread(model: nn.Module, composition: Composition, first: bool) -> None:
             noise = torch.empty(parameter.shape, dtype=torch.float32)
             noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
             local = local_tensor(parameter)
-            changed = local.float() + local_shard(noise, parameter).to(local.device)
-            local.copy_(changed)
+            local.copy_(local.float() + local_shard(noise, parameter).to(local.device))
 
 
 def on_first_rank(work: Callable[..., _T], *given: Any) -> _T:
