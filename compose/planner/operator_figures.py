@@ -149,9 +149,10 @@ def attention_flops(given: Sequence[Tensor], name: str, causal: bool, left: int)
 
     Backward computes the scores again, and has four products besides (Dao 2023, arXiv:2307.08691).
     Queries are (B, H, L, K), or (B, L, H, K) for the kernel that takes windows; ``left`` is its window.
+    Documents that are laid end to end, (T, H, K), count as one, since only the device knows their ends.
     """
     backward = name.endswith("backward")
-    q, k, v = given[1:4] if backward else given[:3]
+    q, k, v = (x if x.ndim == 4 else x[None] for x in (given[1:4] if backward else given[:3]))
     tokens = 1 if name.startswith("_flash_attention") else 2
     length, keys = q.shape[tokens], k.shape[tokens]
     pairs = attention_pairs(length, keys, causal, left + 1)

@@ -53,6 +53,7 @@ OPTIONS: dict[str, Keys] = {
     "codes": {"comm__gradients": "int4", "comm__weights": "int8"},
     "adapters": {"model__lora__rank": 4, "model__lora__targets": '["layers.*.attention.w*"]'},
     "validation": {"train__validate_every": 2},
+    "documents": {},
     "ulysses": parallel(cp=2, dp_shard=1, cp_method="ulysses"),
     "zero bubble": parallel(pp=2, dp_shard=1, pp_schedule="ZBVZeroBubble") | {"model__n_layers": 4},
 }
@@ -105,6 +106,10 @@ def test_options_wait_at_the_named_places(tmp_path: Path, name: str) -> None:
     keys = QUICKLY | parallel(dp_shard=2) | OPTIONS[name] | {"run__dir": tmp_path / "run"}
     if name == "validation":
         keys["data__validation"] = text
+    if name == "documents":  # three that end within the first samples
+        for number in range(3):
+            (tmp_path / f"{number}.md").write_text("A short one. " * 2)
+        keys["data__path"] = str(tmp_path / "*.md")
     result = waits_of(make_job(2, **keys))
     assert _strange(result, ALLOWED | ADDED) == []
     assert _count(result) <= 2
