@@ -311,7 +311,7 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
     """Return the keys that the search must not change, each with what pins it.
 
     The command line and --keep pin a key. A file pins it by another value than the default, but for
-    degrees, which a plan looks for. --free releases one.
+    degrees and what belongs to them, which a plan looks for. --free releases one.
     """
     free = _names(given, "--free", KNOWN)
     values, defaults = values_of(question.config), values_of(without_file(()))
@@ -323,7 +323,7 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
             result[key] = "--keep"
         elif origin == COMMAND_LINE:
             result[key] = COMMAND_LINE
-        elif origin and key not in DEGREES and values[key] != defaults[key]:
+        elif origin and key not in (*DEGREES, *_FOLLOW) and values[key] != defaults[key]:
             result[key] = origin
     return {key: by for key, by in result.items() if key not in free}
 

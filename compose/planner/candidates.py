@@ -287,8 +287,10 @@ def _divides(config: Config, shape: ModelShape) -> bool:
     """Return whether ranks divide the batch, and there are layers and micro-batches for a pipeline."""
     parallel, count = config.parallel, micro_batches(config)
     if not count or parallel.pp == 1:
-        return bool(count)
+        return bool(count) and not parallel.pp_layers
     stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
+    if len(parallel.pp_layers) not in (0, stages):
+        return False
     fewest = 1 if parallel.pp_schedule in ASYNCHRONOUS else parallel.pp
     return stages - 2 <= shape.count and count >= fewest
 

@@ -42,6 +42,15 @@ def test_another_value_the_command_line_and_keep_pin(tmp_path: Path) -> None:
     assert set(pinned(given, question)) == set(pins) - {"parallel.zero", "parallel.pp"}
 
 
+def test_a_file_pins_nothing_of_its_own_mesh(tmp_path: Path) -> None:
+    """The plan looks for degrees, and another mesh has other layers in its stages."""
+    file = tmp_path / "mine.toml"
+    file.write_text("[parallel]\npp = 2\npp_layers = [3, 2]\ndp_shard = 4\nzero3_reshard = 2\n")
+    assert pinned(*asked(file=str(file))) == {}
+    kept = pinned(*asked("--keep=parallel.pp_layers", file=str(file)))
+    assert kept == {"parallel.pp_layers": "--keep"}
+
+
 def test_what_changes_learning_is_freed_alone() -> None:
     assert freed(asked()[0]) == frozenset()
     given, question = asked("--free=train.global_batch,parallel.offload,comm.gradients")

@@ -380,6 +380,17 @@ def test_an_axis_that_the_plan_cannot_cut_is_left_out() -> None:
     assert {c.config.parallel.pp for c in candidates(where, facts)} > {1}
 
 
+def test_layers_of_stages_that_are_kept_are_those_of_every_candidate() -> None:
+    where = space(
+        TRAIN, "h100_sxm", 8, train__global_batch=64, parallel__pp=2, parallel__pp_layers="[3, 2]"
+    )
+    where = replace(where, fixed=["parallel.pp_layers"])
+    layers = {
+        (c.config.parallel.pp, c.config.parallel.pp_layers) for c in candidates(where, shape_for(where))
+    }
+    assert layers == {(2, (3, 2))}
+
+
 @pytest.mark.slow
 def test_the_fewest_devices_are_found() -> None:
     shape = {"model__n_layers": 2, "train__global_batch": 8, "train__micro_batch": 1}
