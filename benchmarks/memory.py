@@ -101,7 +101,7 @@ class Sizes:
         # Two norms, each with its input and with that over its root.
         N = 4 * D if device == "cpu" else 0
         M = 4 * min(T * V, AT_ONCE.get(device, MANY))
-        GK, H = shape.n_kv_heads * shape.head_dim, shape.n_heads
+        GK, H = shape.n_kv_heads * shape.head_width, shape.n_heads
         return cls(n, P, V * D, V, D, shape.hidden_dim, GK, H, T, shape.n_layers, N, M)
 
 

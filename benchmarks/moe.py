@@ -18,6 +18,7 @@ much of it that was, if in each the rank that spent least did not wait.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import namedtuple
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="sizes that only show that it runs")
     options = parser.parse_args()
-    if dist.is_torchelastic_launched():
+    if "RANK" in os.environ:
         shares(options.small)
         return
     device, size = options.device, "small" if options.small else options.device

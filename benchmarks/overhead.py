@@ -184,7 +184,7 @@ CHECKS = ("check_state", "check_messages", "check_every")
 
 def of_checks(folder: str, keys: list[str], steps: int) -> None:
     """Each check's trainer and one without take turns."""
-    several = dist.is_torchelastic_launched()
+    several = "RANK" in os.environ
     common = [TRAIN_TOML, "--metrics.tensorboard=false", *(["--parallel.zero=3"] if several else [])]
     checks = [name for name in CHECKS if several or name != "check_messages"]
 
@@ -242,7 +242,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
-    several = dist.is_torchelastic_launched()
+    several = "RANK" in os.environ
     with tempfile.TemporaryDirectory() as folder:
         keys += ["--metrics.tensorboard=false"]
         keys += ["--parallel.tp=-1", "--parallel.dp_shard=1"] if several else [f"--run.dir={folder}"]

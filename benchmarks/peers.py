@@ -16,6 +16,7 @@ take turns, a step each. Ratios are medians over pairs of neighbouring steps; ab
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -384,7 +385,7 @@ def main() -> None:
     parser.add_argument("--axes", nargs="+", default=list(AXES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(SAMPLES))
     options = parser.parse_args()
-    several = dist.is_torchelastic_launched()
+    several = "RANK" in os.environ
     made_by = {"machine": platform.machine(), "torch": torch.__version__}
 
     def show(result: dict[str, object], length: int) -> None:
