@@ -284,7 +284,10 @@ def _with(config: Config, mode: str, micro_batch: int) -> Config:
 
 
 def _divides(config: Config, shape: ModelShape) -> bool:
-    """Return whether ranks divide the batch, and there are layers and micro-batches for a pipeline."""
+    """Return whether ranks divide the batch, and the pipeline has layers and micro-batches enough.
+
+    ``pp_layers`` that the search must keep are of one number of stages.
+    """
     parallel, count = config.parallel, micro_batches(config)
     if not count or parallel.pp == 1:
         return bool(count) and not parallel.pp_layers
