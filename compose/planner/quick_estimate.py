@@ -139,6 +139,8 @@ def _seconds(
     else:
         best["bubble"] = 0.0
     best["optimizer"] = costs.memory_seconds(cluster, 32 * trained)
+    if config.optimizer.offload != "none":  # its two means come over the link, and go back meanwhile
+        best["optimizer"] = max(best["optimizer"], costs.host_seconds(cluster, 8 * trained))
     if parallel.offload == "cpu":
         # Shards are copied for the forward and for the backward of a micro-batch, and gradients back.
         copied = costs.host_seconds(cluster, trained * config.precision.master_dtype.itemsize)

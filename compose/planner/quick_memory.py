@@ -223,12 +223,13 @@ def peak_bytes(
     With each rank are its own numbers, and those of them that are trained.
     """
     precision, here = config.precision, config.parallel.offload != "cpu"
+    with_state = here and config.optimizer.offload == "none"
     schedule = config.parallel.pp_schedule if config.parallel.pp > 1 else ""
     most, best = -1.0, {}
     for rank, (own, trained) in ranks:
         held = {"PipeDream": rank.flight, "PipeDream2BW": 2}.get(schedule, 1)  # versions
         weights = own * precision.master_dtype.itemsize * here * held
-        state = trained * bytes_of_state(shape, config) * here
+        state = trained * bytes_of_state(shape, config) * with_state
         gradients = trained * precision.master_dtype.itemsize * here
         moment = max(_moments(shape, config, (units, sizes), rank, gradients), key=sum)
         if sum(moment) + weights + state > most:

@@ -387,4 +387,4 @@ def shards(config: Config) -> tuple[int, int]:
     if parallel.zero == 0:
         return 1, 1
     over = parallel.dp_shard * parallel.cp
-    return over, max(1, over * parallel.tp // parallel.ep)
+    return over, over * parallel.tp // math.gcd(over * parallel.tp, parallel.ep)  # as expert_mesh

@@ -18,12 +18,13 @@ from compose.pipeline.timeline import simulate
 from compose.planner import quick_estimate
 from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
-from compose.planner.costs import collective_seconds
+from compose.planner.costs import collective_seconds, host_seconds
 from compose.planner.estimate import estimate
 from compose.planner.layer_probe import Figures, Part
 from compose.planner.probe_scaling import combined
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.quick_memory import sizes_of
+from compose.planner.quick_units import shards
 from tests.support.helpers import ROOT, tiered
 
 TRAIN = str(ROOT / "train.toml")
@@ -81,6 +82,19 @@ def test_experts_are_cut_as_fsdp_cuts_them(ranks: int, ep: int, padded: int, mov
     assert size.moved == moved * 1e9 / ep
 
 
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "tp", "ep", "of_experts"),
+    [(1, 8, 1, 4, 2), (2, 8, 1, 16, 1), (2, 24, 1, 16, 3), (4, 6, 2, 8, 3)],
+)
+def test_ranks_share_experts_within_their_replica(
+    replicas: int, ranks: int, tp: int, ep: int, of_experts: int
+) -> None:
+    """As in expert_mesh: what ep takes of the replicas shares nothing."""
+    parallel = Parallel(dp_replicate=replicas, dp_shard=ranks, tp=tp, ep=ep)
+    config: Any = SimpleNamespace(parallel=parallel)
+    assert shards(config) == (ranks, of_experts)
+
+
 def test_muon_keeps_one_state_of_matrices() -> None:
     cluster = load_cluster("h100_sxm")
     config = load(TRAIN, [("train.global_batch", "16"), ("parallel.dp_shard", "8")])
@@ -90,6 +104,23 @@ def test_muon_keeps_one_state_of_matrices() -> None:
     model = shape.job.model
     layers = sum(p.numel() for p in model.get_submodule("layers").parameters() if p.ndim == 2)
     assert one - other == pytest.approx(4 * layers / 8)
+
+
+def test_the_state_of_an_offloaded_optimizer_is_not_on_the_device() -> None:
+    """Its two means come over the link and go back at the same time, 4 bytes each for a number."""
+    cluster = load_cluster("rtx4090")
+    config = load(TRAIN, [("train.global_batch", "16"), ("parallel.dp_shard", "2")])
+    shape = shape_for(Space(config, cluster, 2))
+    where = ("none", "cpu", "nvme")
+    here, host, files = (
+        quick(shape, with_keys(config, {"optimizer.offload": each}), cluster) for each in where
+    )
+    state = here.bytes["optimizer"]
+    assert here.memory - host.memory == here.memory - files.memory == state > 0
+    assert (here.host, files.host) == (0, 0)
+    assert host.host >= state
+    passed = host_seconds(cluster, state)
+    assert host.seconds["optimizer"] == files.seconds["optimizer"] == passed > here.seconds["optimizer"]
 
 
 def test_ddp_sends_all_gradients() -> None:
