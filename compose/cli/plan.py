@@ -348,20 +348,14 @@ def _looked_at(searched: Searched) -> str:
 
 def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
     over = (best.reserved - capacity(space.cluster)) / 2**30
-    by = f"the best is short of {over:.1f} GiB a device"
-    if lack := lack_of_node(space, best):
-        by = f"the best {lack}"
+    by = f"the best {lack_of_node(space, best) or f'is short of {over:.1f} GiB a device'}"
     if searched and not searched.certain:
         more = searched.let_through
         return f"{_looked_at(searched)}, and none fits; {by}; --candidates {more} looks at all of them"
     if searched is None:
         return f"this composition does not fit: {by.replace('the best', 'it')}"
-    cures, config = ["more devices"], best.config
-    if config.activation_checkpoint.mode != "full" and "activation_checkpoint.mode" not in space.fixed:
-        cures.append('activation_checkpoint.mode = "full"')
-    if config.parallel.offload == "none" and "parallel.offload" not in space.fixed:
-        cures.append('parallel.offload = "cpu" with zero 3')
-    return f"nothing fits; {by}; {', '.join(cures)} would help"
+    # Of keys that are free the search has tried all that takes less.
+    return f"nothing fits; {by}; more devices would help"
 
 
 def _write(

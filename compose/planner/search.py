@@ -261,13 +261,20 @@ def search(
         if axis not in shape.axes:
             progress(f"the plan of {space.config.model.name} cannot cut {axis}: it is left out")
     progress(f"{let_through} candidates may fit; the best {most} are recorded")
-    results: list[Candidate] = []
+    results, tried = list[Candidate](), list[Config]()
     refused: list[str] = []
     capped, limit = False, 2 * most if let_through else most
     turns, made = RecordQueue(space, every), dict[int, Candidate]()
     try:
         while not capped:
-            if len(results) >= most:
+            room, finer = most - len(results), list[Candidate]()
+            if room and len(results) >= max(_FIRST, most - _REFINED):
+                known = [*tried, *(one.config for one in results)]  # a record has filled in layers
+                finer = [c for c in refinements(space, shape, results) if c.config not in known][:room]
+                let_through += len(finer)
+            chosen = [*finer, *turns.next_round(results, room - len(finer))]
+            tried += [one.config for one in chosen]
+            if not chosen:
                 if most == limit or any(fits(space, c) for c in results):
                     break
                 most = limit
@@ -275,13 +282,7 @@ def search(
                     offloads = [*candidates(space, shape, offload=True)]
                     let_through += len(offloads)
                     turns.add(offloads)
-            chosen = turns.next_round(results, most - len(results))
-            if len(results) >= max(_FIRST, most - _REFINED):
-                finer = refinements(space, shape, results)
-                finer = [c for c in finer if all(c.config != other.config for other in results)]
-                chosen = [*finer, *chosen][: most - len(results)]
-            if not chosen:
-                break
+                continue
             made = {}
             for place, result in _recorded(space, chosen):
                 if isinstance(result, ConfigError):
@@ -302,8 +303,7 @@ def search(
         progress("interrupted: these are the best so far")
     if every and not results:
         raise ConfigError(*dict.fromkeys(refused))
-    certain = let_through <= 0 or len(results) >= let_through
-    return Searched(ranked(space, results), max(0, let_through), capped, certain)
+    return Searched(ranked(space, results), max(0, let_through), capped, len(results) >= let_through)
 
 
 def ranked(space: Space, recorded: Sequence[Candidate]) -> list[Candidate]:
@@ -376,12 +376,12 @@ def fewest(
 ) -> tuple[Space, list[Candidate]]:
     """Find the fewest devices that hold the model and see enough tokens in time.
 
-    The search tries 1, 2, 4 ... devices, up to the space's ranks. A number is searched if a quick
+    The search tries 1, 2, 4 ... devices, and all of the space. A number is searched if a quick
     estimate says that it may do. The first number that does by its record is taken.
     """
-    needed, ranks = tokens / (days * 86400), 1
+    needed, most = tokens / (days * 86400), space.world_size
     shape, train = shape_for(space), space.config.train
-    while ranks <= space.world_size:
+    for ranks in dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]):
         here = replace(space, world_size=ranks, objective="time")
         rough = [c for c in candidates(here, shape) if fits(here, c)]
         best = min((c.rough.step for c in rough), default=float("inf"))
@@ -395,5 +395,4 @@ def fewest(
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
                 if rate >= needed:
                     return here, results
-        ranks *= 2
     return space, []

@@ -21,6 +21,7 @@ from compose.planner import search as search_module
 from compose.planner.against_run import against
 from compose.planner.candidates import (
     DEGREES,
+    REFINED,
     TRIED,
     Candidate,
     Space,
@@ -408,6 +409,14 @@ def test_the_fewest_devices_are_found() -> None:
     assert fewest(where, tokens=1e30, days=1)[1] == []
 
 
+def test_all_devices_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees a token a second: four of six are too few for five a second."""
+    monkeypatch.setattr(search_module, "_recorded", Recorded())
+    where = space(TRAIN, "h100_sxm", 6, train__global_batch=48)
+    found, result = fewest(where, tokens=5 * 86400, days=1)
+    assert (found.world_size, bool(result)) == (6, True)
+
+
 @pytest.mark.slow
 def test_a_prediction_is_held_against_a_run(tmp_path: Path) -> None:
     folder, corrected = tmp_path / "run", tmp_path / "corrected.toml"
@@ -523,9 +532,64 @@ def test_nothing_fits_is_said_only_if_it_is_sure(monkeypatch: pytest.MonkeyPatch
     assert text.endswith(f"; --candidates {short.let_through} looks at all of them")
     every = search(where, most=short.let_through)
     assert (every.certain, len(every.candidates)) == (True, every.let_through)
-    assert _short(where, every.candidates[0], every).startswith("nothing fits; the best is short of ")
+    free = replace(where, fixed=frozenset(where.fixed) - {"parallel.offload"})
+    text = _short(free, every.candidates[0], every)
+    assert text.startswith("nothing fits; the best is short of ")
+    assert text.endswith(" GiB a device; more devices would help")  # what is free was tried
     none = search(replace(where, cluster=load_cluster("rtx4090"), world_size=2))
     assert (none.let_through, none.certain) == (0, True)
+
+
+def test_offload_is_tried_where_no_candidate_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may fit by its quick estimate, and does not by its record."""
+    keys = keys_in("tp=1 pp=1 cp=1 ep=1 dp_replicate=1 zero=3 train.micro_batch=1")
+    keys |= keys_in("activation_checkpoint.mode=full")
+    where = space(TRAIN, "h100_sxm", 16, **(LLAMA_8B | keys))
+    where = replace(where, fixed=frozenset(where.fixed) - {"parallel.offload"})
+    monkeypatch.setattr(search_module, "_recorded", Recorded(size=100.0))
+    result = search(where)
+    assert [c.config.parallel.offload for c in result.candidates] == ["cpu", "none"]
+    assert result.certain
+
+
+class Refusing(Recorded):
+    """Records in which one way to recompute is not legal."""
+
+    def __call__(
+        self, space: Space, chosen: Sequence[Candidate]
+    ) -> Iterator[tuple[int, Candidate | ConfigError]]:
+        assert len(self.rounds) < 20, "the search does not end"
+        for place, made in super().__call__(space, chosen):
+            budget = chosen[place].config.activation_checkpoint.mode == "budget"
+            yield place, ConfigError("no budget") if budget else made
+
+
+def test_a_refinement_that_is_refused_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a budget with compiled experts, which only the rules know of."""
+
+    def finer(where: Space, shape: object, recorded: Sequence[Candidate]) -> list[Candidate]:
+        keys = {"activation_checkpoint.mode": "budget"}
+        return [replace(recorded[0], config=with_keys(recorded[0].config, keys))]
+
+    by = Refusing()
+    monkeypatch.setattr(search_module, "refinements", finer)
+    result = searched(monkeypatch, by)
+    assert len(result.candidates) == 6
+    chosen = [one.config.activation_checkpoint.mode for made in by.rounds for one in made]
+    assert chosen.count("budget") == 1
+
+
+def test_refinements_take_no_candidate_out_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits, all that may fit are recorded before this is certain."""
+    by = Recorded(size=100.0)
+    monkeypatch.setattr(search_module, "_recorded", by)
+    keys = keys_in("tp=1 pp=1 cp=1 dp_replicate=1 train.micro_batch=4")
+    where = space(TRAIN, "h100_sxm", 16, **(LLAMA_8B | keys))
+    where = replace(where, fixed=frozenset(where.fixed) - {*REFINED})  # they are free too
+    result = search(where)
+    assert result.certain
+    recorded = [one.config for made in by.rounds for one in made]
+    assert all(one.config in recorded for one in candidates(where, shape_for(where)))
 
 
 @pytest.mark.slow
