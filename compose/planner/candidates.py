@@ -13,6 +13,7 @@ from compose.config.tables import Config, value_of
 from compose.parallel.mesh import AXES, Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner.cluster import Cluster
+from compose.planner.costs import for_ranks
 from compose.planner.estimate import Estimate, Kinds, lack_of_host
 from compose.planner.quick_estimate import MEMORY_ERROR, QuickEstimate, quick
 from compose.planner.quick_memory import micro_batches
@@ -112,7 +113,7 @@ def lack_of_node(space: Space, candidate: Candidate) -> str:
     needed = candidate.rough.host * space.node
     if candidate.estimate:
         needed = candidate.estimate.host_bytes
-    return lack_of_host(space.cluster, needed)
+    return lack_of_host(for_ranks(space.cluster, space.world_size), needed)
 
 
 DEGREES = (*(f"parallel.{axis}" for axis in AXES), "parallel.ep")

@@ -245,6 +245,8 @@ class Cluster(_Table):
     """Between a device and host memory."""
     efficiencies: Efficiencies
     measured: Measured = field(default_factory=Measured)
+    machines: Positive = 1
+    """Machines of a node, each with an equal part of its devices and of what follows."""
     host_memory: NonNegative = 0
     """Bytes of host memory of a node; 0: unknown."""
     host_cores: NonNegative = 0
@@ -331,6 +333,8 @@ def _contradictions(cluster: Cluster) -> list[str]:
     for key in ("power", "power_limit"):
         if getattr(device, key) <= device.power_idle:
             problems.append(f"device.{key}: {getattr(device, key)} is not above power_idle")
+    if cluster.node % cluster.machines:
+        problems.append(f"machines: {cluster.machines} do not divide {cluster.node} devices of a node")
     if device.message_units >= device.units:
         problems.append(f"device.message_units: {device.message_units} leaves none of {device.units}")
     for number, row in enumerate(cluster.measured.collectives):

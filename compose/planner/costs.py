@@ -256,13 +256,24 @@ def processor_seconds(cluster: Cluster, bytes: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def for_ranks(cluster: Cluster, world_size: int) -> Cluster:
-    """Return the cluster whose node has no more devices than a job, which shares the whole host."""
+    """Return the cluster whose node has no more devices than a job, which has its machines alone."""
     if world_size >= cluster.node:
         return cluster
     within, used = cluster.within, max(1, world_size - 1) / (cluster.node - 1)
     if within.direct:
         within = replace(within, bandwidth=within.bandwidth * used)
-    return replace(cluster, node=world_size, within=within)
+    machines = math.ceil(world_size * cluster.machines / cluster.node)
+    part = machines / cluster.machines
+    return replace(
+        cluster,
+        node=world_size,
+        within=within,
+        machines=machines,
+        host_memory=round(cluster.host_memory * part),
+        host_cores=round(cluster.host_cores * part),
+        host_bandwidth=cluster.host_bandwidth * part,
+        host_power=cluster.host_power * part,
+    )
 
 
 def host_seconds(cluster: Cluster, bytes: float) -> float:

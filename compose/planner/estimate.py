@@ -352,13 +352,14 @@ def step_kwh(cluster: Cluster, world_size: int, step: float, busy: Sequence[floa
 
     ``busy`` are the seconds in which a device of each pipeline rank computes. It then takes the power
     that the efficiencies were measured at, or the limit below it. While it waits, it takes that of an
-    idle device, which is too little where it waits for messages. Each node takes ``host_power``
-    besides, and 0 if that is unknown. Cooling of the building is not counted.
+    idle device, which is too little where it waits for messages. Each machine takes its part of
+    ``host_power`` besides, and 0 if that is unknown. Cooling of the building is not counted.
     """
     device = cluster.device
     if device.power == 1.0:  # Device's default
         return None
     load = min(device.power, device.power_limit) - device.power_idle
     joules = world_size * (device.power_idle * step + load * sum(busy) / len(busy))
-    joules += math.ceil(world_size / cluster.node) * cluster.host_power * step
+    machines = math.ceil(world_size * cluster.machines / cluster.node)
+    joules += machines * cluster.host_power / cluster.machines * step
     return joules / _JOULES

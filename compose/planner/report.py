@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compose.config.models import find_model
 from compose.config.tables import Config, value_of
 from compose.errors import toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
@@ -19,7 +20,9 @@ from compose.planner.candidates import (
     capacity,
     fits,
     lack_of_node,
+    shape_for,
 )
+from compose.planner.costs import for_ranks
 from compose.planner.estimate import RankPeak
 from compose.planner.memory import CATEGORIES
 
@@ -56,11 +59,15 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input-gradients", "W": "weight-
 
 def as_data(space: Space, recorded: Sequence[Candidate]) -> dict[str, Any]:
     """Return the result as plain data, for JSON."""
-    train = space.config.train
+    train, model = space.config.train, space.config.model
+    size = model.preset
+    if find_model(model.name).presets.get(size) != model.config:  # some sizes are its own
+        count = sum(p.numel() for p in shape_for(space).job.model.parameters())
+        size = f"of {count / 1e9:,.3g}B parameters"
     return {
         "cluster": space.cluster.name,
         "world_size": space.world_size,
-        "model": f"{space.config.model.name} {space.config.model.preset}",
+        "model": f"{model.name} {size}",
         "global_batch": train.global_batch,
         "seq_len": train.seq_len,
         "capacity": capacity(space.cluster),
@@ -173,9 +180,9 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
 def in_words(space: Space, best: Candidate) -> str:
     """Return the best candidate's memory and time in words."""
     estimate, room = best.recorded, capacity(space.cluster)
-    lines = [
-        f"{space.world_size} x {space.cluster.device.name}, {room / GIB:.1f} GiB of each for a process"
-    ]
+    kinds = space.kinds or ((space.cluster, space.world_size),)
+    devices = " + ".join(f"{ranks} x {cluster.device.name}" for cluster, ranks in kinds)
+    lines = [f"{devices}, {room / GIB:.1f} GiB of each for a process"]
     fullest = sorted(range(len(estimate.peaks)), key=lambda i: -estimate.peaks[i].reserved)[:_SHOWN]
     for rank in sorted(fullest):
         p = estimate.peaks[rank]
@@ -189,7 +196,7 @@ def in_words(space: Space, best: Candidate) -> str:
     if len(estimate.peaks) > _SHOWN:
         lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")
     if estimate.host_bytes:
-        has = space.cluster.host_memory
+        has = for_ranks(space.cluster, space.world_size).host_memory
         of = f"of {has / GIB:,.1f} GiB" if has else "GiB; what it has is unknown"
         lines.append(f"  host memory of a node: {estimate.host_bytes / GIB:,.1f} {of}")
     waits = sorted(estimate.exposed.items(), key=lambda pair: -pair[1])
@@ -223,7 +230,7 @@ def _of_islands(space: Space) -> dict[str, int]:
 
 def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
     """Return the command that runs the best candidate on all nodes; ``file``: a TOML file, or ""."""
-    ranks, node = space.all_ranks, space.cluster.node
+    ranks, node = space.all_ranks, space.cluster.node // space.cluster.machines
     nodes = next(n for n in range(-(-ranks // node), ranks + 1) if ranks % n == 0)
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     changed = {key: value for key, value in best.keys.items() if value_of(space.config, key) != value}
@@ -249,9 +256,9 @@ def reasons(space: Space, best: Candidate) -> dict[str, str]:
         "parallel.dp_replicate": "copies of the sharded state",
         "parallel.ep": "ranks that share the experts",
         "parallel.zero": "the fastest stage that fits",
-        "parallel.pp_schedule": "the smallest bubble of those that fit",
+        "parallel.pp_schedule": "the fastest of those that fit",
         "activation_checkpoint.mode": f"{best.reserved / GIB:.1f} of {room:.1f} GiB are used",
-        "parallel.offload": "nothing else fits",
+        **({"parallel.offload": "nothing else fits"} if parallel.offload != "none" else {}),
         "train.micro_batch": "samples of one forward",
     }
 

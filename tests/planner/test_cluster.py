@@ -119,6 +119,7 @@ WRONG = {
     ],
     ("node = 8", "node = 8\nlatency = 1.0"): ["latency: unknown key; did you mean within.latency?"],
     ("node = 8", 'node = "8"'): ['node: expected int, got "8"'],
+    ("node = 8", "node = 8\nmachines = 3"): ["machines: 3 do not divide 8 devices of a node"],
     ("node = 8", "node = 0"): ["node: 0 should be greater than or equal to 1"],
     ("node = 8", "node = 8.5"): ["node: expected int, got 8.5"],
     ("node = 8", 'node = 8\nname = "x"'): [

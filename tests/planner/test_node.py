@@ -96,6 +96,13 @@ def test_ranks_share_memory_and_cores() -> None:
     assert for_ranks(H100, 8) is for_ranks(H100, 16) is H100
     eighth, half = (processor_seconds(for_ranks(H100, ranks), 1e9) for ranks in (8, 2))
     assert eighth == pytest.approx(4 * half)
+    rack = load_cluster("gb200")  # of 18 machines, with 4 devices each
+    two, whole = for_ranks(rack, 6), (rack.host_memory, rack.host_cores, rack.host_bandwidth)
+    assert (two.machines, (two.host_memory, two.host_cores, two.host_bandwidth)) == (
+        2,
+        tuple(pytest.approx(n / 9) for n in whole),
+    )
+    assert processor_seconds(for_ranks(rack, 4), 1e9) == pytest.approx(processor_seconds(rack, 1e9))
     unknown = replace(small, host_cores=0, host_bandwidth=0.0)
     assert processor_seconds(unknown, 50e9) == pytest.approx(1.0)
 
@@ -151,6 +158,10 @@ def test_what_a_node_cannot_hold_does_not_fit() -> None:
         assert one.rough.host == pytest.approx((8 * 4 / 3 + 8) * count, rel=0.01)
         assert ("does not fit" in table(space, [one])) != whole
     space = Space(config, replace(H100, host_memory=10**9), RANKS)
+    tray = Space(config, load_cluster("gb200"), RANKS)  # one of 18 machines
+    much = _candidate(tray, replace(result, host_bytes=900 * 2**30))
+    assert lack_of_node(tray, much) == "needs 900 GiB of host memory, a node has 894"
+    assert "  host memory of a node: 900.0 of 894.1 GiB\n" in in_words(tray, much)
     big = _candidate(space, replace(result, host_bytes=6 * 2**30))
     assert lack_of_node(space, big) == "needs 6 GiB of host memory, a node has 1"
     assert table(space, [big]).endswith("does not fit; needs 6 GiB of host memory, a node has 1")
@@ -164,6 +175,10 @@ def test_energy_of_a_step() -> None:
     joules = 16 * (700 * 2 + 70 * 2) + 2 * 2800 * 4
     assert step_kwh(H100, 16, 4.0, [2.0]) == pytest.approx(joules / 3.6e6)
     assert step_kwh(H100, 16, 4.0, [1.0, 3.0]) == pytest.approx(joules / 3.6e6)
+    rack = load_cluster("gb200")
+    joules = [n * 1200 + used * 33_600 / 18 for n, used in ((1, 1), (6, 2), (80, 20))]
+    kwh = [step_kwh(rack, n, 1.0, [1.0]) for n in (1, 6, 80)]
+    assert kwh == [pytest.approx(one / 3.6e6) for one in joules]
     limited = replace(H100, device=replace(H100.device, power_limit=400.0), host_power=0.0)
     assert step_kwh(limited, 1, 1.0, [1.0]) == pytest.approx(400 / 3.6e6)
     unknown = replace(H100, device=replace(H100.device, power=1.0, power_limit=1.0, power_idle=0.0))

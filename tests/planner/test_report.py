@@ -1,15 +1,28 @@
 """The table of candidates, the command that runs one, and amounts in words."""
 
 import shlex
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from compose.config.toml import without_file
 from compose.planner.answer import composition_in_words
-from compose.planner.report import as_data, command_line, memory, seconds, table
+from compose.planner.cluster import load_cluster
+from compose.planner.report import (
+    as_data,
+    command_line,
+    in_words,
+    memory,
+    seconds,
+    table,
+    write_toml,
+)
 from tests.support.planned import recorded, space_of
 
 SPACE = space_of()
+SEVERAL = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
 
 
 def test_a_key_has_a_column_only_if_some_candidate_changes_it() -> None:
@@ -55,15 +68,16 @@ def test_tp_that_does_not_divide_a_node_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "start"),
+    ("ranks", "cluster", "start"),
     [
-        (4, "--nproc-per-node 4"),
-        (16, "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8"),
-        (12, "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 6"),
+        (4, "a100_40gb", "--nproc-per-node 4"),
+        (16, "a100_40gb", f"--nnodes 2 {SEVERAL} --nproc-per-node 8"),
+        (12, "a100_40gb", f"--nnodes 2 {SEVERAL} --nproc-per-node 6"),
+        (64, "gb200", f"--nnodes 16 {SEVERAL} --nproc-per-node 4"),
     ],
 )
-def test_the_command_names_what_differs(ranks: int, start: str) -> None:
-    where = space_of(ranks)
+def test_the_command_names_what_differs(ranks: int, cluster: str, start: str) -> None:
+    where = space_of(ranks, cluster)
     best = recorded(where, 1.0, 1.0, parallel__zero=3, parallel__tp=2, train__micro_batch=4)
     words = shlex.split(command_line(where, best, "a b.toml", {"model.name": "llama"}))
     assert " ".join(words).startswith(f"torchrun {start}")
@@ -75,6 +89,32 @@ def test_the_command_names_what_differs(ranks: int, start: str) -> None:
         f"--parallel.dp_shard={ranks // 2}",
         "--train.micro_batch=4",
     ]
+
+
+@pytest.mark.parametrize(("offload", "reason"), [("none", ""), ("cpu", "  # nothing else fits")])
+def test_offload_has_a_reason_if_it_is_on(tmp_path: Path, offload: str, reason: str) -> None:
+    text = write_toml(SPACE, recorded(SPACE, 1.0, 1.0, parallel__offload=offload), "", {}, tmp_path)
+    assert f'\noffload = "{offload}"{reason}\n' in text
+
+
+def test_kinds_of_device_have_their_names() -> None:
+    kinds = tuple((load_cluster(name), 8) for name in ("a100_40gb", "h100_sxm"))
+    first, *_ = in_words(replace(SPACE, kinds=kinds), recorded(SPACE, 1.0, 1.0)).splitlines()
+    assert first.startswith("8 x NVIDIA A100-SXM4-40GB + 8 x NVIDIA H100 80GB HBM3, 38.7 GiB of each ")
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, "llama debug"),
+        ({"model.preset": "1b"}, "llama 1b"),
+        ({"model.preset": "8b", "model.n_layers": 42}, "llama of 10.2B parameters"),
+    ],
+)
+def test_data_name_the_model(keys: dict[str, Any], name: str) -> None:
+    """A preset with sizes of its own is another model."""
+    config = without_file([(key, str(value)) for key, value in keys.items()])
+    assert as_data(replace(SPACE, config=config), [])["model"] == name
 
 
 def test_data_have_the_keys_that_were_refined() -> None:
