@@ -135,9 +135,10 @@ def question_of(
 def question_words(model: str, count: float, config: Config, batch_given: bool) -> str:
     """Return a question, with what it left open, for a model of ``count`` parameters."""
     train = config.train
+    size = f"{count / 1e9:,.3g}B" if count < 999.5e9 else amount_in_words(count)
     rule = "" if batch_given else ", by the rule for its size; --batch sets another"
     return (
-        f"{model}: {count / 1e9:,.3g}B parameters in {config.precision.param}, {train.seq_len:,} tokens"
+        f"{model}: {size} parameters in {config.precision.param}, {train.seq_len:,} tokens"
         f" a sample, {train.global_batch:,} samples a step"
         f" ({amount_in_words(train.global_batch * train.seq_len)} tokens{rule})"
     )

@@ -107,6 +107,10 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     alone is the textbook's too, so there it stands for a mesh that the reader would try next.
     """
     node, results = space.node, list[Compared]()
+    for best in recorded[:1]:  # a step of another batch, if that is free, is no comparison
+        batch = best.config.train.global_batch
+        space = replace(space, config=with_keys(space.config, {"train.global_batch": batch}))
+        recorded = [c for c in recorded if c.config.train.global_batch == batch]
     for name, known, keys in (
         (PLAIN, PLAIN, {"pp": 1, "tp": 1, "dp_shard": space.world_size, "ep": 1, "zero": 3}),
         (f"tensor parallel {node} in the node", TEXTBOOK, {"tp": node}),
@@ -312,7 +316,8 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
 def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:
     known = [(one.name, one.step, one.note) for one in variants if one.step]
     if not known:
-        return "neither twice the devices nor twice the memory helps this composition"
+        helps = "helps this composition" if whole else "makes it fit"
+        return f"neither twice the devices nor twice the memory {helps}"
     if not whole:
         return f"it fits with {' or '.join(name for name, _, _ in known)}"
     gains = [best.recorded.step_seconds / step for _, step, _ in known]
@@ -329,7 +334,10 @@ def span(seconds: float) -> str:
     days = seconds / _DAY
     if days < 2:
         return f"{seconds / 3600:.3g} hours"
-    return f"{days:,.3g} days" if days < 999.5 else f"{days / 365.25:,.3g} years"
+    years = days / 365.25
+    if days < 999.5:
+        return f"{days:.3g} days"
+    return f"{years:.3g} years" if years < 999.5 else f"{years:,.0f} years"
 
 
 def example_tokens(space: Space) -> float:
@@ -352,10 +360,11 @@ def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
 
 def legend(space: Space) -> str:
     """Return what the columns of the table are."""
-    kind = space.config.precision.param
-    peak = space.cluster.device.peak[kind] / 1e12
+    kind, kinds = space.config.precision.param, space.kinds or ((space.cluster, 1),)
+    rates = [cluster.device.peak[kind] / 1e12 for cluster, ranks in kinds for _ in range(ranks)]
+    peak = f"{sum(rates) / len(rates):,.0f} TFLOP/s of {kind}{' on average' if space.kinds else ''}"
     return (
-        f"step s: an optimizer step; tokens/s: of a device; MFU: of {peak:,.0f} TFLOP/s of {kind}, by"
-        " the model's FLOPs;\nbubble: share of a step that pipeline ranks wait; GiB: reserved on the"
+        f"step s: an optimizer step; tokens/s: of a device; MFU: of {peak}, by the model's FLOPs;"
+        "\nbubble: share of a step that pipeline ranks wait; GiB: reserved on the"
         f" fullest device, of {capacity(space.cluster) / GIB:.1f}; micro: samples a forward"
     )

@@ -18,6 +18,7 @@ from compose.cli.question import (
     gpus,
     model_keys,
     parameters,
+    question_words,
     read_question,
 )
 from compose.config.models import find_model, model_names
@@ -167,6 +168,14 @@ def test_a_question_is_a_config() -> None:
     assert (config.train.seq_len, config.train.global_batch, config.parallel.tp) == (1024, 64, 2)
     assert (question.batches, question.world_size, question.cluster.node) == ((64, 128), 16, 8)
     assert "64 samples a step" in question.words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(8.03e9, "8.03B"), (671e9, "671B"), (1.0267e12, "1.027T")]
+)
+def test_sizes_in_words(count: float, words: str) -> None:
+    config = ask("--model llama:debug --gpus 1xh100").config
+    assert question_words("it", count, config, batch_given=True).startswith(f"it: {words} parameters ")
 
 
 def test_a_file_on_devices_in_short() -> None:

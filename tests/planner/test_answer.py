@@ -130,11 +130,18 @@ def test_where_nothing_fits_the_sentences_say_what_would() -> None:
     assert first.startswith("Nearest to fit is FSDP")
     assert first.endswith(f"it needs 40.0 of {capacity(SPACE.cluster) / GIB:.1f} GiB of a device.")
     assert third == "It fits with twice the memory."
+    third = told(best, changed=[Compared("twice the memory", None, "more memory is")])[-1]
+    assert third == "Neither twice the devices nor twice the memory makes it fit."
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(3600, "1 hours"), (86400 * 12.34, "12.3 days"), (86400 * 365.25 * 4, "4 years")],
+    [
+        (3600, "1 hours"),
+        (86400 * 12.34, "12.3 days"),
+        (86400 * 365.25 * 4, "4 years"),
+        (86400 * 365.25 * 12_345, "12,345 years"),
+    ],
 )
 def test_spans(seconds: float, text: str) -> None:
     assert span(seconds) == text
@@ -147,6 +154,16 @@ def test_what_is_expected_is_recorded_where_the_search_did_not(monkeypatch: pyte
     assert (plain.candidate, textbook.step) == (BEST, 3.0)
     [(_, config)] = made.asked
     assert (config.parallel.tp, config.parallel.cp, config.parallel.dp_replicate) == (8, 1, 1)
+
+
+def test_what_is_expected_has_the_batch_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the batch is free, a step of fewer samples would look faster."""
+    made = Records(3.0, 10.0)
+    monkeypatch.setattr(answer, "record_all", made)
+    best = recorded(SPACE, 2.0, 20.0, parallel__tp=2, train__global_batch=128)
+    plain, textbook = expected(SPACE, [best, BEST])
+    assert (plain.step, textbook.step) == (3.0, 3.0)
+    assert [config.train.global_batch for _, config in made.asked] == [128, 128]
 
 
 def test_what_is_expected_is_tried_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +257,10 @@ def test_the_legend_explains_the_columns() -> None:
     for column in ("step s", "tokens/s", "MFU", "bubble", "GiB", "micro"):
         assert f"{column}: " in text
     assert "312 TFLOP/s of bfloat16" in text
+    assert max(map(len, text.splitlines())) <= 120
+    kinds = tuple((load_cluster(name), ranks) for name, ranks in (("a100_40gb", 8), ("h100_sxm", 24)))
+    text = legend(replace(SPACE, kinds=kinds))
+    assert "820 TFLOP/s of bfloat16 on average" in text  # by which MFU is counted
     assert max(map(len, text.splitlines())) <= 120
 
 
