@@ -496,7 +496,6 @@ NO_TEST_MODULE = {
     "checkpoint/local_shards": "checkpoint/test_dcp_storage",
     "checkpoint/safetensors_files": "checkpoint/test_hf_folder",
     "cli/measure": "planner/test_measure",
-    "cli/migrate_meaning": "cli/test_migrate",
     "cli/migrate_tables": "cli/test_migrate",
     "cli/train": "train/test_trainer",
     "train/readings": "train/test_trainer",

@@ -135,7 +135,8 @@ def _toml(facts: Facts, sources: str, world: int) -> str:
             facts.entries.append(Entry("to set", f"{text}; set the key to a path{cure}"))
     if "checkpoint.load_hf" in here:
         here["model.preset"] = here["checkpoint.load_hf"]._replace(value="hf")
-    for key, what in _WANTED.items():
+    wanted = _WANTED | ({"model.lora.targets": 'as "all-linear"'} if "model.lora.rank" in here else {})
+    for key, what in wanted.items():
         other = {"model.name": "model.preset", "train.steps": "train.epochs"}.get(key, key)
         if key not in here and other not in here and key not in facts.values:
             facts.entries.append(Entry("to set", f"{key}, {what}: no file says it"))

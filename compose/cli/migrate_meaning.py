@@ -42,9 +42,10 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
     _switched_on(facts)
     for title, program in facts.programs.items():
         _defaults(facts, title, program["defaults"], set())
-        for key in [key for key in program["set"] if key not in {*facts.values, *facts.waiting}]:
-            facts.waiting[key] = f"{title} has a default of its own"
-            facts.note("to set", f"{key}: no file says it, and {facts.waiting[key]}")
+        for key, *others in map(str.split, program["set"]):
+            if not {key, *others} & {*facts.values, *facts.waiting}:
+                facts.waiting[key] = f"{title} has a default of its own"
+                facts.note("to set", f"{key}: no file says it, and {facts.waiting[key]}")
     for name, table in tables.items():
         left = facts.left if name != "training_arguments" else set[str]()
         more = [rows for key, rows in table.defaults_with.items() if key in facts]
@@ -109,6 +110,13 @@ def _options(facts: Facts) -> None:
     if not facts.get("model.lora.rank"):
         for key in [key for key in facts.values if key.startswith("model.lora.")]:
             facts.pop(key)
+    if facts.get("dpo.beta") and "train.seq_len" in facts:
+        text = "a sample has both replies of a pair, each with its prompt"
+        facts.put("train.seq_len", 2 * facts.get("train.seq_len"), text=text)
+    if facts.get("dpo.beta") and facts.get("model.lora.dropout"):
+        text = "dpo.beta goes without dropout, here and in TRL; it is left out"
+        facts.note("changed in meaning", text, "model.lora.dropout")
+        facts.pop("model.lora.dropout")
     every = facts.get("metrics.console_every~steps", 0)
     if every >= 1:  # below it is a part of all steps
         facts.put("metrics.console_every", int(every), "metrics.console_every~steps")

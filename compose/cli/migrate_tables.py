@@ -257,7 +257,10 @@ class Facts:
             if name in case:
                 self.note(kind, f"{said}{into if name == 'note' else ''}: {case[name]}")
                 return
-        self.note("mapped" if texts else "not needed", said + (into or ": is off"))
+        if texts:
+            self.note("mapped", said + into)
+        else:
+            self.note("not needed", f"{where} = {shown(word)}: needs no key here")
 
     def _set(self, where: str, key: str, value: Any) -> None:
         """Set a key or a fact. Raises ValueError if it cannot be, LookupError if it may be left out."""

@@ -10,6 +10,7 @@ from pydantic import Field
 from compose.config.models import find_model
 from compose.config.setup import Rules
 from compose.errors import ConfigError
+from compose.ops.dropout import dropouts
 
 if TYPE_CHECKING:
     from compose.config.job import Job
@@ -50,3 +51,15 @@ def _next_token(job: "Job") -> Iterator[str]:
                 f"train.{key}: {value:g} is of a sum over tokens, and dpo.beta = {beta:g} has a loss of"
                 " whole pairs; use 0, or dpo.beta = 0"
             )
+
+
+@RULES.add(
+    "with dpo.beta, nothing is dropped out",
+    "the loss compares the model with its reference, in which nothing is dropped",
+)
+def _no_dropout(job: "Job") -> Iterator[str]:
+    beta, lora = job.config.dpo.beta, job.config.model.lora
+    for name in dropouts(job.model)[:1] if beta else ():
+        cure = "model.lora.dropout = 0.0" if lora.dropout else "a model without dropout"
+        why = f"compares the model with a reference, and {name} drops out"
+        yield f"dpo.beta: {beta:g} {why}; use {cure}"

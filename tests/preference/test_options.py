@@ -1,5 +1,6 @@
 """The rules of [dpo]."""
 
+from tests.preference.cases import LORA
 from tests.support.helpers import refusals
 
 test_refused = refusals(
@@ -19,7 +20,12 @@ test_refused = refusals(
             "train.z_loss: 0.001 is of a sum over tokens, and dpo.beta = 0.1 has a loss of whole pairs;"
             " use 0, or dpo.beta = 0",
         ),
+        (
+            LORA | {"model__lora__dropout": 0.1},
+            "dpo.beta: 0.1 compares the model with a reference, and layers.0.attention.wq.lora.dropout"
+            " drops out; use model.lora.dropout = 0.0",
+        ),
     ],
     {"dpo__beta": 0.1},
-    ["another task", "chunks", "z-loss"],
+    ["another task", "chunks", "z-loss", "dropout"],
 )

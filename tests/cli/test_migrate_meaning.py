@@ -1,0 +1,134 @@
+# ruff: noqa: E501
+"""What keys of other trainers mean together: meshes, schedules, adapters, and what no file says."""
+
+from pathlib import Path
+
+import pytest
+
+from compose.cli.migrate import migrated
+from tests.cli.test_migrate_files import ARGUMENTS, DEEPSPEED, MEGATRON, TITAN
+
+FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: %s}\n"
+HPZ = DEEPSPEED % '"stage": 3, "zero_hpz_partition_size": %s'
+SET = [
+    ("a.yaml", FSDP % "NO_SHARD", ["zero = 0"]),  # it goes before what distributed_type says
+    ("a.yaml", FSDP % "SHARD_GRAD_OP", ["zero = 2"]),
+    ("a.json", HPZ % 4, ["zero = 3", "zero3_reshard = 4"]),
+    ("a.json", HPZ % 1, ["zero = 3"]),
+    ("a.json", DEEPSPEED % '"stage": 3}, "tensor_parallel": {"autotp_size": 0', ["zero = 3"]),
+    (
+        "a.json",
+        HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % '"4"',
+        ["zero = 3", "dp_shard = 4", "dp_replicate = 2"],
+    ),
+    ("a.json", HPZ.replace("zero_hpz_partition_size", "mics_shard_size") % -1, ["zero = 3"]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), SET)
+def test_what_a_mesh_becomes(tmp_path: Path, name: str, text: str, expected: list[str]) -> None:
+    (tmp_path / name).write_text(text)
+    whole, entries = migrated([tmp_path / name], 8)
+    lines = whole.split("[parallel]\n")[1].split("\n\n")[0].splitlines()
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
+    assert [line.partition("  #")[0] for line in lines] == expected
+
+
+TRAPS = [
+    ("a.json", DEEPSPEED % '"stage": 2, "offload_param": {"device": "cpu"}', "at stage 2 it is left out"),
+    ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
+    ("a.toml", TITAN + "[parallelism]\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n", "so that this run is in float32"),
+    ("b.json", ARGUMENTS + ', "fsdp": "full_shard auto_wrap"}', "fsdp = auto_wrap: needs no key here"),
+]  # fmt: skip
+
+
+WARMUP = '"warmup_type": "linear", "warmup_num_steps": 4, "total_num_steps": 10'
+SCHEDULE = (
+    '{"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": %s}},'
+    ' "scheduler": {"type": "%s", "params": {%s}}, "gradient_clipping": "auto"}'
+)
+AUTOS = (
+    SCHEDULE.partition(', "scheduler"')[0] % '"auto", "betas": "auto"'
+    + ', "gradient_clipping": "auto"}'
+)
+LEFT = ARGUMENTS.replace(', "learning_rate": 1e-4', "") + "}"
+ALONE = '{"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}'
+ADAPTERS = ["alpha = 32.0", "dropout = 0.05", 'targets = "all-linear"']
+TRAIN = "train.py --per_device_train_batch_size 2 --learning_rate 1e-4 --max_steps 10"
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 4 --recompute-method"
+SAMPLES = MEGATRON.replace("--train-iters 100", "--train-samples 1000000 --global-batch-size 512")
+# Files, lines of the TOML that they give, and words of a note on them.
+GIVES: list[tuple[dict[str, str], list[str], str]] = [
+    ({"a.json": AUTOS, "b.json": LEFT}, ["lr = 5e-05", 'schedule = "linear"', "beta2 = 0.999"], ""),
+    ({"a.json": ALONE, "b.json": f'{ARGUMENTS}, "optim": "adamw_torch"}}'}, ['schedule = "linear"', "max_norm = 1.0"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", WARMUP)}, ["lr = 0.001", 'schedule = "linear"'], "WarmupDecayLR's is 0.001"),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": 1e-4')}, ["lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ('"auto"', "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": "auto"'), "b.json": f"{ARGUMENTS}}}"}, ["lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupLR", WARMUP)}, ["lr = 5e-05"], "in new DeepSpeed, and 0.001 in old"),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupCosineLR", WARMUP)}, ["lr = 5e-05", "min_lr = 0.0001"], ""),
+    ({"b.json": f'{ARGUMENTS}, "beta": 0.01}}'}, ["[dpo]", "beta = 0.01"], "ORPO, KTO and CPO"),
+    ({"b.json": f'{ARGUMENTS}, "loss_type": "sigmoid", "beta": 0.2}}'}, ["beta = 0.2"], "read as DPO's"),
+    ({"b.json": f'{ARGUMENTS}, "loss_type": "nll"}}'}, ["seed = 42"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "x/z.json"}}'}, ["zero = 3"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "zero2"}}'}, ["zero = 2"], ""),
+    ({"b.json": f'{ARGUMENTS}, "deepspeed": "zero3_offload"}}'}, ["zero = 3", 'offload = "cpu"'], ""),
+    ({"b.json": f'{ARGUMENTS}, "fsdp": "full_shard", "fsdp_config": "x/f.json"}}'}, ['offload = "cpu"'], ""),
+    ({"a.sh": "accelerate launch --config_file z.yaml train.py --learning_rate 1 --per_device_train_batch_size 2 --max_steps 2"}, ["zero = 3"], ""),
+    ({"b.json": f"{ARGUMENTS}}}"}, ["interval = 500", "keep_last = 1000000"], ""),
+    ({"a.sh": f"{SAMPLES} --save-interval 9"}, ["interval = 9", "keep_last = 1000000"], ""),
+    ({"a.toml": f"{TITAN}[checkpoint]\nenable = true"}, ["interval = 500", "keep_last = 10"], ""),
+    ({"b.json": LEFT.replace("}", ', "max_prompt_length": 9}')}, ["# lr = ?", 'schedule = "linear"'], "pairs"),
+    ({"b.json": LEFT.replace("}", ', "beta": 1, "min_lr": 1e-6}')}, ["# lr = ?"], "min_lr: 1e-06 as a part of"),
+    ({"b.json": LEFT.replace("}", ', "train_type": "full"}')}, ["# lr = ?", 'schedule = "cosine"', "beta2 = 0.95", "weight_decay = 0.1"], ""),
+    ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\n"}, ["lr = 0.0002", 'schedule = "cosine"', "epochs = 1.0", "# warmup = ?", "# param = ?", "keep_last = 4"], ""),
+    ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\nbf16: true\nmax_steps: 9\nwarmup_steps: 4\nfsdp_version: 2\n"}, ["warmup = 4", 'param = "bfloat16"', "zero = 3"], ""),
+    ({"b.json": LEFT.replace("}", ', "train_type": "lora", "torch_dtype": "bfloat16"}')}, ['param = "bfloat16"', "# global_batch = ?", *ADAPTERS, "rank = 8"], "updates weights of this type"),
+    ({"b.json": f'{ARGUMENTS}, "finetuning_type": "lora", "lora_target": "all", "bf16": true}}'}, ['targets = "all-linear"', "rank = 8"], ""),
+    ({"b.json": f'{ARGUMENTS}, "use_peft": true, "lora_target_modules": "all-linear"}}'}, ["# param = ?", *ADAPTERS, "rank = 16"], ""),
+    ({"b.json": f'{ARGUMENTS}, "rl": "dpo", "adapter": "lora", "lora_dropout": 0.1, "sequence_len": 512}}'}, ["seq_len = 1024", "beta = 0.1"], "goes without dropout"),
+    ({"a.sh": f"accelerate launch --mixed_precision bf16 --use_deepspeed --gradient_accumulation_steps 4 {TRAIN}"}, ['param = "bfloat16"', "zero = 2", "global_batch = 64"], ""),
+    ({"a.sh": f"accelerate launch --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP {TRAIN} --num_warmup_steps 2"}, ["zero = 2", "warmup = 2", "max_norm = 0.0"], ""),
+    ({"a.sh": f"{MEGATRON} --global-batch-size 8 {RECOMPUTE} uniform"}, ['mode = "full"', "segment = 4"], ""),
+    ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
+    ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
+    ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "expected", "noted"), GIVES)
+def test_what_files_give(
+    tmp_path: Path, files: dict[str, str], expected: list[str], noted: str
+) -> None:
+    named = {"z.json": ALONE, "f.json": '{"fsdp_offload_params": true}'}
+    named["z.yaml"] = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: y/z.json}\n"
+    )
+    for name, text in (named | files).items():
+        (tmp_path / name).write_text(text)
+    text, entries = migrated([tmp_path / name for name in files], 8)
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
+    assert set(expected) <= {line.partition("  #")[0] for line in text.splitlines()}, text
+    changed = "\n".join(entry.line for entry in entries if entry.kind == "changed in meaning")
+    assert noted in changed or noted in text
+    assert noted or "_lr is in no file" not in changed
+    assert "gradient_clipping is in no file" not in changed
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("a.sh", f"{MEGATRON} --global-batch-size 8 {RECOMPUTE} block", "segment"),
+        ("b.json", f'{ARGUMENTS}, "stage": "dpo", "finetuning_type": "lora", "lora_dropout": 0.1}}', "dropout"),
+    ],
+)  # fmt: skip
+def test_a_key_that_means_something_else_here(tmp_path: Path, name: str, text: str, key: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert f"\n{key} = " not in migrated([tmp_path / name], 8)[0]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), TRAPS)
+def test_a_change_of_meaning_is_said(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (tmp_path / name).write_text(text)
+    _, entries = migrated([tmp_path / name], 2 if name == "a.toml" else 8)
+    said = [e.line for e in entries if e.kind in ("changed in meaning", "not needed")]
+    assert [line for line in said if expected in line], said
