@@ -192,3 +192,4 @@ def test_float8_is_refused_by_the_devices_that_a_run_is_planned_for() -> None:
         'precision.float8: tensorwise with parallel.offload = "cpu" would find the scales of weights in'
         ' host memory, where NCCL reaches none; use precision.float8 = "rowwise"'
     ]
+    assert _for(H100, 2, **moved | {"precision__float8": "rowwise"}, **sides) == []
