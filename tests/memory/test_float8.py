@@ -300,7 +300,7 @@ def test_scales_are_those_of_the_whole(pool: Pool) -> None:
 )
 def test_faults_are_above_its_tolerance(pool: Pool, fault: Any) -> None:
     tp = fault is partial_gradients_are_taken_as_whole
-    keys = FLOAT8_SHAPE | {"parallel__tp" if tp else "parallel__dp_shard": 2}
+    keys = LLAMA | {"parallel__tp" if tp else "parallel__dp_shard": 2}
     norms = {"layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight"}
     assert_named(pool.run(with_fault, 2, fault, keys)[0], "gradient", norms if tp else {"*"})
 
