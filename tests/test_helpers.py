@@ -64,14 +64,18 @@ def test_forks_end_when_one_fails(tmp_path: Path) -> None:
     assert time.monotonic() - start < 90
 
 
+def _calls(file: Path) -> int:
+    """The number of this call, which ``file`` counts."""
+    with file.open("a") as opened:
+        opened.write("x")
+    return file.stat().st_size
+
+
 def _crash(until: int, count: Path) -> int:
     """The second rank crashes until this is its call of that number; the first waits for it."""
-    if dist.get_rank() == 1:
-        calls = len(count.read_text()) + 1 if count.exists() else 1
-        count.write_text("x" * calls)
-        if calls < until:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would tell nothing new
-            os.abort()
+    if dist.get_rank() == 1 and _calls(count) < until:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would tell nothing new
+        os.abort()
     dist.barrier()
     return dist.get_rank()
 
@@ -88,11 +92,8 @@ def test_a_crash_of_a_rank_is_borne_once(tmp_path: Path) -> None:
 
 def _hang(until: int, count: Path) -> int:
     """The first rank waits for the second, which never comes until this is its call of that number."""
-    if dist.get_rank() == 1:
-        calls = len(count.read_text()) + 1 if count.exists() else 1
-        count.write_text("x" * calls)
-        if calls < until:
-            time.sleep(600)
+    if dist.get_rank() == 1 and _calls(count) < until:
+        time.sleep(600)
     dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=1.5))
     dist.barrier()
     return dist.get_rank()

@@ -42,7 +42,7 @@ from tests.support.helpers import (
 )
 from tests.support.pool import Pool
 from tests.support.small_models import lora
-from tests.support.training import keys_for, lines, train, trainer_of
+from tests.support.training import keys_for, lines, signalled, train, trainer_of
 
 COPIES: Keys = (
     SAVING
@@ -185,14 +185,7 @@ def ends_unsaved(keys: Keys, machines: Machines) -> None:
 
 def interrupted(keys: Keys, machines: Machines) -> None:
     """On every rank: Ctrl-C in the third step."""
-    real = Trainer.step
-
-    def step(self: Trainer) -> Any:
-        if self.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(self)
-
-    with machines, mock.patch.object(Trainer, "step", step), pytest.raises(KeyboardInterrupt):
+    with machines, signalled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
         train(keys)
 
 

@@ -318,16 +318,13 @@ def test_what_failed_saves_leave_on_each_node(
 
 @pytest.mark.slow
 def test_resumes_from_a_store_on_another_mesh(pool: Pool, tmp_path: Path) -> None:
-    """Two ranks, and four with other degrees; on one mesh bitwise."""
+    """Two ranks, and four with other degrees: bitwise as from a folder."""
     place = as_path(f"file://{tmp_path}/run")
-    keys: Keys = {"run__staging": tmp_path / "staging"}
-    expected = train_on(pool, tmp_path / "here", {}, MESHES["data"], 4)
-    train_on(pool, place, keys, MESHES["data"], 2)
-    assert_bitwise(train_on(pool, place, keys, MESHES["data"], 4), expected)
-    result = train_on(pool, place, keys, MESHES["context"], 6)
-    expected = train_on(pool, tmp_path / "here", {}, MESHES["context"], 6)
-    assert_bitwise(result, expected)
-    assert [line["samples"] for line in lines(place)] == [8 * step for step in range(1, 7)]
+    staged: Keys = {"run__staging": tmp_path / "staging"}
+    for mesh, steps in (("data", 2), ("context", 4)):
+        expected = train_on(pool, tmp_path / "here", {}, MESHES[mesh], steps)
+        assert_bitwise(train_on(pool, place, staged, MESHES[mesh], steps), expected)
+    assert [line["samples"] for line in lines(place)] == [8, 16, 24, 32]
 
 
 @pytest.fixture

@@ -106,9 +106,16 @@ def ours(folder: Path) -> JsonTokenizer:
     return tokenizers(folder, "llama 3")[0]
 
 
-def written(ours: JsonTokenizer, source: str, row: dict[str, Any]) -> list[Rendered]:
+def replies_of(ours: JsonTokenizer, source: str) -> Replies:
     (ours.path.parent / "chat_template.jinja").write_text(source)
-    return Replies(ours, ours.end).render(read_chat(row))
+    return Replies(ours, ours.end)
+
+
+known = cache(replies_of)  # to compile a template takes longer than to write a chat by it
+
+
+def written(ours: JsonTokenizer, source: str, row: dict[str, Any]) -> list[Rendered]:
+    return replies_of(ours, source).render(read_chat(row))
 
 
 def expected(
@@ -125,9 +132,8 @@ def expected(
     except TypeError:  # the template takes JSON text alone
         messages = [with_texts(message) for message in messages]
         result = theirs.apply_chat_template(messages, **given, return_assistant_tokens_mask=True)
-    spans = [
-        span for each in written(ours, source, {**row, "messages": messages}) for span in each.replies
-    ]
+    texts = known(ours, source).render(read_chat({**row, "messages": messages}))
+    spans = [span for each in texts for span in each.replies]
     text = theirs.apply_chat_template(messages, **{**given, "return_dict": False}, tokenize=False)
     places = theirs(text, add_special_tokens=False)
     if any(places.char_to_token(i) is None for start, stop in spans for i in (start, stop - 1)):
@@ -139,7 +145,7 @@ def check_row(both: tuple[JsonTokenizer, Any], name: str, row: dict[str, Any]) -
     """Compare what is learnt of a row. Return the number of texts, or 0 if it is refused."""
     ours, source, messages = both[0], FAMILIES[name], row["messages"]
     try:
-        texts = written(ours, plain(source), row)
+        texts = known(ours, plain(source)).render(read_chat(row))
     except ValueError as error:
         if any(each in str(error) for each in REFUSES):
             return 0

@@ -1,13 +1,11 @@
 """PipeDream and 2BW, proved equal to one process that applies the same gradients of older weights."""
 
 import copy
-import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from compose.ops.cross_entropy import cross_entropy
 from compose.pipeline.pipedream import AsynchronousRunner
 from compose.proof.one_process import EXACT, PlainAttention
 from compose.train.step import clip_grad_norm_, forward_backward
-from compose.train.trainer import Trainer
 from tests.support.helpers import (
     ROOT,
     Keys,
@@ -33,7 +30,14 @@ from tests.support.helpers import (
     share_of,
 )
 from tests.support.pool import Pool, make_mesh
-from tests.support.training import keys_for, lines, logged_steps, train, train_until_error
+from tests.support.training import (
+    keys_for,
+    lines,
+    logged_steps,
+    signalled,
+    train,
+    train_until_error,
+)
 
 CPU = torch.device("cpu")
 RATES = {"sgd": 0.5, "adamw": 1e-2}
@@ -231,14 +235,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_later(pool: Pool, tmp_path: Path
 
 def _warned(keys: Keys) -> None:
     """Train; SIGTERM comes in the third step."""
-    real = Trainer.step
-
-    def step(trainer: Trainer) -> Any:
-        if trainer.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(trainer)
-
-    with mock.patch.object(Trainer, "step", step):
+    with signalled(signal.SIGTERM):
         train(keys)
 
 

@@ -186,30 +186,24 @@ def test_the_hooks_of_fsdp_keep_the_host() -> None:
         assert 0 <= after - seconds <= before
 
 
-@pytest.mark.slow
-def test_an_8b_has_the_recorded_memory() -> None:
-    keys = {"model.preset": "8b", "precision.param": "bfloat16"}
-    keys |= {"train.seq_len": 4096, "train.global_batch": 64, "train.micro_batch": 2}
-    keys |= {"parallel.tp": 2, "parallel.dp_shard": 8, "activation_checkpoint.mode": "selective"}
-    config = load(TRAIN, [(name, str(value)) for name, value in keys.items()])
+EIGHT_B = {
+    16: "train.micro_batch=2 parallel.dp_shard=8 activation_checkpoint.mode=selective",
+    32: "train.micro_batch=1 parallel.dp_shard=4 parallel.pp=4 parallel.pp_schedule=ZBVZeroBubble",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", EIGHT_B)
+def test_an_8b_has_the_recorded_memory(ranks: int) -> None:
+    """A split backward keeps the gradients that those of weights wait for. (Of llama 1b, whose ends are
+    large, the quick estimate is 6% too much with ZBV, and 22% with InterleavedZeroBubble.)"""
+    same = "model.preset=8b precision.param=bfloat16 train.seq_len=4096 train.global_batch=64"
+    words = f"{same} parallel.tp=2 {EIGHT_B[ranks]}".split()
+    config = load(TRAIN, [(key, value) for key, value in (word.split("=") for word in words)])
     cluster = load_cluster("h100_sxm")
-    job = check(config, 16, cluster.target)
-    rough = quick(shape_for(Space(config, cluster, 16)), job.config, cluster)
+    job = check(config, ranks, cluster.target)
+    rough = quick(shape_for(Space(config, cluster, ranks)), job.config, cluster)
     recorded = estimate(job, cluster)
-    assert rough.memory == pytest.approx(recorded.peaks[0].allocated, rel=0.05)
-    assert rough.step == pytest.approx(recorded.step_seconds, rel=0.1)
-
-
-@pytest.mark.slow
-def test_a_split_backward_has_the_recorded_memory() -> None:
-    """It keeps the gradients that those of weights wait for. (Of llama 1b, whose ends are large, the
-    quick estimate is 6% too much with ZBV, and 22% with InterleavedZeroBubble.)"""
-    keys = {"model.preset": "8b", "precision.param": "bfloat16", "parallel.pp": 4, "parallel.tp": 2}
-    keys |= {"train.seq_len": 4096, "train.global_batch": 64, "train.micro_batch": 1}
-    keys |= {"parallel.dp_shard": 4, "parallel.pp_schedule": "ZBVZeroBubble"}
-    config = load(TRAIN, [(name, str(value)) for name, value in keys.items()])
-    cluster = load_cluster("h100_sxm")
-    job = check(config, 32, cluster.target)
-    rough = quick(shape_for(Space(config, cluster, 32)), job.config, cluster)
-    recorded = max(peak.allocated for peak in estimate(job, cluster).peaks)
-    assert rough.memory == pytest.approx(recorded, rel=0.05)
+    assert rough.memory == pytest.approx(max(peak.allocated for peak in recorded.peaks), rel=0.05)
+    if ranks == 16:
+        assert rough.step == pytest.approx(recorded.step_seconds, rel=0.1)

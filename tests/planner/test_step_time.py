@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from compose.config import rules
 from compose.config.job import Job
-from compose.config.toml import load
 from compose.ops.kernel_table import kernel_that_runs
 from compose.parallel.mesh import Parallel
 from compose.planner import costs
@@ -24,7 +22,7 @@ from compose.planner.step_time import (
     operator_seconds,
 )
 from compose.planner.trace import RankStep, trace
-from tests.support.helpers import ROOT
+from tests.support.helpers import make_job
 
 NODE = range(8)
 
@@ -272,9 +270,7 @@ def job_of(ranks: int, **keys: object) -> Job:
     """A small Llama in bfloat16."""
     given = {"model__dim": 64, "model__n_heads": 8, "model__n_kv_heads": 8, "model__n_layers": 2}
     given |= {"model__hidden_dim": 128, "train__seq_len": 32, "train__micro_batch": 2}
-    given |= {"precision__param": "bfloat16"} | keys
-    overrides = [(key.replace("__", "."), str(value)) for key, value in given.items()]
-    return rules.check(load(str(ROOT / "train.toml"), overrides), ranks)
+    return make_job(ranks, **given | {"precision__param": "bfloat16"} | keys)
 
 
 def recorded(job: Job) -> Record:

@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import io
 import json
-import os
 import pickle
 import resource
 import signal
@@ -31,7 +30,7 @@ from compose.train.processes import TrainingError
 from compose.train.trainer import Trainer
 from tests.support.helpers import Keys, keys_in, make_config, make_job, ranks_in, refusal, tier
 from tests.support.pool import Pool
-from tests.support.training import keys_for, lines, trainer_of
+from tests.support.training import keys_for, lines, signalled, trainer_of
 
 
 def _trainer(keys: Keys) -> Trainer:
@@ -214,14 +213,7 @@ def test_on_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
 
 def _stopped(keys: dict[str, Any]) -> None:
     """Train, and be asked to stop in the third step."""
-    step = Trainer.step
-
-    def signalled(self: Trainer) -> Any:
-        if self.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self)
-
-    with mock.patch.object(Trainer, "step", signalled):
+    with signalled(signal.SIGTERM):
         _train(keys)
 
 

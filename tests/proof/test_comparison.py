@@ -384,7 +384,7 @@ DEEP = Plan(
 BFLOAT16 = Precision(param="bfloat16", reduce="float32")
 OPTIONS = {
     "precision.master": Options(precision=replace(BFLOAT16, master="bfloat16")),
-    "compile": Options(compile=Compile("block")),
+    "compile": Options(compile=Compile("block", backend="aot_eager")),
     "parallel.offload": Options(Parallel(offload="cpu"), BFLOAT16),
     "activation_checkpoint.offload": Options(activation_checkpoint=ActivationCheckpoint(offload=True)),
     "parallel.zero3_reshard": Options(Parallel(zero3_reshard=2)),

@@ -56,8 +56,6 @@ QUICK = {
     "a patch is lost at each border of cp",
 }
 SLOW = {
-    "PowerSGD doubled where no account is open",
-    "activations doubled where no account is open",
     "no residual is added to blocks",
     "the residual of blocks is doubled",
     "no weight decay of 0.01, float32",

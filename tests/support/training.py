@@ -1,10 +1,12 @@
 """Training runs on the ranks of a pool, and what they leave."""
 
 import json
+import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +46,20 @@ def trainer_of(keys: Keys) -> Trainer:
 def train(keys: Keys) -> None:
     """On every rank: a run of train.toml with ``keys``."""
     trainer_of(keys).run()
+
+
+@contextmanager
+def signalled(number: int, after: int = 2) -> Iterator[None]:
+    """This process gets a signal in the step that comes after so many."""
+    real = Trainer.step
+
+    def step(trainer: Trainer) -> StepMetrics:
+        if trainer.progress.step == after:
+            os.kill(os.getpid(), number)
+        return real(trainer)
+
+    with mock.patch.object(Trainer, "step", step):
+        yield
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
