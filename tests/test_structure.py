@@ -127,6 +127,9 @@ def test_packages_import_in_one_direction() -> None:
         if order.index(other) > order.index(own) or (other in ADD_ONS and own in PACKAGES)
     }
     assert not back
+    page = (ROOT / "docs/architecture.md").read_text().partition("## Where")[0]
+    shown = re.findall(r"^\| \[\S+\]\(\.\./compose/(\w+)", page, re.M)
+    assert shown == [package for package in order if package != "__main__"], "the page has this order"
 
 
 @cache

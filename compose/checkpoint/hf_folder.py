@@ -82,8 +82,15 @@ def published(whole: nn.Module | Composition, hf_name: HfName) -> Iterator[Named
     for name, parameter in whole.named_parameters():
         if name in quantized:
             parameter = torch.empty(weight_shape(quantized[name]), device="meta")
-        if not is_adapter(name):
-            yield name, stored(hf_name(name)), parameter
+        if is_adapter(name):
+            continue
+        try:
+            place = stored(hf_name(name))
+        except KeyError:
+            raise ConfigError(
+                f"model: hf_name has no place for {name}; give it one in hf.py of the model's folder"
+            ) from None
+        yield name, place, parameter
     for name, buffer in persistent_buffers(model).items():
         try:
             place = stored(hf_name(name))

@@ -1,8 +1,9 @@
 """Messages of weights, gradients and activations in fewer bytes, as [comm] asks for them.
 
-A unit's gradients become bytes in four steps: codec.py rounds blocks, packing.py puts them into a
-message, gather.py and reduce.py send it. compressor.py lets the units of a composition do so, and
-activations.py those of tensor and expert parallel. losses.py observes what is lost, if it is asked to.
+codec.py rounds blocks of a unit's weights or gradients, packing.py puts them into a message, gather.py
+sends weights so, and reduce.py sums gradients. compressor.py lets the units of a composition do so.
+activations.py sends the activations of tensor and expert parallel. losses.py observes what is lost, if
+it is asked to.
 """
 
 from typing import Any

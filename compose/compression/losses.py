@@ -169,8 +169,8 @@ class Account(Losses):
             self.unsent = rest + self.squares
         self.missing, self.squares = None, torch.zeros(0)
         self.strayed = torch.zeros(2, 0)
-        """(2, parts): the square of the norm by which residuals are not what messages lost: as found,
-        and as the rounding of residuals is expected to make it."""
+        """(2, parts): the square of the norm by which residuals are not what messages lost: as
+        measured, and as the rounding of residuals is expected to make it."""
         self.given = torch.zeros(2, dtype=torch.float64)
         """The product of residuals with what messages added to gradients; the residuals' square."""
 

@@ -1,4 +1,4 @@
-"""The add-ons, which the core does not import: without its folder and its line here, one is out.
+"""The add-ons, which the core does not import: without its folder and its entry here, one is out.
 
 The package ``compose.<name>`` brings, each under one of these names of its ``__init__``, what it has:
 

@@ -203,7 +203,7 @@ def _ranks(setup: Setup) -> tuple[int, int]:
 
 @COMM.add(
     "compressed messages of comm go with the add-on that sends them",
-    "compose/compression/ can be taken out, with its line in compose/config/addons.py",
+    "compose/compression/ can be taken out, with its entry in compose/config/addons.py",
 )
 def _add_on(setup: Setup) -> Iterator[str]:
     if setup.options.comm.codes and not any(brought("compress")):

@@ -22,7 +22,7 @@ from compose.pipeline.schedules import (
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 _ROUNDING = 1e-12  # of the clock, at which an action's work is done
 
-# For each schedule a formula, and its busy time in units of (p-1), as a multiple of v m.
+# For each schedule the formula of its bubble, and the k of (p-1)/(k*v*m+p-1), which is the same.
 _TEXTBOOK = {
     "GPipe": ("(p-1)/(m+p-1)", 1.0),
     "1F1B": ("(p-1)/(m+p-1)", 1.0),

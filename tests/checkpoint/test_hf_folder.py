@@ -110,6 +110,13 @@ def test_every_model_has_the_names() -> None:
         assert name in without or find_hf(name).MODEL_TYPES
 
 
+def test_a_weight_without_a_name_is_one_line() -> None:
+    """A copied folder gets a new weight before its hf.py does (docs/new-architecture.md)."""
+    line = "model: hf_name has no place for wg.weight; give it one in hf.py of the model's folder"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        list(published(torch.nn.ModuleDict({"wg": torch.nn.Linear(2, 2)}), {}.__getitem__))
+
+
 STAGES = parallel(pp=2, dp_shard=1) | {"train__micro_batch": 1}
 CUT: list[tuple[str, Keys]] = [
     ("gpt2", parallel(dp_shard=2, tp=2)),
