@@ -35,7 +35,7 @@ from compose.checkpoint.safetensors_files import NAMES, bytes_of
 from compose.checkpoint.store import Progress
 from compose.config.json_files import Count, parse_json
 from compose.errors import ConfigError, open_own, read_own, write_whole
-from compose.ops.tensors import gathered, gathered_objects
+from compose.ops.tensors import gathered, gathered_objects, on_first_rank
 
 ROOT = Path("/dev/shm")
 PREFIX = "dtensor-compose-"
@@ -179,8 +179,7 @@ class Copies:
         text of config.toml. Raises ConfigError if shared memory has no room.
         """
         self.rank, self.ranks, self.config = dist.get_rank(), dist.get_world_size(), config
-        own = (uuid.uuid4().hex[:12], dict(about)) if self.rank == 0 else ("", {})
-        self.attempt, self.about = gathered_objects(own)[0]
+        self.attempt, self.about = on_first_rank(lambda: (uuid.uuid4().hex[:12], dict(about)))
         # No step waits for the messages of this group.
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
