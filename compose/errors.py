@@ -81,6 +81,17 @@ def refused_if(line: str) -> Iterator[None]:
         raise ConfigError(line.replace("{}", cause)) from error
 
 
+@contextmanager
+def written(where: str, path: Path) -> Iterator[None]:
+    """Say which path cannot be written, with ``where`` before it, if a write inside fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{where} {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} {str(path)!r}: {error}") from None
+
+
 def printable(text: str) -> str:
     """Return ``text`` on one line; invisible characters become escapes."""
     if text.isprintable():
@@ -141,9 +152,9 @@ def shown(value: Any) -> str:
     return cut(json.dumps(value, default=str))
 
 
-def cut(text: str) -> str:
+def cut(text: str, most: int = _VALUE) -> str:
     """Return a text, cut off if it is long."""
-    return text if len(text) <= _VALUE else f"{text[:_VALUE]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

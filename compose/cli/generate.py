@@ -3,7 +3,6 @@
 import itertools
 import json
 import sys
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from compose.composition import Composition
 from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.job import Job
-from compose.config.json_files import typed
+from compose.config.json_files import typed, types_of
 from compose.config.models import Sampler, find_model, folder_name, max_seq_len
 from compose.config.tables import TABLES, Checkpoint, Config, without_add_ons
 from compose.config.toml import load as load_toml
@@ -162,7 +161,7 @@ def _generate_text(source: Path, words: Words) -> None:
 
 
 def _sampling(flags: Mapping[str, str]) -> Sampling:
-    types, given, problems = typing.get_type_hints(Sampling, include_extras=True), {}, []
+    types, given, problems = types_of(Sampling), {}, []
     for name in types:
         flag = f"--{name.replace('_', '-')}"
         if flag not in flags:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, flag_error, number_of, read_arguments, written
+from compose.cli.command_line import Words, flag_error, number_of, read_arguments
 from compose.cli.question import (
     STANDARD,
     Question,
@@ -31,7 +31,7 @@ from compose.config.job import check_dealt, make_job
 from compose.config.models import find_model, folder_name
 from compose.config.tables import TABLES, without_add_ons
 from compose.config.toml import COMMAND_LINE, files_of, values_of
-from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
+from compose.errors import ConfigError, did_you_mean, refused_in, write_whole, written
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
     Compared,

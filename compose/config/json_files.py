@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -135,6 +135,12 @@ def _value(value: Any) -> str:
 
 
 @functools.cache
+def types_of(table: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass, with what restricts it."""
+    return get_type_hints(table, include_extras=True)
+
+
+@functools.cache
 def _reader(kind: Any, text: bool) -> TypeAdapter[Any]:
     """Return what reads values of a type. To make one takes longer than to read a file with it."""
     return TypeAdapter(kind, config=ConfigDict(strict=not text, allow_inf_nan=False))
@@ -151,8 +157,7 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
         return _reader(kind, text).validate_python(given)
     except ValidationError as error:
         detail = error.errors()[0]
-    got = value if text else toml_value(value)
-    got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
+    got = cut(value if text else toml_value(value), _SHOWN)
     if not text and detail["type"].endswith(("_type", "literal_error")):
         raise ValueError(f"expected {type_name(kind)}, got {got}{_meant(kind, value)}")
     reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")

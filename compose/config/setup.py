@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, TypeVar, get_args
 
 from torch import nn
 
 from compose.composition import Options
+from compose.config.json_files import types_of
 from compose.errors import ReadWith, noted, toml_value
 from compose.parallel.mesh import Parallel
 from compose.plan import Resolved
@@ -91,7 +92,7 @@ def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Check[Asked]:
 
     def check(asked: Asked) -> Iterator[str]:
         table = table_of(asked)
-        types = get_type_hints(type(table), include_extras=True)
+        types = types_of(type(table))
         for each in dataclasses.fields(table):
             value = getattr(table, each.name)
             needs = [need for need in get_args(types[each.name]) if isinstance(need, ReadWith)]

@@ -20,7 +20,7 @@ from compose.config.json_files import field_name
 from compose.config.models import shipped
 from compose.config.setup import Target
 from compose.config.toml import tomllib
-from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
+from compose.errors import ConfigError, NonNegative, Positive, cut, did_you_mean, docs, toml_value
 from compose.ops.kernel_table import KERNELS
 
 FOLDER = shipped("clusters")
@@ -362,8 +362,7 @@ _WANTED = {
 def _problem(place: tuple[int | str, ...], error: Any) -> str:
     """Return one of pydantic's errors as a line with the key's whole name."""
     name = field_name(place)
-    kind, value = error["type"], toml_value(error["input"])
-    got = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    kind, got = error["type"], cut(toml_value(error["input"]), _SHOWN)
     if kind == "unexpected_keyword_argument":
         return f"{name}: unknown key{_nearest(place)}"
     if kind == "missing":
