@@ -6,7 +6,6 @@ its own then writes the copy. A checkpoint is whole before anything reads or del
 """
 
 import contextlib
-import math
 import shutil
 import threading
 import time
@@ -66,33 +65,6 @@ class SaveReport:
         }
 
 
-class Peers:
-    """Other runs that keep in step with this one, and save elsewhere; here there are none.
-
-    Only first ranks call its methods, and those of all peers at the same steps.
-    """
-
-    speaks = True  # whether this run prints what concerns all
-    prefix = ""  # begins other lines
-    name = "runs"  # what messages call them
-
-    def candidates(self, root: Path) -> list[Path | str]:
-        """Return the checkpoints from which this run may go on, the newest first, or why none is."""
-        return [*store.newest_first(root)]
-
-    def damage(self, own: list[str]) -> list[str]:
-        """Return the damage of a checkpoint of all peers; ``own`` is this run's."""
-        return own
-
-    def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
-        """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
-        return []
-
-    def oldest_to_keep(self, root: Path, count: int) -> float:
-        """Return the oldest of the ``count`` newest steps of all peers. It and later ones stay."""
-        return math.inf
-
-
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one, and calls its methods after the same steps."""
 
@@ -104,7 +76,7 @@ class Checkpointer:
         folder: Path,
         data: Mapping[str, Any] | None = None,
         beside: Sequence[rank_state.HasState] = (),
-        peers: Peers | None = None,
+        peers: store.Peers | None = None,
         uploads: Uploads | None = None,
         copied: tuple[Path, int] | None = None,
     ) -> None:
@@ -115,7 +87,7 @@ class Checkpointer:
         """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
-        self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or Peers()
+        self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or store.Peers()
         self.uploads = uploads
         self.kept = uploads.remote / "checkpoints" if uploads else self.root
         self.label = rank_state.label_of(config, beside)
