@@ -11,6 +11,7 @@ from compose.composition import Options
 from compose.config.json_files import types_of
 from compose.errors import ReadWith, noted, toml_value
 from compose.parallel.mesh import Parallel
+from compose.pipeline.schedules import splits_backward
 from compose.plan import Resolved
 
 Asked = TypeVar("Asked")
@@ -51,6 +52,12 @@ class Setup:
     def on_cuda(self) -> bool:
         """Whether the devices are GPUs."""
         return self.device_type == "cuda"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs the backward of inputs and of weights separately."""
+        pp, stages, name = self.degrees.pp, self.degrees.pp_virtual_stages, self.degrees.pp_schedule
+        return pp > 1 and splits_backward(name, pp, stages, self.micro_batches)
 
 
 @dataclass(frozen=True)
