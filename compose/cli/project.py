@@ -4,6 +4,7 @@ import importlib
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,6 @@ def _help_rows(kind: type) -> list[str]:
 
 def _described(table: type) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield each key of a table with its type, its default and its text."""
-    types = types_of(table)
+    types, defaults = types_of(table), {each.name: each.default for each in fields(table)}
     for key, doc in docs(table).items():
-        yield key, types[attribute(key)], getattr(table, attribute(key)), doc
+        yield key, types[attribute(key)], defaults[attribute(key)], doc
