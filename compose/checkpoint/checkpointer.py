@@ -37,7 +37,7 @@ from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
-from compose.errors import ConfigError, there
+from compose.errors import ConfigError, or_say, there
 from compose.ops.tensors import gathered_objects, on_first_rank
 
 
@@ -283,10 +283,8 @@ class Checkpointer:
     def _set_aside(self, folders: list[Path], step: int) -> None:
         """Rename this run's checkpoints after ``step`` that its peers lack."""
         for folder in self.peers.others_lack(self.kept, folders, step):
-            try:
+            with or_say(f"{folder}: cannot be renamed"):
                 kept = store.set_aside(folder, "earlier")
-            except OSError as error:
-                raise ConfigError(f"{folder}: cannot be renamed: {cause_of(error)}") from None
             self._say(
                 f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from compose.config.json_files import read_json
-from compose.errors import ConfigError
+from compose.errors import ConfigError, or_say
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 ARROW = (".parquet", ".arrow")
@@ -181,10 +181,8 @@ def _lines(unit: FilePart) -> Iterator[tuple[int, bytes]]:
 
 
 def _opened(unit: FilePart) -> IO[bytes]:
-    try:
+    with or_say(f"{unit.path}: can no longer be read"):
         return open(unit.path, "rb")
-    except OSError as error:
-        raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
 
 
 def text_blocks(unit: FilePart) -> Iterator[tuple[str, int, int]]:

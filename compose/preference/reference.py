@@ -24,7 +24,7 @@ from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
-from compose.errors import ConfigError, write_whole
+from compose.errors import ConfigError, or_say, write_whole
 from compose.object_storage import as_path
 from compose.ops.tensors import on_first_rank
 from compose.parallel.lora_parallel import Adapter
@@ -163,12 +163,11 @@ class Preferences(Hook):
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ValueError):
-        return ""
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    with or_say(str(path)):
+        try:
+            return path.read_text()
+        except (FileNotFoundError, ValueError):
+            return ""
 
 
 def _why(kept: str, own: str, where: tuple[str, int], adapters: str) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from compose.checkpoint.store import set_aside
 from compose.config.tables import Config
-from compose.errors import open_own, write_whole, written
+from compose.errors import open_own, or_say, write_whole
 from compose.memory.precision import Precision
 from compose.train.readings import Reading
 
@@ -178,7 +178,7 @@ class JsonLines(Sink):
 
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
         self.path = folder / "metrics.jsonl"
-        with written("run.dir:", self.path):
+        with or_say(f"run.dir: {self.path}"):
             kept, strange = _lines_of(self.path, done)
             if strange:
                 aside = set_aside(self.path, "damaged")

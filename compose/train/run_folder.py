@@ -29,7 +29,7 @@ from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
-from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, read_own, write_whole, written
+from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, or_say, read_own, write_whole
 from compose.memory.quantized import count_parameters
 from compose.object_storage import Remote, as_path
 from compose.ops.tensors import gathered_objects
@@ -151,7 +151,7 @@ class RunFolder:
         name = ""
         if dist.get_rank() == 0:
             path = self.path / TOKEN
-            with written(f"run.dir: cannot write to {self.path}:", Path(TOKEN)):
+            with or_say(f"run.dir: cannot write to {self.path}: {TOKEN}"):
                 known = read_own(path) if path.exists() else b""
                 # A copy of the folder is another run, and has another inode.
                 mark = f" {self.path.stat().st_ino:x}".encode()
@@ -340,7 +340,7 @@ class Report:
         self.unwritten: deque[StepMetrics] = deque()
         if dist.get_rank() != 0:
             return
-        with written(f"run.dir: cannot write to {folder}:", Path("config.toml")):
+        with or_say(f"run.dir: cannot write to {folder}: config.toml"):
             write_whole(folder / "config.toml", dump(config))
         with contextlib.suppress(OSError):  # for people alone
             write_whole(folder / "plan.txt", f"{job.plan}\n")
