@@ -193,7 +193,7 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
         return _reader(kind, text).validate_python(given)
     except ValidationError as error:
         detail = error.errors()[0]
-    got = cut(value if text else toml_value(value), _SHOWN)
+    got = cut(str(value) if text else toml_value(value), _SHOWN)
     if not text and detail["type"].endswith(("_type", "literal_error")):
         raise ValueError(f"expected {type_name(kind)}, got {got}{_meant(kind, value)}")
     reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
