@@ -355,9 +355,9 @@ def _flips(keys: Keys, count: int) -> list[tuple[str, str]]:
     for _ in range(count):
         rank, which, place, bit = drawn(dist.get_world_size()), drawn(2**31), drawn(2**31), drawn(8)
         named = [
-            *replica_check._weights_and_state(composition.named_parameters(), optimizer, steps=True),
-            *replica_check._gradients(composition.named_parameters()),
-            *replica_check._buffers(composition.model),
+            *replica_check.weights_and_state(composition.named_parameters(), optimizer, steps=True),
+            *replica_check.gradients_of(composition.named_parameters()),
+            *replica_check.buffers_of(composition.model),
         ]
         shown, _, tensor = named[which % len(named)]
         held = local_tensor(tensor).detach().view(-1).view(torch.uint8)
