@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from compose.ops.operators import operator
 from compose.ops.tensors import arrived
 from compose.ops.torch_versions import async_tp_groups, functional_all_gather, functional_reduce_scatter
-from compose.parallel.mesh import begin_messages, wait_for
 
 _NOT_GIVEN = ("src_data_rank", "send")  # set on a style later
 Kind = Literal["keep", "sum", "gather", "scatter"]
@@ -123,6 +122,11 @@ def _scattered(tensor: Tensor, group_name: str) -> Tensor:
 
 def exchange(sent: list[Tensor], got: list[Tensor], group: dist.ProcessGroup) -> None:
     """Send to each other rank its tensor, and fill the tensors that come from them."""
-    others = [(group.rank() + step) % group.size() for step in range(1, group.size())]
-    to, received = ([(messages[rank], rank) for rank in others] for messages in (sent, got))
-    wait_for(begin_messages(group, to, received))
+    works = []
+    for step in range(1, group.size()):
+        to, source = (group.rank() + step) % group.size(), (group.rank() - step) % group.size()
+        works.append(dist.isend(sent[to], group=group, group_dst=to))
+        works.append(dist.irecv(got[source], group=group, group_src=source))
+    for work in works:
+        assert work is not None
+        work.wait()
