@@ -22,7 +22,8 @@ from planner_published import changed, failure
 
 from compose.cli.plan import plan
 from compose.config.toml import tomllib
-from compose.planner.cluster import Cluster, as_toml, load_cluster
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.measure import as_toml
 
 HERE = Path(__file__).parent
 TRAIN = HERE.parent / "train.toml"

@@ -1,7 +1,7 @@
 """The error for mistakes in a user's input, and what all readers of input share.
 
-Hints at the nearest known word; keys of other libraries' JSON files; paths that a person gives; reads
-and writes that stay inside a folder which anyone may have made; types and texts of a config's keys.
+Hints at the nearest known word; paths that a person gives; reads and writes that stay inside a folder
+which anyone may have made; types and texts of a config's keys.
 
 A table of train.toml is a frozen dataclass. ``train.py --help`` prints the text under each field. A
 field without text is no key.
@@ -24,7 +24,7 @@ import stat
 import textwrap
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -81,6 +81,25 @@ def refused_if(line: str) -> Iterator[None]:
         raise ConfigError(line.replace("{}", cause)) from error
 
 
+@contextmanager
+def or_say(line: str) -> Iterator[None]:
+    """Turn an OSError inside into a ConfigError: ``line``, with the reason of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{line}: {error.strerror or error}") from None
+
+
+@contextmanager
+def written(where: str, path: Path) -> Iterator[None]:
+    """Say which path cannot be written, with ``where`` before it, if a write inside fails."""
+    try:
+        with or_say(f"{where} {path}"):
+            yield
+    except ValueError as error:
+        raise ConfigError(f"{where} {str(path)!r}: {error}") from None
+
+
 def printable(text: str) -> str:
     """Return ``text`` on one line; invisible characters become escapes."""
     if text.isprintable():
@@ -100,40 +119,6 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 _VALUE = 60  # characters of a value in a message
-_OFF = (None, False, [], {}, "")
-
-
-class KnownKeys:
-    """Every known key of one kind of file."""
-
-    def __init__(
-        self,
-        read: str,
-        only: Mapping[str, tuple[Any, ...]],
-        besides: str,
-        cures: Mapping[str, str] | None = None,
-    ) -> None:
-        """Take keys that are read, ``only`` with some values change nothing, or never change anything.
-
-        Names are separated by spaces; ``cures`` has what to do about a key of ``only``.
-        """
-        self.read, self.besides = frozenset(read.split()), frozenset(besides.split())
-        self.only = {key: values for names, values in only.items() for key in names.split()}
-        self.cures = cures or {}
-
-    def problems(self, values: Mapping[str, Any]) -> list[str]:
-        """Return a line for each key that may change something and is not supported here.
-
-        A key that nobody knows is off if its value is empty.
-        """
-        return [
-            f"{key if key.isidentifier() else shown(key)}: {shown(value)} is not supported here"
-            f"{self.cures.get(key, '')}"
-            for key, value in values.items()
-            if key not in self.read
-            and key not in self.besides
-            and value not in self.only.get(key, _OFF)
-        ]
 
 
 def shown(value: Any) -> str:
@@ -141,9 +126,9 @@ def shown(value: Any) -> str:
     return cut(json.dumps(value, default=str))
 
 
-def cut(text: str) -> str:
+def cut(text: str, most: int = _VALUE) -> str:
     """Return a text, cut off if it is long."""
-    return text if len(text) <= _VALUE else f"{text[:_VALUE]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -6,7 +6,6 @@ its own then writes the copy. A checkpoint is whole before anything reads or del
 """
 
 import contextlib
-import math
 import shutil
 import threading
 import time
@@ -38,8 +37,8 @@ from compose.checkpoint.uploads import Uploads
 from compose.composition import Composition
 from compose.config.tables import Config
 from compose.config.toml import dump
-from compose.errors import ConfigError, there
-from compose.ops.tensors import gathered_objects
+from compose.errors import ConfigError, or_say, there
+from compose.ops.tensors import gathered_objects, on_first_rank
 
 
 @dataclass
@@ -66,33 +65,6 @@ class SaveReport:
         }
 
 
-class Peers:
-    """Other runs that keep in step with this one, and save elsewhere; here there are none.
-
-    Only first ranks call its methods, and those of all peers at the same steps.
-    """
-
-    speaks = True  # whether this run prints what concerns all
-    prefix = ""  # begins other lines
-    name = "runs"  # what messages call them
-
-    def candidates(self, root: Path) -> list[Path | str]:
-        """Return the checkpoints from which this run may go on, the newest first, or why none is."""
-        return [*store.newest_first(root)]
-
-    def damage(self, own: list[str]) -> list[str]:
-        """Return the damage of a checkpoint of all peers; ``own`` is this run's."""
-        return own
-
-    def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
-        """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
-        return []
-
-    def oldest_to_keep(self, root: Path, count: int) -> float:
-        """Return the oldest of the ``count`` newest steps of all peers. It and later ones stay."""
-        return math.inf
-
-
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one, and calls its methods after the same steps."""
 
@@ -104,7 +76,7 @@ class Checkpointer:
         folder: Path,
         data: Mapping[str, Any] | None = None,
         beside: Sequence[rank_state.HasState] = (),
-        peers: Peers | None = None,
+        peers: store.Peers | None = None,
         uploads: Uploads | None = None,
         copied: tuple[Path, int] | None = None,
     ) -> None:
@@ -115,7 +87,7 @@ class Checkpointer:
         """
         self.data = dict(data or {})
         self.config, self.composition, self.optimizer = config, composition, optimizer
-        self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or Peers()
+        self.root, self.beside, self.peers = folder / "checkpoints", beside, peers or store.Peers()
         self.uploads = uploads
         self.kept = uploads.remote / "checkpoints" if uploads else self.root
         self.label = rank_state.label_of(config, beside)
@@ -153,7 +125,7 @@ class Checkpointer:
         for part in [p for p in sent if isinstance(p, Path) and not there(p / store.MANIFEST)]:
             self._say(f"{part}: was not sent whole, and is passed over")
             own.remove(part)
-        folders = self._agreed(own)
+        folders = on_first_rank(list, own, group=self.group)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
         copied = self.copies.find(self._say) if self.copies else None
@@ -167,7 +139,7 @@ class Checkpointer:
             problems: list[str] = []
             if not reader:
                 damaged = damage(folder, self.group)
-                problems = self._agreed(self.peers.damage(damaged) if self.rank == 0 else [])
+                problems = on_first_rank(self.peers.damage, damaged, group=self.group)
             if problems:
                 self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
                 continue
@@ -190,7 +162,7 @@ class Checkpointer:
             steps = [store.step_of(other) for other in folders if other != folder]
             self.only_in_memory = bool(reader) and known.step not in steps
             return known.progress
-        if folders or self._agreed([run] if self.rank == 0 and there(run / store.MARK) else []):
+        if folders or on_first_rank(there, run / store.MARK, group=self.group):
             reason = "none of its checkpoints is whole" if folders else "its checkpoints are gone"
             raise ConfigError(
                 f"run.dir: {run}: {reason}, and a run that begins at step 1 would write over the rest:"
@@ -311,10 +283,8 @@ class Checkpointer:
     def _set_aside(self, folders: list[Path], step: int) -> None:
         """Rename this run's checkpoints after ``step`` that its peers lack."""
         for folder in self.peers.others_lack(self.kept, folders, step):
-            try:
+            with or_say(f"{folder}: cannot be renamed"):
                 kept = store.set_aside(folder, "earlier")
-            except OSError as error:
-                raise ConfigError(f"{folder}: cannot be renamed: {cause_of(error)}") from None
             self._say(
                 f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
             )
@@ -347,20 +317,20 @@ class Checkpointer:
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
             problem = cause_of(error)
         everyone = gathered_objects((problem, files), self.group)
-        result: list[Any] = [next((words for words, _ in everyone if words), ""), 0]
-        if self.rank == 0 and not result[0]:
-            result = self._publish(target, progress, [entries for _, entries in everyone])
-        result = self._agreed(result)
-        if result[0] and (self.rank == 0 or self.uploads):  # which have a folder on each node
+        problem, size = next((words for words, _ in everyone if words), ""), 0
+        if not problem:
+            written = [entries for _, entries in everyone]
+            problem, size = on_first_rank(self._publish, target, progress, written, group=self.group)
+        if problem and (self.rank == 0 or self.uploads):  # which have a folder on each node
             shutil.rmtree(target, ignore_errors=True)
         elif self.uploads:
-            result[0] = self.uploads.send_checkpoint(target, files, self.group)
-        report.problem, report.bytes = result
+            problem = self.uploads.send_checkpoint(target, files, self.group)
+        report.problem, report.bytes = problem, size
         report.seconds = time.perf_counter() - begun
-        if self.rank == 0 and not result[0]:
+        if self.rank == 0 and not problem:
             self._prune(progress)
 
-    def _publish(self, target: Path, progress: Progress, files: list[dict[str, Any]]) -> list[Any]:
+    def _publish(self, target: Path, progress: Progress, files: list[Any]) -> tuple[str, int]:
         """Publish what all ranks have written; return (problem, bytes)."""
         try:
             tensors = {name: entry for part in files for name, entry in part.items()}
@@ -371,10 +341,10 @@ class Checkpointer:
                 store.flush(self.root.parent / "metrics.jsonl")
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
-            return [cause_of(error), 0]
+            return cause_of(error), 0
         with contextlib.suppress(OSError):  # the checkpoint is published in any case
             store.mark(self.root.parent)
-        return ["", sum(entry["size"] for entry in everything.values())]
+        return "", sum(entry["size"] for entry in everything.values())
 
     def _prune(self, progress: Progress) -> None:
         keep, newest = self.config.checkpoint, self.kept / store.name_of(progress.step)
@@ -386,24 +356,20 @@ class Checkpointer:
             problem = f"an old checkpoint could not be removed: {cause_of(error)}"
             self._say(f"{self.kept}: {problem}", own=True)
 
-    def _agreed(self, own: list[Any]) -> list[Any]:
-        """Return the first rank's list on every rank."""
-        shared = [own]
-        dist.broadcast_object_list(shared, src=0, group=self.group)
-        return shared[0]
-
     def _begin(self, step: int) -> None:
         """Make an empty folder on the first rank. If it fails there, every rank raises OSError."""
-        problem: list[str] = []
-        if self.rank == 0:
+
+        def begun() -> str:
             try:
                 store.begin(self.root, step)
                 if self.uploads:
                     self.uploads.make_room(store.name_of(step))
             except OSError as error:
-                problem = [cause_of(error)]
-        if problem := self._agreed(problem):
-            raise OSError(problem[0])
+                return cause_of(error)
+            return ""
+
+        if problem := on_first_rank(begun, group=self.group):
+            raise OSError(problem)
 
     def _say(self, text: str, own: bool = False) -> None:
         """Print a line once for the job; one about this run's ``own`` files also beside its peers'."""

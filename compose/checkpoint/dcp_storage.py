@@ -50,6 +50,7 @@ _TYPES = {name: dtype for dtype, name in NAMES.items()}
 _BLOCK = 2**23  # bytes written at once; Linux takes three times as long for a gigabyte in one piece
 _AT_ONCE = 2**26  # bytes to start writing to the device at once
 _READERS = 4  # parts read at once
+_ALIGNED = 64  # bytes, a multiple of which a part begins at
 
 
 def save_parts(
@@ -319,6 +320,18 @@ def metadata_of(tensors: Mapping[str, DescribedTensor]) -> Metadata:
             for chunk in stored.chunks
         },
     )
+
+
+def placed(state: Mapping[str, LocalShard]) -> tuple[dict[str, DescribedTensor], int]:
+    """Return where each part is in a file of all parts, one after another, and the file's size."""
+    tensors, size = {}, 0
+    for name, part in state.items():
+        chunks, local = (), part.local
+        if local.numel():
+            chunks = (Chunk("", size, local.nbytes, tuple(part.offsets), tuple(local.shape)),)
+            size += -(-local.nbytes // _ALIGNED) * _ALIGNED
+        tensors[name] = DescribedTensor(NAMES[local.dtype], tuple(part.shape), chunks)
+    return tensors, size
 
 
 def shards(metadata: Metadata) -> dict[str, int]:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import uuid
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -28,20 +28,20 @@ import torch.distributed as dist
 
 from compose import PARENT
 from compose.checkpoint import rank_state, store
-from compose.checkpoint.dcp_storage import Chunk, DescribedTensor
+from compose.checkpoint.dcp_storage import DescribedTensor, placed
 from compose.checkpoint.loading import SentPartsReader, cause_of
 from compose.checkpoint.local_shards import LocalShard, pinned, staged
-from compose.checkpoint.safetensors_files import NAMES, bytes_of
+from compose.checkpoint.safetensors_files import bytes_of
 from compose.checkpoint.store import Progress
 from compose.config.json_files import Count, parse_json
 from compose.errors import ConfigError, open_own, read_own, write_whole
-from compose.ops.tensors import gathered, gathered_objects
+from compose.ops.tensors import gathered, gathered_objects, on_first_rank
+from compose.parallel.mesh import begin_messages, wait_for
 
 ROOT = Path("/dev/shm")
 PREFIX = "dtensor-compose-"
 WHOLE, FAILED, GOING = range(3)  # states of the last copy; the greatest of all ranks counts
 _TEXT, _PEER = ".json", ".peer"  # ends of the names of texts, and of copies of another rank
-_ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Slot:
 
     def fill(self, state: dict[str, LocalShard]) -> None:
         """Copy the parts. Raises OSError if there is no room."""
-        tensors, size = _placed(state)
+        tensors, size = placed(state)
         self.reserve(max(size, 1), any(part.local.is_cuda for part in state.values()))
         if tensors != self.tensors:
             self.tensors, self.into = tensors, {}
@@ -112,18 +112,6 @@ class _Slot:
 def process_space() -> int:
     """Return the number of this process's PID namespace: containers may share memory, but not PIDs."""
     return os.stat("/proc/self/ns/pid").st_ino
-
-
-def _placed(state: Mapping[str, LocalShard]) -> tuple[dict[str, DescribedTensor], int]:
-    """Return where each part is in a file, and the file's size."""
-    tensors, size = {}, 0
-    for name, part in state.items():
-        chunks, local = (), part.local
-        if local.numel():
-            chunks = (Chunk("", size, local.nbytes, tuple(part.offsets), tuple(local.shape)),)
-            size += -(-local.nbytes // _ALIGNED) * _ALIGNED
-        tensors[name] = DescribedTensor(NAMES[local.dtype], tuple(part.shape), chunks)
-    return tensors, size
 
 
 def _read_text(path: Path) -> _Copy | None:
@@ -179,8 +167,7 @@ class Copies:
         text of config.toml. Raises ConfigError if shared memory has no room.
         """
         self.rank, self.ranks, self.config = dist.get_rank(), dist.get_world_size(), config
-        own = (uuid.uuid4().hex[:12], dict(about)) if self.rank == 0 else ("", {})
-        self.attempt, self.about = gathered_objects(own)[0]
+        self.attempt, self.about = on_first_rank(lambda: (uuid.uuid4().hex[:12], dict(about)))
         # No step waits for the messages of this group.
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
@@ -219,20 +206,19 @@ class Copies:
         except OSError as error:
             problem = f"checkpoint.memory: {self.folder}: {cause_of(error)}"
         everyone = gathered_objects((size, free, problem), self.group)
+        if problem := next((words for *_, words in everyone if words), ""):
+            raise ConfigError(problem)
         for ranks in self.nodes:
             others = [rank for rank, peer in self.peers.items() if peer in ranks]
             needed = 2 * sum(everyone[rank][0] for rank in (*ranks, *others))
             room = everyone[ranks[0]][1]
-            if not problem and needed > room:
-                problem = (
+            if needed > room:
+                raise ConfigError(
                     f"checkpoint.memory: two copies of {len(ranks)} ranks"
                     f"{f' and of {len(others)} peers' if others else ''} take {needed:,} bytes of"
                     f" {ROOT}, and {room:,} are free on {self.places[ranks[0]].split()[0]}: make it"
                     " larger (docker run --shm-size), or use checkpoint.memory = 0"
                 )
-        problem = next((words for *_, words in everyone if words), problem)
-        if problem:
-            raise ConfigError(problem)
 
     def _name(self, rank: int, slot: int) -> str:
         return f"{self.launcher}-{self.attempt}-{rank:05d}-{slot}"
@@ -324,9 +310,8 @@ class Copies:
         except OSError as error:
             filled = False
             self._say_failed(progress.step, error)
-        self.thread = threading.Thread(
-            target=self._complete, args=(slot, filled, progress), daemon=True
-        )
+        given = (slot, filled, progress)
+        self.thread = threading.Thread(target=self._complete, args=given, daemon=True)
         self.thread.start()
 
     def _complete(self, slot: _Slot, filled: bool, progress: Progress) -> None:
@@ -369,10 +354,8 @@ class Copies:
 
         A copy stays where it is if another node has a replica.
         """
-        where = defaultdict[int, set[str]](set)
-        for place, layout in zip(self.places, layouts, strict=True):
-            where[layout].add(place)
-        sent = {rank: peer for rank, peer in self.peers.items() if len(where[layouts[rank]]) == 1}
+        nodes = Counter(layout for layout, _ in {*zip(layouts, self.places, strict=True)})
+        sent = {rank: peer for rank, peer in self.peers.items() if nodes[layouts[rank]] == 1}
         to = [sent[self.rank]] if self.rank in sent else []
         return to, [rank for rank, peer in sent.items() if peer == self.rank]
 
@@ -392,11 +375,8 @@ class Copies:
     ) -> dict[int, bytes]:
         """Send the copy to a peer, and receive those of others; return their texts."""
         words, texts = torch.frombuffer(bytearray(text), dtype=torch.uint8), dict[int, bytes]()
-        works = [
-            dist.isend(data, group=self.group, group_dst=peer)
-            for peer in to
-            for data in (torch.tensor([len(text)]), words, slot.memory)
-        ]
+        message = (torch.tensor([len(text)]), words, slot.memory)
+        works = begin_messages(self.group, [(data, peer) for peer in to for data in message])
         for source in sources:
             length = torch.empty(1, dtype=torch.int64)
             dist.recv(length, group=self.group, group_src=source)
@@ -404,9 +384,7 @@ class Copies:
             for data in (theirs, self.received[source][self.slot].memory):
                 dist.recv(data, group=self.group, group_src=source)
             texts[source] = bytes(bytes_of(theirs))
-        for work in works:
-            assert work is not None
-            work.wait()
+        wait_for(works)
         return texts
 
     def _say_failed(self, step: int, error: Exception) -> None:

@@ -30,9 +30,9 @@ from compose.checkpoint.local_shards import local_shard_of
 from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.config.job import Job
-from compose.config.json_files import read_json
+from compose.config.json_files import KnownKeys, read_json
 from compose.config.models import InitialisedModel
-from compose.errors import ConfigError, KnownKeys, refuse_link_out, toml_value
+from compose.errors import ConfigError, refuse_link_out, toml_value
 from compose.memory.lora import Lora, adapt, is_adapter, linear_layers
 from compose.memory.quantized import rounded
 from compose.object_storage import as_path

@@ -357,6 +357,33 @@ def clean(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+class Peers:
+    """Other runs that keep in step with this one, and save elsewhere; here there are none.
+
+    Only first ranks call its methods, and those of all peers at the same steps.
+    """
+
+    speaks = True  # whether this run prints what concerns all
+    prefix = ""  # begins other lines
+    name = "runs"  # what messages call them
+
+    def candidates(self, root: Path) -> list[Path | str]:
+        """Return the checkpoints from which this run may go on, the newest first, or why none is."""
+        return [*newest_first(root)]
+
+    def damage(self, own: list[str]) -> list[str]:
+        """Return the damage of a checkpoint of all peers; ``own`` is this run's."""
+        return own
+
+    def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
+        """Return checkpoints after ``step`` that are not among ``folders``, those of all peers."""
+        return []
+
+    def oldest_to_keep(self, root: Path, count: int) -> float:
+        """Return the oldest of the ``count`` newest steps of all peers. It and later ones stay."""
+        return math.inf
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's names, are on the device."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,14 +1,13 @@
 """The common part of all command lines: parsing, help, early checks and exit codes."""
 
 import contextlib
-import dataclasses
 import os
 import sys
 import tempfile
 import time
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,21 +16,18 @@ from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage
 from compose.config import rules
 from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
-from compose.config.models import find_model, folder_name, model_names, shipped
+from compose.config.models import folder_name, shipped
 from compose.config.tables import TABLES, Config, Model
 from compose.config.toml import COMMAND_LINE, load, nearest_key, tomllib
 from compose.data.datasets import OpenData, open_data, with_steps
 from compose.errors import (
     ConfigError,
-    attribute,
     did_you_mean,
-    docs,
     local_path,
     noted,
     read_own,
-    toml_value,
-    type_name,
     whole_number,
+    written,
 )
 from compose.object_storage import Remote, any_path, as_path
 
@@ -129,17 +125,6 @@ def number_of(given: Words, flag: str, counted: str, default: int = 0) -> int:
 def world_size_of(given: Words) -> int:
     """Return the number after --world-size, or 0 if the flag is absent."""
     return number_of(given, "--world-size", "ranks")
-
-
-@contextlib.contextmanager
-def written(where: str, path: Path) -> Iterator[None]:
-    """Say which path cannot be written, with ``where`` before it, if a write inside fails."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{where} {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{where} {str(path)!r}: {error}") from None
 
 
 def launched_ranks() -> int:
@@ -254,6 +239,8 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
             elif not word.endswith(".toml"):
                 near = did_you_mean(word, TABLES, 0.55)
                 raise flag_error("--help", f"unknown table {word}{near}")
+        from compose.cli.project import help_text  # it imports this module
+
         print(("" if tables else usage.head(program)) + help_text(model, tables or TABLES))
         raise SystemExit(0)
     if len(result.plain) > 1:
@@ -341,31 +328,6 @@ def _may_begin_again(folder: Path) -> bool:
         return bool(kept["interval"] or kept["memory"] or not trained)
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-def help_text(model: str, tables: Iterable[str]) -> str:
-    """Return every key of some tables with its type, default and description."""
-    lines: list[str] = []
-    for table in tables:
-        lines += [f"[{table}]", *_help_rows(TABLES[table])]
-        if TABLES[table] is Model:
-            folder = find_model(model)
-            lines.append(f"  models: {', '.join(model_names())}")
-            lines.append(f"  presets of {folder.name}: {', '.join(folder.presets)}")
-            lines.append(f"  fields of {folder.name}'s config (a preset sets its own):")
-            lines += [f"  {row}" for row in _help_rows(folder.Config)]
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _help_rows(kind: type) -> list[str]:
-    types = typing.get_type_hints(kind, include_extras=True)
-    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
-    return [
-        f"  {key:<22} {type_name(types[attribute(key)])}, default"
-        f" {toml_value(defaults[attribute(key)])}\n      {doc}"
-        for key, doc in docs(kind).items()
-    ]
 
 
 def is_first_rank() -> bool:

@@ -24,13 +24,12 @@ from compose.cli.command_line import (
     read_arguments,
     read_flags,
     world_size_of,
-    written,
 )
 from compose.config import rules
 from compose.config.hugging_face import left_out
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
-from compose.errors import ConfigError, printable, refused_in
+from compose.errors import ConfigError, printable, refused_in, written
 from compose.object_storage import as_path
 from compose.parallel.mesh import AXES, init_mesh
 from compose.train.processes import process_group

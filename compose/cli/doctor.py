@@ -28,11 +28,10 @@ from compose.cli.command_line import (
     is_first_rank,
     launched_ranks,
     read_arguments,
-    written,
 )
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load, without_file
-from compose.errors import ConfigError, write_whole
+from compose.errors import ConfigError, write_whole, written
 from compose.parallel.comm import Comm
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
 from compose.planner.sweep import Sweep, cores, link_of, measure_collectives

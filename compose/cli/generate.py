@@ -1,13 +1,10 @@
 """The command generate: a text that a model continues, or the samples that its task makes."""
 
 import itertools
-import json
 import sys
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +27,13 @@ from compose.composition import Composition
 from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.job import Job
-from compose.config.json_files import typed
+from compose.config.json_files import typed, types_of
 from compose.config.models import Sampler, find_model, folder_name, max_seq_len
 from compose.config.tables import TABLES, Checkpoint, Config, without_add_ons
 from compose.config.toml import load as load_toml
 from compose.config.toml import override
 from compose.data.chat_messages import Chat, read_chat
-from compose.data.documents import JSON_LINES
+from compose.data.documents import JSON_LINES, parsed_json
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError, noted, there
@@ -162,7 +159,7 @@ def _generate_text(source: Path, words: Words) -> None:
 
 
 def _sampling(flags: Mapping[str, str]) -> Sampling:
-    types, given, problems = typing.get_type_hints(Sampling, include_extras=True), {}, []
+    types, given, problems = types_of(Sampling), {}, []
     for name in types:
         flag = f"--{name.replace('_', '-')}"
         if flag not in flags:
@@ -306,10 +303,7 @@ def _read_prompts(path: Path) -> list[Prompt]:
 
 def _of_row(line: str) -> Prompt:
     """Return the prompt in a line of JSON. Raises ValueError if there is none."""
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
+    row = parsed_json(line.encode())
     if isinstance(row, dict) and "messages" in row:
         return read_chat(row)
     prompt = row.get("prompt") if isinstance(row, dict) else row

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compose.cli.command_line import flag_error, is_first_rank, launched_ranks, read_flags, written
+from compose.cli.command_line import flag_error, is_first_rank, launched_ranks, read_flags
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE
-from compose.errors import write_whole
-from compose.planner.cluster import Cluster, as_toml, load_cluster
-from compose.planner.measure import SECONDS
+from compose.errors import write_whole, written
+from compose.planner.cluster import Cluster, load_cluster
+from compose.planner.measure import SECONDS, as_toml
 from compose.planner.measure import measure as measure_machine
 from compose.train.metrics import peak_flops
 from compose.train.processes import process_group

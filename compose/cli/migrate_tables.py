@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from compose.cli.migrate_files import Leaves, shown, unset
-from compose.config.json_files import typed
+from compose.config.json_files import typed, types_of
 from compose.config.tables import TABLES
 from compose.config.toml import tomllib
 from compose.errors import Fraction, NonNegative, Positive, attribute, toml_value
@@ -302,7 +302,7 @@ def as_key(key: str, value: Any) -> Any:
     table, _, name = ours.rpartition(".")
     kind = _KINDS.get(fact)
     if fact in ("", "value", "instead") and table in TABLES:
-        kind = get_type_hints(TABLES[table], include_extras=True).get(attribute(name))
+        kind = types_of(TABLES[table]).get(attribute(name))
         kind = Positive if ours in _SIZES else kind
     if kind is None:
         return value

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, flag_error, number_of, read_arguments, written
+from compose.cli.command_line import Words, flag_error, number_of, read_arguments
 from compose.cli.question import (
     STANDARD,
     Question,
@@ -31,7 +31,7 @@ from compose.config.job import check_dealt, make_job
 from compose.config.models import find_model, folder_name
 from compose.config.tables import TABLES, without_add_ons
 from compose.config.toml import COMMAND_LINE, files_of, values_of
-from compose.errors import ConfigError, did_you_mean, refused_in, write_whole
+from compose.errors import ConfigError, did_you_mean, refused_in, write_whole, written
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
     Compared,
@@ -56,8 +56,9 @@ from compose.planner.candidates import (
     shape_for,
     with_keys,
 )
-from compose.planner.cluster import as_toml, load_cluster
+from compose.planner.cluster import load_cluster
 from compose.planner.explain import explain
+from compose.planner.measure import as_toml
 from compose.planner.page import page_of
 from compose.planner.record_cache import default_folder
 from compose.planner.report import as_data, command_line, in_words, table, write_toml
@@ -114,7 +115,7 @@ def plan(arguments: Sequence[str]) -> int:
         results = searched.candidates
     best = results[0]
     if "--as-is" not in given.flags:
-        late = time.monotonic() - began > _seconds(given)
+        late = time.monotonic() - began > amount(given, "--seconds", math.inf)
         made = not (searched and searched.capped) and not late and not space.kinds
         answer = _answer(given, question, space, results, made)
     if len(batches) > 1:
@@ -183,7 +184,7 @@ def _answer(
     given: Words, question: Question, space: Space, results: Sequence[Candidate], made: bool
 ) -> dict[str, Any]:
     """Print the answer in sentences, each once it is known, and return it for JSON."""
-    tokens = amount(given, "--tokens") if "--tokens" in given.flags else example_tokens(space)
+    tokens = amount(given, "--tokens", example_tokens(space))
     what = f"{amount_in_words(tokens)} tokens"
     if "--tokens" not in given.flags:
         which = " that a token uses" if example_tokens(space) < 20 * parameters(space.config) else ""
@@ -325,7 +326,8 @@ def _progress(began: float, text: str) -> None:
 
 
 def _search(given: Words, question: Question, space: Space) -> Searched:
-    most, seconds = number_of(given, "--candidates", "candidates", MOST), _seconds(given)
+    most = number_of(given, "--candidates", "candidates", MOST)
+    seconds = amount(given, "--seconds", math.inf)
     with refused_in(question.where):
         result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:
@@ -335,10 +337,6 @@ def _search(given: Words, question: Question, space: Space) -> Searched:
             " recomputation, or parallel.offload"
         )
     return result
-
-
-def _seconds(given: Words) -> float:
-    return amount(given, "--seconds") if "--seconds" in given.flags else math.inf
 
 
 def _looked_at(searched: Searched) -> str:

@@ -285,9 +285,11 @@ def _batches(given: Words) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def amount(given: Words, flag: str) -> float:
-    """Return the number after a flag: 15e12, or with a suffix as 300B or 1T."""
+def amount(given: Words, flag: str, default: float = 0.0) -> float:
+    """Return the number after a flag: 15e12, or with a suffix as 300B or 1T; or ``default``, if any."""
     text = given.flags.get(flag, "")
+    if default and flag not in given.flags:
+        return default
     unit = _SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
         value = unit * float(text[:-1] if unit > 1 else text)

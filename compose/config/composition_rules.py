@@ -19,7 +19,7 @@ from compose.ops.dropout import dropouts
 from compose.ops.tensors import tied_names
 from compose.ops.torch_versions import splits_functions
 from compose.parallel.expert_parallel import routers
-from compose.pipeline.schedules import ASYNCHRONOUS, splits_backward
+from compose.pipeline.schedules import ASYNCHRONOUS
 
 if TYPE_CHECKING:  # a job holds a setup
     from compose.config.job import Job
@@ -77,15 +77,6 @@ def _recompute_units(setup: Setup) -> Iterator[str]:
         )
 
 
-def backward_in_two_parts(setup: Setup) -> bool:
-    """Return whether the schedule runs the backward of inputs and of weights separately."""
-    degrees = setup.degrees
-    if degrees.pp == 1:
-        return False
-    stages = degrees.pp_virtual_stages
-    return splits_backward(degrees.pp_schedule, degrees.pp, stages, setup.micro_batches)
-
-
 @STEP.add(
     "with modes selective and budget, the schedule runs backward in one piece (not the zero-bubble"
     " schedules and DualPipeV)",
@@ -95,7 +86,7 @@ def backward_in_two_parts(setup: Setup) -> bool:
 )
 def _recompute_split(setup: Setup) -> Iterator[str]:
     degrees, mode = setup.degrees, setup.options.activation_checkpoint.mode
-    if mode in ("selective", "budget") and backward_in_two_parts(setup):
+    if mode in ("selective", "budget") and setup.splits_backward:
         yield (
             f'activation_checkpoint.mode: "{mode}" gives what it kept out once, and'
             f" {degrees.pp_schedule} runs backward in two parts; use"
@@ -127,7 +118,7 @@ def segment_is_short(setup: Setup) -> Iterator[str]:
 )
 def _segment_split(setup: Setup) -> Iterator[str]:
     length, schedule = setup.options.activation_checkpoint.segment, setup.degrees.pp_schedule
-    if length > 1 and backward_in_two_parts(setup):
+    if length > 1 and setup.splits_backward:
         yield (
             f"activation_checkpoint.segment: {length} would be computed again for each part of a"
             f" backward, and {schedule} runs it in two; use activation_checkpoint.segment = 1, or"
@@ -156,7 +147,7 @@ def _segment_compiled(setup: Setup) -> Iterator[str]:
 )
 def _split(setup: Setup) -> Iterator[str]:
     pipeline = setup.resolved.pipeline
-    if pipeline and not pipeline.two_parts and backward_in_two_parts(setup):
+    if pipeline and not pipeline.two_parts and setup.splits_backward:
         yield (
             f"parallel.pp_schedule: {setup.degrees.pp_schedule} runs backward in two parts, which"
             " PyTorch cannot do where a weight enters the stream at several places, as plan.pipeline"
@@ -169,10 +160,8 @@ def _split(setup: Setup) -> Iterator[str]:
     "what a part compiled alone computes is not seen operator by operator",
 )
 def _recompute_compiled(setup: Setup) -> Iterator[str]:
-    mode = setup.options.activation_checkpoint.mode
-    if setup.options.compile.mode == "off" or mode not in ("selective", "budget"):
-        return
-    if setup.resolved.expert:
+    mode, compiled = setup.options.activation_checkpoint.mode, setup.options.compile.mode != "off"
+    if compiled and mode in ("selective", "budget") and setup.resolved.expert:
         yield (
             f'activation_checkpoint.mode: "{mode}" does not see into the parts of a layer that are'
             " compiled alone, as with experts; use activation_checkpoint.mode ="
@@ -202,7 +191,7 @@ def _compiled_whole(setup: Setup) -> Iterator[str]:
 )
 def _compiled_in_two_parts(setup: Setup) -> Iterator[str]:
     mode = setup.options.compile.mode
-    if mode != "off" and backward_in_two_parts(setup):
+    if mode != "off" and setup.splits_backward:
         yield (
             f'compile.mode: "{mode}" makes graphs whose backward cannot run in two parts, as'
             f' {setup.degrees.pp_schedule} does; use parallel.pp_schedule = "Interleaved1F1B", or'
@@ -281,7 +270,7 @@ def _float8_offloaded(setup: Setup) -> Iterator[str]:
 )
 def _float8_split(setup: Setup) -> Iterator[str]:
     recipe = setup.options.precision.float8
-    if recipe != "off" and not splits_functions() and backward_in_two_parts(setup):
+    if recipe != "off" and not splits_functions() and setup.splits_backward:
         yield (
             f"precision.float8: {recipe} makes a layer one function of input and weight, whose backward"
             f" torch {torch.__version__} cannot run in two parts, as {setup.degrees.pp_schedule} does;"

@@ -3,10 +3,10 @@
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -38,6 +38,42 @@ _KINDS = {
     "tuple_type": "a list",
 }
 """The type that each kind of pydantic error asks for."""
+
+
+_OFF = (None, False, [], {}, "")
+
+
+class KnownKeys:
+    """Every known key of one kind of file."""
+
+    def __init__(
+        self,
+        read: str,
+        only: Mapping[str, tuple[Any, ...]],
+        besides: str,
+        cures: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take keys that are read, ``only`` with some values change nothing, or never change anything.
+
+        Names are separated by spaces; ``cures`` has what to do about a key of ``only``.
+        """
+        self.read, self.besides = frozenset(read.split()), frozenset(besides.split())
+        self.only = {key: values for names, values in only.items() for key in names.split()}
+        self.cures = cures or {}
+
+    def problems(self, values: Mapping[str, Any]) -> list[str]:
+        """Return a line for each key that may change something and is not supported here.
+
+        A key that nobody knows is off if its value is empty.
+        """
+        return [
+            f"{key if key.isidentifier() else shown(key)}: {shown(value)} is not supported here"
+            f"{self.cures.get(key, '')}"
+            for key, value in values.items()
+            if key not in self.read
+            and key not in self.besides
+            and value not in self.only.get(key, _OFF)
+        ]
 
 
 def read_json(path: Path, kind: type[T], own: bool = False) -> T:
@@ -135,6 +171,12 @@ def _value(value: Any) -> str:
 
 
 @functools.cache
+def types_of(table: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass, with what restricts it."""
+    return get_type_hints(table, include_extras=True)
+
+
+@functools.cache
 def _reader(kind: Any, text: bool) -> TypeAdapter[Any]:
     """Return what reads values of a type. To make one takes longer than to read a file with it."""
     return TypeAdapter(kind, config=ConfigDict(strict=not text, allow_inf_nan=False))
@@ -151,8 +193,7 @@ def typed(kind: Any, value: Any, text: bool = False) -> Any:
         return _reader(kind, text).validate_python(given)
     except ValidationError as error:
         detail = error.errors()[0]
-    got = value if text else toml_value(value)
-    got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
+    got = cut(str(value) if text else toml_value(value), _SHOWN)
     if not text and detail["type"].endswith(("_type", "literal_error")):
         raise ValueError(f"expected {type_name(kind)}, got {got}{_meant(kind, value)}")
     reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")

@@ -15,7 +15,7 @@ from torch import nn
 
 from compose.config import composition_rules, setup
 from compose.config.addons import brought
-from compose.config.composition_rules import COMPOSITION, backward_in_two_parts, segment_is_short
+from compose.config.composition_rules import COMPOSITION, segment_is_short
 from compose.config.job import Job, make_job
 from compose.config.mesh_rules import share_problems
 from compose.config.models import find_model, max_seq_len
@@ -122,7 +122,7 @@ def _noise_scale(job: Job) -> Iterator[str]:
     elif quantized != "off":
         problem = f'reads exact sums, and comm.gradients = "{quantized}" rounds them'
         cure = 'comm.gradients = "off"'
-    elif backward_in_two_parts(job.setup):
+    elif job.setup.splits_backward:
         problem = f"reads the gradients of one backward, and {degrees.pp_schedule} runs it in two parts"
         cure = 'parallel.pp_schedule = "Interleaved1F1B"'
     elif degrees.pp > 1 and tied_names(job.model):

@@ -3,13 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, TypeVar, get_args
 
 from torch import nn
 
 from compose.composition import Options
+from compose.config.json_files import types_of
 from compose.errors import ReadWith, noted, toml_value
 from compose.parallel.mesh import Parallel
+from compose.pipeline.schedules import splits_backward
 from compose.plan import Resolved
 
 Asked = TypeVar("Asked")
@@ -51,6 +53,12 @@ class Setup:
         """Whether the devices are GPUs."""
         return self.device_type == "cuda"
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs the backward of inputs and of weights separately."""
+        pp, stages, name = self.degrees.pp, self.degrees.pp_virtual_stages, self.degrees.pp_schedule
+        return pp > 1 and splits_backward(name, pp, stages, self.micro_batches)
+
 
 @dataclass(frozen=True)
 class Rule(Generic[Asked]):
@@ -91,7 +99,7 @@ def all_keys_read(name: str, table_of: Callable[[Asked], Any]) -> Check[Asked]:
 
     def check(asked: Asked) -> Iterator[str]:
         table = table_of(asked)
-        types = get_type_hints(type(table), include_extras=True)
+        types = types_of(type(table))
         for each in dataclasses.fields(table):
             value = getattr(table, each.name)
             needs = [need for need in get_args(types[each.name]) if isinstance(need, ReadWith)]

@@ -2,10 +2,8 @@
 
 import dataclasses
 import difflib
-import functools
 import os
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.hugging_face import HF, config_problems, described_model
-from compose.config.json_files import typed
+from compose.config.json_files import typed, types_of
 from compose.config.models import find_model, folder_name, module_of
 from compose.config.tables import TABLES, Checkpoint, Config, Model, value_of
 from compose.errors import (
@@ -149,7 +147,7 @@ def _config(
             keys.problems.append(f"{COMMAND_LINE}: {name}: {why}")
             continue
         value = _parse_value(text)
-        wanted = _types(TABLES[table]).get(attribute(key)) if table in TABLES else None
+        wanted = types_of(TABLES[table]).get(attribute(key)) if table in TABLES else None
         # A folder may be named 2024 or 2026-11-29, and a shell takes quotes away.
         if type_name(wanted).startswith("str") and not isinstance(value, (str, list)):
             value = text
@@ -265,7 +263,7 @@ def nearest_key(key: str, table: str = "", known: Sequence[str] = ()) -> str:
 
 def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``values`` that have their field's type, by field; note a problem for others."""
-    types, known = _types(kind), list(docs(kind))
+    types, known = types_of(kind), list(docs(kind))
     good, fields = {}, {each.name for each in dataclasses.fields(kind)}
     for key, value in values.items():
         several = value if isinstance(value, list) else [value]
@@ -281,11 +279,6 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
         except ValueError as error:
             keys.problems += keys.error(table, key, str(error)).problems
     return good
-
-
-@functools.cache
-def _types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _model(keys: Keys, begun: Checkpoint, run: str, alone: bool) -> Model:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from compose.data.chat_messages import ChatMessage
 from compose.data.special_tokens import CONFIG
 from compose.data.tokenizer import JsonTokenizer
-from compose.errors import ConfigError, read_file, refuse_link_out
+from compose.errors import ConfigError, or_say, read_file, refuse_link_out
 
 # Limits for writing one chat, far above normal use: a template is code that comes with a download.
 _SECONDS = 10.0
@@ -244,8 +244,7 @@ def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
 
 def _read(path: Path) -> str:
     try:
-        return read_file(path).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        with or_say(f"{path}: cannot be read"):
+            return read_file(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8: byte {error.start}: {error.reason}") from None

@@ -27,7 +27,7 @@ from compose.data.tokenizer import (
     open_tokenizer,
     tokenizer_files,
 )
-from compose.errors import ConfigError, noted, refused_in, write_whole
+from compose.errors import ConfigError, noted, or_say, refused_in, write_whole
 from compose.object_storage import as_path
 from compose.ops.batch import count_targets
 from compose.parallel.output_projection import CrossEntropy
@@ -184,15 +184,13 @@ def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
     begun = bool(config.checkpoint.load_hf) and (original / MODEL).exists()
     if (begun or sources) and folder.is_symlink():
         raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
-    try:
+    with or_say(f"run.dir: {folder}: cannot be written"):
         if begun:
             copy_with_config(original, folder)
         if sources:  # with the chat template that the run learns
             copy_tokenizer(sources[0], folder)
             _drop_others(folder, sources[0])
             _note_ends(folder, [each.manifest.tokenizer.end for each in sets if each])
-    except OSError as error:
-        raise ConfigError(f"run.dir: {folder}: cannot be written: {error.strerror}") from None
 
 
 def _drop_others(folder: Path, source: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from compose.config.json_files import read_json
-from compose.errors import ConfigError
+from compose.errors import ConfigError, or_say
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 ARROW = (".parquet", ".arrow")
@@ -129,7 +129,7 @@ def rows(
     if is_one_unit(unit.path):
         try:
             with _opened(unit) as file:
-                values: list[Any] = _parsed(file.read().removeprefix(BOM_UTF8))
+                values: list[Any] = parsed_json(file.read().removeprefix(BOM_UTF8))
         except ValueError as error:
             raise ConfigError(f"{unit.path}: {error}") from None
         parsed: Iterator[tuple[int, Any]] = enumerate(values)
@@ -137,7 +137,7 @@ def rows(
         parsed = _lines(unit)
     for place, content in parsed:
         try:
-            row = _parsed(content) if isinstance(content, bytes) else content
+            row = parsed_json(content) if isinstance(content, bytes) else content
             if not isinstance(row, dict) and row is not _BLANK:
                 raise ValueError("is not an object")
         except ValueError as error:
@@ -147,7 +147,7 @@ def rows(
             yield place, row
 
 
-def _parsed(content: bytes) -> Any:
+def parsed_json(content: bytes) -> Any:
     """Return the value of a JSON text, or _BLANK. Raises ValueError."""
     try:
         line = content.decode("utf-8")
@@ -181,10 +181,8 @@ def _lines(unit: FilePart) -> Iterator[tuple[int, bytes]]:
 
 
 def _opened(unit: FilePart) -> IO[bytes]:
-    try:
+    with or_say(f"{unit.path}: can no longer be read"):
         return open(unit.path, "rb")
-    except OSError as error:
-        raise ConfigError(f"{unit.path}: can no longer be read: {error.strerror}") from None
 
 
 def text_blocks(unit: FilePart) -> Iterator[tuple[str, int, int]]:

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from compose.config.json_files import read_json
+from compose.config.json_files import KnownKeys, read_json
 from compose.data.chat_template import ChatTemplate
 from compose.data.special_tokens import GENERATION, MODEL, model_ends, read_beside
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
-from compose.errors import ConfigError, KnownKeys
+from compose.errors import ConfigError
 
 KEYS = KnownKeys(
     read="bos_token_id eos_token_id pad_token_id repetition_penalty",

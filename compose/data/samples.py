@@ -35,7 +35,7 @@ from compose.data.token_files import (
     open_token_set,
 )
 from compose.data.tokenizer import SEPARATOR
-from compose.errors import ConfigError
+from compose.errors import ConfigError, or_say
 from compose.object_storage import as_path, files_at
 from compose.ops.batch import IGNORE
 
@@ -310,12 +310,10 @@ def open_samples(
             " a token file stands alone"
         )
     _refuse_what_is_no_text(path, paths)
-    try:
+    with or_say(f"cannot read {path}"):
         if not token_files:
             return Windows(path, _bytes_of(paths), SEPARATOR, seq_len, vocab_size, "")
         tokens = openers[paths[0].suffix](paths[0])
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if data.separator >= vocab_size:
         raise ConfigError(
             f"data.separator {data.separator} is outside the vocabulary; model.vocab_size {vocab_size}"

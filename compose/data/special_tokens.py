@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compose.config.json_files import read_json
-from compose.errors import ConfigError, KnownKeys, refuse_link_out
+from compose.config.json_files import KnownKeys, read_json
+from compose.errors import ConfigError, refuse_link_out
 
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 
 from compose.config.json_files import Count, read_json
 from compose.data.tokenizer import tokenizer_files
-from compose.errors import LEADS_OUT, ConfigError, fill, leads_out, refuse_link_out, state_of
+from compose.errors import LEADS_OUT, ConfigError, fill, leads_out, or_say, refuse_link_out, state_of
 from compose.object_storage import Remote
 
 _BLOCK = 1 << 22  # elements in memory at once while a row is checked
@@ -55,7 +55,7 @@ class ArrayFile:
         result = np.empty(max(0, stop - start), self.dtype)
         if not len(result):
             return result
-        try:
+        with or_say(f"{self.path}: can no longer be read"):
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset + start * self.dtype.itemsize)
                 size = fill(file, result.view(np.uint8).data)
@@ -64,8 +64,6 @@ class ArrayFile:
                 raise ConfigError(
                     f"{self.path}: was cut short since it was opened: has {there:,} bytes of {wanted:,}"
                 )
-        except OSError as error:
-            raise ConfigError(f"{self.path}: can no longer be read: {error.strerror}") from None
         return result
 
 

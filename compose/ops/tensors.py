@@ -1,7 +1,8 @@
 """Tensors behind their wrappers: this rank's part, its place in the whole, arrival, and ties."""
 
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from compose.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -28,6 +31,30 @@ def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return everyone
+
+
+def on_first_rank(
+    work: Callable[..., T], *given: Any, group: dist.ProcessGroup | None = None, first: int = 0
+) -> T:
+    """Return on every rank of a group what ``work`` returns on the first; a collective.
+
+    If it raises there, every rank raises. ``first`` may be the number of another rank.
+    """
+    results: list[Any] = [None]
+    if dist.get_rank(group) == first:
+        try:
+            results = [work(*given)]
+        except ConfigError as error:
+            results = [error]
+        except Exception:
+            results = [RuntimeError(f"rank {first} failed:\n{traceback.format_exc()}")]
+    dist.broadcast_object_list(results, group=group, group_src=first)
+    result = results[0]
+    if isinstance(result, ConfigError):
+        raise ConfigError(*result.problems)
+    if isinstance(result, RuntimeError):
+        raise result
+    return result
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

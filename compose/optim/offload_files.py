@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compose.errors import ConfigError
+from compose.errors import ConfigError, or_say
 
 PAGE = 4096  # bytes; with direct access places, sizes and addresses must be multiples of it
 UNIT = PAGE // 4  # elements
 MARK = ".compose-scratch"
 _WORDS = "Files of a run of dtensor-compose: removed when it ends, or else when the next one begins.\n"
+_KEY = "optimizer.offload_dir"
 _OWN = re.compile(r"\d+\.exp_avg(_sq)?")  # names of the files that are made here
 
 
@@ -36,7 +37,7 @@ class Scratch:
 
     def __init__(self, path: Path, must_lock: bool = False) -> None:
         self.path = path
-        with self._writing():
+        with or_say(f"{_KEY}: cannot write to {self.path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
@@ -48,13 +49,6 @@ class Scratch:
         except BaseException:
             os.close(self.fd)
             raise
-
-    @contextlib.contextmanager
-    def _writing(self):  # type: ignore[no-untyped-def]
-        try:
-            yield
-        except OSError as error:
-            raise _refused(f"cannot write to {self.path}: {error.strerror}") from None
 
     def _take(self, must_lock: bool) -> None:
         try:
@@ -72,7 +66,7 @@ class Scratch:
                     f"{self.path} holds {name!r}, which no run made there; choose another folder, or"
                     " take it away"
                 )
-        with self._writing():
+        with or_say(f"{_KEY}: cannot write to {self.path}"):
             self._empty()
             if not held:
                 with os.fdopen(self.open(MARK, os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
@@ -109,7 +103,7 @@ def remove_left(folders: Iterable[Path]) -> None:
 
 
 def _refused(words: str) -> ConfigError:
-    return ConfigError(f"optimizer.offload_dir: {words}")
+    return ConfigError(f"{_KEY}: {words}")
 
 
 class TensorFile:

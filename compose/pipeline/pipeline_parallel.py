@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.errors import ConfigError
 from compose.ops.batch import Sample
-from compose.ops.tensors import gathered_objects
+from compose.ops.tensors import gathered_objects, on_first_rank
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
@@ -274,22 +274,13 @@ class PipelineRunner:
         return torch.empty_like(stream[:1].expand(len(first), *stream.shape[1:]), requires_grad=True)
 
     def _try_stream(self, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        results: list[Any] = [None]
-        source = self.placement[0]
-        if source == self.rank:
-            try:
-                module = self.stages[0].module
-                with torch.no_grad():
-                    output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
-                results = [(output.shape, output.dtype, outputs_of_layers(module))]
-            except ConfigError as error:
-                results = [error.problems]
-        dist.broadcast_object_list(
-            results, src=dist.get_global_rank(self.group, source), group=self.group
-        )
-        if isinstance(results[0], list):
-            raise ConfigError(*results[0])
-        shape, dtype, outputs = results[0]
+        def tried() -> tuple[torch.Size, torch.dtype, Any]:
+            module = self.stages[0].module
+            with torch.no_grad():
+                output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
+            return output.shape, output.dtype, outputs_of_layers(module)
+
+        shape, dtype, outputs = on_first_rank(tried, group=self.group, first=self.placement[0])
         for stage in self.stages:
             outputs_of_layers(stage.module, outputs)
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

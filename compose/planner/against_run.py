@@ -14,7 +14,7 @@ from pydantic import Field
 from compose.config import rules
 from compose.config.json_files import Count, read_json
 from compose.config.toml import load
-from compose.errors import ConfigError, Fraction, read_own, refuse_link_out
+from compose.errors import ConfigError, Fraction, or_say, read_own, refuse_link_out
 from compose.parallel.mesh import AXES
 from compose.planner.cluster import LEAST, MOST, Cluster, Rate
 from compose.planner.estimate import Estimate, estimate
@@ -108,10 +108,8 @@ def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
 def _rate(folder: Path) -> float:
     """Return the median of the tokens per second, without the first steps."""
     path = folder / "metrics.jsonl"
-    try:
+    with or_say(f"{path}: cannot be read"):
         lines = read_own(path).splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     rates = []
     for number, line in enumerate(lines, 1):
         try:

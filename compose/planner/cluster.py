@@ -1,4 +1,4 @@
-"""Clusters as data: what devices, nodes and links can do, read from ``clusters/NAME.toml`` and written.
+"""Clusters as data: what devices, nodes and links can do, read from ``clusters/NAME.toml``.
 
 Units are bytes, seconds and FLOP/s. A file states the source of each figure in a comment. Figures of
 one kind stand in one table: ``[device]`` and ``[device.peak]`` are the maker's, ``[efficiencies]`` says
@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -20,7 +20,7 @@ from compose.config.json_files import field_name
 from compose.config.models import shipped
 from compose.config.setup import Target
 from compose.config.toml import tomllib
-from compose.errors import ConfigError, NonNegative, Positive, did_you_mean, docs, toml_value
+from compose.errors import ConfigError, NonNegative, Positive, cut, did_you_mean, toml_value
 from compose.ops.kernel_table import KERNELS
 
 FOLDER = shipped("clusters")
@@ -366,8 +366,7 @@ _WANTED = {
 def _problem(place: tuple[int | str, ...], error: Any) -> str:
     """Return one of pydantic's errors as a line with the key's whole name."""
     name = field_name(place)
-    kind, value = error["type"], toml_value(error["input"])
-    got = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    kind, got = error["type"], cut(toml_value(error["input"]), _SHOWN)
     if kind == "unexpected_keyword_argument":
         return f"{name}: unknown key{_nearest(place)}"
     if kind == "missing":
@@ -403,29 +402,3 @@ def _nearest(place: tuple[int | str, ...]) -> str:
     return did_you_mean(
         field_name(place), [field_name((*place[:-1], key)) for key in _types(place[:-1])]
     )
-
-
-def as_toml(cluster: Cluster, notes: Sequence[str] = ()) -> str:
-    """Return a cluster as the text of a file that :func:`load_cluster` reads as the same values.
-
-    ``notes`` are lines for the head of the file. Each key has its description as a comment.
-    """
-    lines = [f"# {note}" for note in notes]
-    own = {key: value for key, value in vars(cluster).items() if key != "name"}
-    tables = {key: value for key, value in own.items() if dataclasses.is_dataclass(value)}
-    lines += ["", *_keys({k: v for k, v in own.items() if k not in tables}, docs(Cluster))]
-    for key, value in tables.items():
-        lines += ["", f"[{key}]", *_keys(vars(value), docs(type(value)))]
-    return "\n".join(lines) + "\n"
-
-
-def _keys(values: Mapping[str, Any], words: Mapping[str, str]) -> Iterator[str]:
-    for key, value in values.items():
-        if key in words:
-            yield f"# {words[key]}"
-        if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            yield f"{key} = ["
-            yield from (f"  {toml_value(vars(row))}," for row in value)
-            yield "]"
-        else:
-            yield f"{key} = {toml_value(value)}"

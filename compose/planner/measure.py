@@ -1,10 +1,11 @@
-"""Measures the machine at hand: what ``compose/planner/costs.py`` computes with, timed.
+"""Measures the machine at hand: what ``compose/planner/costs.py`` computes with, timed; and its file.
 
 All ranks of the default process group measure the same thing at the same time, as they would work in
 training, so what they share (cores, memory, links) is shared here too. Time is the only limit: a part
 of the sweep that has used up its time leaves the rest out, and the model serves for that.
 """
 
+import dataclasses
 import itertools
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from compose.errors import docs, toml_value
 from compose.planner.cluster import (
     GPU_ATTENTION_HALF,
     Attention,
@@ -258,3 +260,29 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
             seconds = sweep.time(run, share * part)
             moved = size * (8 if backward else 4)
             yield Attention(cast(Any, dtype), dim, backward, flops, moved, seconds)
+
+
+def as_toml(cluster: Cluster, notes: Sequence[str] = ()) -> str:
+    """Return a cluster as the text of a file that ``load_cluster`` reads as the same values.
+
+    ``notes`` are lines for the head of the file. Each key has its description as a comment.
+    """
+    lines = [f"# {note}" for note in notes]
+    own = {key: value for key, value in vars(cluster).items() if key != "name"}
+    tables = {key: value for key, value in own.items() if dataclasses.is_dataclass(value)}
+    lines += ["", *_keys({k: v for k, v in own.items() if k not in tables}, docs(Cluster))]
+    for key, value in tables.items():
+        lines += ["", f"[{key}]", *_keys(vars(value), docs(type(value)))]
+    return "\n".join(lines) + "\n"
+
+
+def _keys(values: Mapping[str, Any], words: Mapping[str, str]) -> Iterator[str]:
+    for key, value in values.items():
+        if key in words:
+            yield f"# {words[key]}"
+        if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            yield f"{key} = ["
+            yield from (f"  {toml_value(vars(row))}," for row in value)
+            yield "]"
+        else:
+            yield f"{key} = {toml_value(value)}"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,8 +24,9 @@ from compose.checkpoint.safetensors_files import TensorFiles
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
-from compose.errors import ConfigError, write_whole
+from compose.errors import ConfigError, or_say, write_whole
 from compose.object_storage import as_path
+from compose.ops.tensors import on_first_rank
 from compose.parallel.lora_parallel import Adapter
 from compose.preference.loss import PairLoss, log_probabilities
 from compose.train.evaluate import forward
@@ -124,24 +124,22 @@ class Preferences(Hook):
 
     def start(self, done: int) -> None:
         """Note the reference's weights; raise ConfigError if the run began with others."""
-        problem: list[str | None] = [None]
-        if self.speaks:
-            own = base_identity(*self.where)
-            if self.adapters:
-                own += f"{_ADAPTERS}{digest_of(TensorFiles(as_path(self.adapters), WEIGHTS))}"
-            imported = store.newest_first(self.path.parent / "checkpoints") if not done else []
-            if imported and self.copied and not self._is_of(imported[0]):
-                problem = [
-                    f"{imported[0]}: has the weights that the run begins with, and its reference would"
-                    " have others; set checkpoint.load_hf to the folder that they were imported from"
-                ]
-            elif not done:
-                write_whole(self.path, own.encode())
-            elif (kept := _read(self.path)) != own:
-                problem = [f"{self.path.parent}: {_why(kept, own, self.where, self.adapters)}"]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0]:
-            raise ConfigError(problem[0])
+        on_first_rank(lambda: self._note(done) if self.speaks else None)
+
+    def _note(self, done: int) -> None:
+        own = base_identity(*self.where)
+        if self.adapters:
+            own += f"{_ADAPTERS}{digest_of(TensorFiles(as_path(self.adapters), WEIGHTS))}"
+        imported = store.newest_first(self.path.parent / "checkpoints") if not done else []
+        if imported and self.copied and not self._is_of(imported[0]):
+            raise ConfigError(
+                f"{imported[0]}: has the weights that the run begins with, and its reference would"
+                " have others; set checkpoint.load_hf to the folder that they were imported from"
+            )
+        if not done:
+            write_whole(self.path, own.encode())
+        elif (kept := _read(self.path)) != own:
+            raise ConfigError(f"{self.path.parent}: {_why(kept, own, self.where, self.adapters)}")
 
     def _is_of(self, imported: Path) -> bool:
         """Return whether a checkpoint was imported from ``checkpoint.load_hf``."""
@@ -165,12 +163,11 @@ class Preferences(Hook):
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ValueError):
-        return ""
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    with or_say(str(path)):
+        try:
+            return path.read_text()
+        except (FileNotFoundError, ValueError):
+            return ""
 
 
 def _why(kept: str, own: str, where: tuple[str, int], adapters: str) -> str:

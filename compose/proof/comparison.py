@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.ops.tensors import gathered_objects
+from compose.ops.tensors import gathered_objects, on_first_rank
 from compose.proof.references import Expected
 from compose.proof.report import (
     LOOSE,
@@ -201,9 +201,7 @@ class Comparison:
             rows.append(self._same_bits(rows))
         rows += [*self._checksums(), *map(unused, self.unused)]
         notes = [f"{d}{': a tie' if d.margin <= tie else ''}" for d in routing if d.tokens]
-        of_first_rank = [rows, notes + self.notes]
-        dist.broadcast_object_list(of_first_rank, src=0)
-        return Report(of_first_rank[0], tuple(of_first_rank[1]))
+        return on_first_rank(lambda: Report(rows, (*notes, *self.notes)))
 
 
 def _mean_squares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -9,12 +9,11 @@ logic cannot hide behind rounding.
 import copy
 import logging
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from compose.memory.float8 import NOTHING, Choice, select_layers
 from compose.memory.precision import Precision
 from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
-from compose.ops.tensors import local_shard, local_tensor
+from compose.ops.tensors import local_shard, local_tensor, on_first_rank
 from compose.optim.adamw import AdamW
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import Share, axis_size, batch_share, rows_of
@@ -380,21 +379,3 @@ def spread(model: nn.Module, composition: Composition, first: bool) -> None:
             noise.normal_(0.0, _SPREAD, generator=named_generator(0, name))
             local = local_tensor(parameter)
             local.copy_(local.float() + local_shard(noise, parameter).to(local.device))
-
-
-def on_first_rank(work: Callable[..., _T], *given: Any) -> _T:
-    """Do rank 0's own work, and return its result on all ranks. If it raises, every rank raises."""
-    problem: list[Any] = [None, None]
-    try:
-        if dist.get_rank() == 0:
-            problem[1] = work(*given)
-    except ConfigError as error:
-        problem[0] = error.problems
-    except Exception:
-        problem[0] = traceback.format_exc()
-    dist.broadcast_object_list(problem, src=0)
-    if isinstance(problem[0], list):
-        raise ConfigError(*problem[0])
-    if problem[0] is not None:
-        raise RuntimeError(f"the model failed on one process:\n{problem[0]}")
-    return problem[1]

@@ -1,129 +1,33 @@
-"""Hooks: features around a run's steps that the trainer does not know by name.
-
-One hook compares copies that must be bitwise equal, since memory and links flip bits without a sign.
-Weights, gradients and optimizer state have copies on the ranks of every axis over which they are not
-sharded, and a weight that several stages of a pipeline share has one on each.
-"""
+"""Hooks: features around a run's steps that the trainer does not know by name."""
 
 import gc
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from compose.checkpoint.rank_state import HasState
-from compose.composition import Composition
 from compose.config.addons import brought
 from compose.config.tables import Config
 from compose.memory.compilation import graphs_compiled
 from compose.ops.tensors import (
-    checksums,
     column_sums,
     gathered_objects,
     local_tensor,
     persistent_buffers,
 )
-from compose.parallel.mesh import AXES
 from compose.parallel.message_checks import MessageChecks
 from compose.train.processes import TrainingError
 from compose.train.readings import Reading
-
-
-def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Return a line for each group of ranks whose copies differ, with those unlike most; a collective.
-
-    Call it after gradients are complete and before the optimizer's step.
-    """
-    copies: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
-    mesh, pipeline = composition.mesh, composition.pipeline
-    ties = {tied.name for tied in pipeline.ties} if pipeline else set()
-    of_stages: list[tuple[str, Tensor]] = []
-    named = list(composition.named_parameters())
-    state = _weights_and_state(named, optimizer)
-    for name, whole, tensor in [*_gradients(named), *state, *_buffers(composition.model)]:
-        local = (name, local_tensor(tensor))
-        if whole in ties:
-            of_stages.append(local)
-        names: tuple[str, ...] = ()
-        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
-        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
-        if isinstance(tensor, DTensor):
-            names = tensor.device_mesh.mesh_dim_names or ()
-            for axis, placement in enumerate(tensor.placements):
-                if placement.is_replicate():
-                    copies.setdefault((tensor.device_mesh, axis), []).append(local)
-            if {"expert_shard", "ep"} & set(names):
-                where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
-        for axis in axes:
-            if not any(axis in name for name in names):
-                dim = (where.mesh_dim_names or ()).index(axis)
-                copies.setdefault((where, dim), []).append(local)
-    if ties:
-        copies[mesh, AXES.index("pp")] = of_stages
-    results: list[str] = []
-    for (where, axis), tensors in copies.items():
-        if where.size(axis) > 1:
-            results += _unlike(tensors, where.get_group(axis))
-    return list(dict.fromkeys(line for lines in gathered_objects(results) for line in lines))
-
-
-_Named = tuple[str, str, Tensor]  # a name in a message, that in the whole model, the tensor
-
-
-def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Named]:
-    for name, parameter in named:
-        if parameter.grad is not None:
-            yield f"gradient of {name}", name, parameter.grad
-
-
-def _weights_and_state(
-    named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None, steps: bool = False
-) -> Iterator[_Named]:
-    for name, parameter in named:
-        yield f"weight {name}", name, parameter
-        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            if isinstance(value, Tensor) and (steps or key != "step"):  # that may be on the host
-                yield f"{key} of {name}", name, value
-
-
-def _buffers(model: nn.Module) -> Iterator[_Named]:
-    for name, buffer in persistent_buffers(model).items():
-        yield f"buffer {name}", name, buffer
-
-
-def _unlike(tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> list[str]:
-    """Return the lines for tensors by name, of which each rank of ``group`` holds copies, or none."""
-    values = checksums([tensor for _, tensor in tensors]).tolist() if tensors else []
-    mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
-    everyone = gathered_objects(mine, group)
-    copies: dict[str, list[tuple[int, int]]] = {}
-    for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
-        for name, value in held:
-            copies.setdefault(name, []).append((rank, value))
-    guilty: dict[tuple[int, ...], list[str]] = {}
-    for name, held in copies.items():
-        counts = Counter(value for _, value in held)
-        if len(counts) > 1:
-            (most, times), (_, second) = counts.most_common(2)
-            usual = most if times > second else None
-            ranks = tuple(dict.fromkeys(rank for rank, value in held if value != usual))
-            guilty.setdefault(ranks, []).append(name)
-    lines = []
-    for ranks, names in guilty.items():
-        several = f"ranks {', '.join(map(str, ranks))} differ"
-        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else several
-        lines.append(f"{who} in {_first(names)}")
-    return lines
-
-
-def _first(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
+from compose.train.state_bytes import (
+    buffers_of,
+    first_of,
+    gradients_of,
+    replica_mismatches,
+    weights_and_state,
+)
 
 if TYPE_CHECKING:
     from compose.train.trainer import Trainer
@@ -377,11 +281,11 @@ class StateCheck(Hook):
     @torch.no_grad()
     def _sums(self, kind: str) -> tuple[list[str], Tensor]:
         if kind == "buffer":
-            named = list(_buffers(self.composition.model))
+            named = list(buffers_of(self.composition.model))
         elif kind == "gradient":
-            named = list(_gradients(self.parameters))
+            named = list(gradients_of(self.parameters))
         else:
-            named = list(_weights_and_state(self.parameters, self.optimizer, steps=True))
+            named = list(weights_and_state(self.parameters, self.optimizer, steps=True))
         names = [name for name, _, _ in named]
         device = self.composition.mesh.device_type
         sums = [column_sums(local_tensor(tensor)).to(device) for *_, tensor in named]
@@ -400,7 +304,7 @@ class StateCheck(Hook):
             wrong = [name for name, bad in zip(names, changed.tolist(), strict=True) if bad]
             if not wrong:
                 return []
-            return [f"rank {dist.get_rank()}: {_first(wrong)} is not what was written"]
+            return [f"rank {dist.get_rank()}: {first_of(wrong)} is not what was written"]
 
         _stop_if_any(step, changed.any(), lines)
 

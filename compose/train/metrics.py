@@ -22,8 +22,9 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
+from compose.checkpoint.store import set_aside
 from compose.config.tables import Config
-from compose.errors import ConfigError, open_own, write_whole
+from compose.errors import open_own, or_say, write_whole
 from compose.memory.precision import Precision
 from compose.train.readings import Reading
 
@@ -177,18 +178,14 @@ class JsonLines(Sink):
 
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
         self.path = folder / "metrics.jsonl"
-        try:
+        with or_say(f"run.dir: {self.path}"):
             kept, strange = _lines_of(self.path, done)
             if strange:
-                names = (self.path.with_name(f"{self.path.name}.damaged-{i}") for i in range(1, 10**6))
-                aside = next(name for name in names if not os.path.lexists(name))
-                self.path.rename(aside)
+                aside = set_aside(self.path, "damaged")
                 _say(f"{self.path}: {strange} of its lines are no steps; it is kept as {aside}")
             # A new file replaces the old one, so that a crash leaves one of them whole.
             write_whole(self.path, b"".join(kept))
             self.file: IO[bytes] = open_own(self.path, "ab", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"run.dir: {self.path}: {error.strerror}") from None
         self.size, self.waiting, self.problem = sum(map(len, kept)), b"", ""
 
     def write(self, metrics: StepMetrics) -> None:

@@ -29,7 +29,7 @@ from compose.data.batches import Batches
 from compose.data.datasets import keep_tokenizer
 from compose.data.samples import Conversations, Samples
 from compose.data.tokenizer import TOKENIZER
-from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, read_own, write_whole
+from compose.errors import LEADS_OUT, ConfigError, leads_out, open_own, or_say, read_own, write_whole
 from compose.memory.quantized import count_parameters
 from compose.object_storage import Remote, as_path
 from compose.ops.tensors import gathered_objects
@@ -151,7 +151,7 @@ class RunFolder:
         name = ""
         if dist.get_rank() == 0:
             path = self.path / TOKEN
-            try:
+            with or_say(f"run.dir: cannot write to {self.path}: {TOKEN}"):
                 known = read_own(path) if path.exists() else b""
                 # A copy of the folder is another run, and has another inode.
                 mark = f" {self.path.stat().st_ino:x}".encode()
@@ -159,9 +159,6 @@ class RunFolder:
                     known = uuid.uuid4().hex.encode() + mark
                     write_whole(path, known)
                 name = known[:32].decode()
-            except OSError as error:
-                reason = f"{TOKEN}: {cause_of(error)}"
-                raise ConfigError(f"run.dir: cannot write to {self.path}: {reason}") from None
         folder = in_memory.ROOT / f"{in_memory.PREFIX}{gathered_objects(name)[0]}"
         size = copied_bytes(placements(composition.model, composition.mesh, job.config), job)
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -343,11 +340,8 @@ class Report:
         self.unwritten: deque[StepMetrics] = deque()
         if dist.get_rank() != 0:
             return
-        try:
+        with or_say(f"run.dir: cannot write to {folder}: config.toml"):
             write_whole(folder / "config.toml", dump(config))
-        except OSError as error:
-            reason = f"config.toml: {error.strerror}"
-            raise ConfigError(f"run.dir: cannot write to {folder}: {reason}") from None
         with contextlib.suppress(OSError):  # for people alone
             write_whole(folder / "plan.txt", f"{job.plan}\n")
             if 1 < job.degrees.pp <= _DRAWN / job.micro_batches:

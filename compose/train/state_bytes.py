@@ -1,20 +1,29 @@
-"""The bytes of weights, gradients and optimizer that a rank holds, by how parameters are placed."""
+"""The bytes of weights, gradients and optimizer that a rank holds, by how parameters are placed.
+
+Memory and links flip bits without a sign, so copies are compared. Weights, gradients and optimizer
+state have copies on the ranks of every axis over which they are not sharded, and a weight that several
+stages of a pipeline share has one on each.
+"""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.tables import Config
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import checksums, gathered_objects, local_tensor, persistent_buffers
 from compose.optim.optimizers import OPTIMIZERS
 from compose.optim.parameter_rules import parameter_rules
 from compose.parallel.hpz import hpz_experts
+from compose.parallel.mesh import AXES
 from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.pipeline.timeline import versions
 
@@ -115,3 +124,98 @@ def _gathered(stage: Sequence[Placed], config: Config) -> int:
         near = experts if {"ep", "expert_shard"} & p.placements.keys() else parallel.zero3_reshard
         result += p.whole_bytes // near if near else 0
     return result
+
+
+def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Return a line for each group of ranks whose copies differ, with those unlike most; a collective.
+
+    Call it after gradients are complete and before the optimizer's step.
+    """
+    copies: dict[tuple[DeviceMesh, int], list[tuple[str, Tensor]]] = {}
+    mesh, pipeline = composition.mesh, composition.pipeline
+    ties = {tied.name for tied in pipeline.ties} if pipeline else set()
+    of_stages: list[tuple[str, Tensor]] = []
+    named = list(composition.named_parameters())
+    state = weights_and_state(named, optimizer)
+    for name, whole, tensor in [*gradients_of(named), *state, *buffers_of(composition.model)]:
+        local = (name, local_tensor(tensor))
+        if whole in ties:
+            of_stages.append(local)
+        names: tuple[str, ...] = ()
+        # It has a copy along each axis of a stage that its own mesh does not have, by itself or joined.
+        where, axes = mesh, [axis for axis in AXES if axis != "pp"]
+        if isinstance(tensor, DTensor):
+            names = tensor.device_mesh.mesh_dim_names or ()
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate():
+                    copies.setdefault((tensor.device_mesh, axis), []).append(local)
+            if {"expert_shard", "ep"} & set(names):
+                where, axes = tensor.device_mesh._get_root_mesh(), ["expert_replicate"]
+        for axis in axes:
+            if not any(axis in name for name in names):
+                dim = (where.mesh_dim_names or ()).index(axis)
+                copies.setdefault((where, dim), []).append(local)
+    if ties:
+        copies[mesh, AXES.index("pp")] = of_stages
+    results: list[str] = []
+    for (where, axis), tensors in copies.items():
+        if where.size(axis) > 1:
+            results += _unlike(tensors, where.get_group(axis))
+    return list(dict.fromkeys(line for lines in gathered_objects(results) for line in lines))
+
+
+Named = tuple[str, str, Tensor]  # a name in a message, that in the whole model, the tensor
+
+
+def gradients_of(named: Iterable[tuple[str, Tensor]]) -> Iterator[Named]:
+    """Yield the gradients of parameters by name."""
+    for name, parameter in named:
+        if parameter.grad is not None:
+            yield f"gradient of {name}", name, parameter.grad
+
+
+def weights_and_state(
+    named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None, steps: bool = False
+) -> Iterator[Named]:
+    """Yield parameters by name and what an optimizer keeps of each; its ``steps`` too, if wanted."""
+    for name, parameter in named:
+        yield f"weight {name}", name, parameter
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
+            if isinstance(value, Tensor) and (steps or key != "step"):  # that may be on the host
+                yield f"{key} of {name}", name, value
+
+
+def buffers_of(model: nn.Module) -> Iterator[Named]:
+    """Yield the buffers that a checkpoint has."""
+    for name, buffer in persistent_buffers(model).items():
+        yield f"buffer {name}", name, buffer
+
+
+def _unlike(tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> list[str]:
+    """Return the lines for tensors by name, of which each rank of ``group`` holds copies, or none."""
+    values = checksums([tensor for _, tensor in tensors]).tolist() if tensors else []
+    mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
+    everyone = gathered_objects(mine, group)
+    copies: dict[str, list[tuple[int, int]]] = {}
+    for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        for name, value in held:
+            copies.setdefault(name, []).append((rank, value))
+    guilty: dict[tuple[int, ...], list[str]] = {}
+    for name, held in copies.items():
+        counts = Counter(value for _, value in held)
+        if len(counts) > 1:
+            (most, times), (_, second) = counts.most_common(2)
+            usual = most if times > second else None
+            ranks = tuple(dict.fromkeys(rank for rank, value in held if value != usual))
+            guilty.setdefault(ranks, []).append(name)
+    lines = []
+    for ranks, names in guilty.items():
+        several = f"ranks {', '.join(map(str, ranks))} differ"
+        who = f"rank {ranks[0]} differs" if len(ranks) == 1 else several
+        lines.append(f"{who} in {first_of(names)}")
+    return lines
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many others there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

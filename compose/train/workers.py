@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from compose.checkpoint import store as checkpoints
-from compose.checkpoint.checkpointer import Peers
 from compose.checkpoint.loading import workers_of
+from compose.checkpoint.store import Peers
 from compose.ops.torch_versions import default_store
 from compose.train.heartbeat import ENDED, launcher, launcher_died, register_process
 

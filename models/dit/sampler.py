@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compose.composition import Composition
 from compose.config.tables import Config
-from compose.errors import ConfigError, whole_number
+from compose.errors import ConfigError, whole_number, written
 from compose.parallel.mesh import BATCH_AXES
 from compose.train.evaluate import forward
 from compose.train.step import local_batch
@@ -180,7 +180,5 @@ def _write(images: Tensor, grid: Grid) -> None:
     cells = torch.nn.functional.pad(rows, (1, 1, 1, 1), value=1.0)
     picture = cells.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # (height, width, channels)
     pixels = ((picture + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    try:
+    with written("command line: --out: cannot write", grid.out):
         Image.fromarray(np.squeeze(pixels.numpy())).save(grid.out)
-    except OSError as error:
-        raise ConfigError(f"command line: --out: cannot write {grid.out}: {error.strerror}") from None

@@ -276,7 +276,7 @@ def _train_and_remove(keys: Keys) -> list[str]:
     real, publish = Trainer.step, Checkpointer._publish
     written, removed = threading.Event(), threading.Event()
 
-    def held(checkpointer: Checkpointer, target: Path, progress: Progress, files: Any) -> list[Any]:
+    def held(checkpointer: Checkpointer, target: Path, progress: Progress, files: Any) -> Any:
         if progress.step == 3:
             written.set()
             assert removed.wait(60)

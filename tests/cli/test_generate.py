@@ -220,7 +220,8 @@ def test_generate_says_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
     new, unsaved = newest(run)[0], tmp_path / "unsaved"
     unsaved.mkdir()
     (unsaved / "metrics.jsonl").touch()
-    say = ["--prompt", "x"]
+    say, half = ["--prompt", "x"], tmp_path / "half.jsonl"
+    half.write_text('"a"\n"a\\ud83d"\n')
     cases: dict[str, Sequence[object]] = {
         "command line: generate: needs one CHECKPOINT, got 0": say,
         "command line: generate: needs one CHECKPOINT, got 2": [run, new, *say],
@@ -246,6 +247,7 @@ def test_generate_says_what_is_wrong(runs: Runs, tmp_path: Path) -> None:
         ],
         "nowhere: no such file": [run, *say, "--tokenizer=nowhere"],
         "command line: --prompt: holds half a character": [run, "--prompt=a\ud83d"],
+        f"{half}:2: holds half a character, \\ud83d": [run, "--prompts", half],
     }
     for message, words in cases.items():
         assert refusal(main, ["generate", *map(str, words)]) == message

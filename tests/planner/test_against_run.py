@@ -9,7 +9,8 @@ import pytest
 
 from compose.config.toml import dump
 from compose.planner.against_run import MeasuredFigure, against, corrected
-from compose.planner.cluster import Copy, Measured, Product, as_toml, load_cluster
+from compose.planner.cluster import Copy, Measured, Product, load_cluster
+from compose.planner.measure import as_toml
 from tests.support.helpers import make_config, refusal
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.planner.cluster import KINDS, Cluster, Collective, as_toml, cluster_names, load_cluster
+from compose.planner.cluster import KINDS, Cluster, Collective, cluster_names, load_cluster
 from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
-from compose.planner.measure import Shape, _shapes, measure
+from compose.planner.measure import Shape, _shapes, as_toml, measure
 from compose.planner.sweep import fit, kinds_of, link_of
 from tests.support.command_lines import answered, execute, launch
 from tests.support.pool import Pool

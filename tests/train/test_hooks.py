@@ -17,8 +17,9 @@ from compose.data.samples import random_batch
 from compose.ops import tensors
 from compose.ops.tensors import checksums, local_tensor
 from compose.train import hooks as replica_check
-from compose.train.hooks import Graphs, Hook, ReplicaCheck, StateCheck, hooks_of, replica_mismatches
+from compose.train.hooks import Graphs, Hook, ReplicaCheck, StateCheck, hooks_of
 from compose.train.processes import TrainingError
+from compose.train.state_bytes import replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import shards
@@ -354,9 +355,9 @@ def _flips(keys: Keys, count: int) -> list[tuple[str, str]]:
     for _ in range(count):
         rank, which, place, bit = drawn(dist.get_world_size()), drawn(2**31), drawn(2**31), drawn(8)
         named = [
-            *replica_check._weights_and_state(composition.named_parameters(), optimizer, steps=True),
-            *replica_check._gradients(composition.named_parameters()),
-            *replica_check._buffers(composition.model),
+            *replica_check.weights_and_state(composition.named_parameters(), optimizer, steps=True),
+            *replica_check.gradients_of(composition.named_parameters()),
+            *replica_check.buffers_of(composition.model),
         ]
         shown, _, tensor = named[which % len(named)]
         held = local_tensor(tensor).detach().view(-1).view(torch.uint8)

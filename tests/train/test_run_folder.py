@@ -587,7 +587,7 @@ def test_a_warning_in_the_last_save(
     """Does not end the run before it is published."""
     publish = Checkpointer._publish
 
-    def warned(self: Checkpointer, *arguments: Any) -> list[Any]:
+    def warned(self: Checkpointer, *arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return publish(self, *arguments)
 
