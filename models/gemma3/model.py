@@ -5,7 +5,8 @@ have rotary frequencies of their own. A norm stands before and after attention a
 network. By its options the model is a Gemma 2 (Gemma team 2024, arXiv:2408.00118) or 1
 (arXiv:2403.08295) too; hf.py has the table.
 
-Shapes: B batch, L sequence length, D model width, V vocabulary.
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 
-from ..layers.attention import Documents, GroupedAttention, attention_pairs, documents_of
+from ..layers.attention import AttentionCore, Documents, attention_pairs, documents_of
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.feed_forward import ACTIVATIONS, FeedForward
 from ..layers.norms import Scale
-from ..layers.rope import inverse_frequencies, rotation
+from ..layers.rope import inverse_frequencies, rotate, rotation
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,39 @@ class Softcap(nn.Module):
         return torch.tanh(logits / self.cap) * self.cap
 
 
+class Attention(nn.Module):
+    """Grouped-query attention with an RMSNorm of each query and key head (QK-Norm), if any.
+
+    It counts heads from its input, so a rank may hold a part of them.
+    """
+
+    def __init__(self, config: Gemma3Config, window: int | None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        norm = partial(RMSNorm, config.head_dim, eps=config.norm_eps, offset=1.0)
+        self.q_norm, self.k_norm = (norm() if config.qk_norm else nn.Identity() for _ in range(2))
+        scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self.core = AttentionCore(
+            AttentionOptions(window=window, scale=scale, softcap=config.attention_softcap)
+        )
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output, (B, L, D); cosine and sine of angles are (B, L, 1, K / 2)."""
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+
+
 class Block(nn.Module):
     """One layer: attention and the feed-forward network, each after a norm, or between two.
 
@@ -147,16 +181,13 @@ class Block(nn.Module):
 
     def __init__(self, config: Gemma3Config, window: int | None) -> None:
         super().__init__()
-        c, norm = config, partial(RMSNorm, eps=config.norm_eps, offset=1.0)
-        scale = (c.query_pre_attn_scalar or c.head_dim) ** -0.5
-        options = AttentionOptions(window=window, scale=scale, softcap=c.attention_softcap)
-        of_heads = "head" if c.qk_norm else "none"
-        self.attention_norm = norm(c.dim)
-        self.attention = GroupedAttention(c, options, qk_norm=of_heads, norm=norm)
-        self.attention_post_norm = norm(c.dim) if c.post_norms else nn.Identity()
-        self.ffn_norm = norm(c.dim)
-        self.feed_forward = FeedForward(c.dim, c.hidden_dim, ACTIVATIONS["gelu_tanh"])
-        self.ffn_post_norm = norm(c.dim) if c.post_norms else nn.Identity()
+        norm = partial(RMSNorm, config.dim, eps=config.norm_eps, offset=1.0)
+        self.attention_norm = norm()
+        self.attention = Attention(config, window)
+        self.attention_post_norm = norm() if config.post_norms else nn.Identity()
+        self.ffn_norm = norm()
+        self.feed_forward = FeedForward(config.dim, config.hidden_dim, ACTIVATIONS["gelu_tanh"])
+        self.ffn_post_norm = norm() if config.post_norms else nn.Identity()
 
     def forward(
         self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None

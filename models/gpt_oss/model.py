@@ -2,21 +2,24 @@
 
 Layers attend to a window or to all keys, and each head has a sink. All projections of attention, the
 router and the experts have biases.
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 
-from ..layers.attention import GroupedAttention, attention_pairs
+from ..layers.attention import AttentionCore, Documents, Sinks, attention_pairs
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.clamped_experts import ClampedExperts
 from ..layers.decoder import Block, Decoder
 from ..layers.moe import MoE
-from ..layers.rope import YarnFields, rotation, yarn_magnitude
+from ..layers.rope import YarnFields, rotate, rotation, yarn_magnitude
 from ..layers.router import MoEConfig
 
 
@@ -105,6 +108,31 @@ def _published(n_layers: int, n_experts: int) -> GptOssConfig:
 PRESETS = {"debug": GptOssConfig(), "20b": _published(24, 32), "120b": _published(36, 128)}
 
 
+class Attention(nn.Module):
+    """Grouped-query attention; it counts heads from its input, so a rank may hold a part of them."""
+
+    def __init__(self, config: GptOssConfig, window: int | None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q_dim)
+        self.wk = nn.Linear(config.dim, kv_dim)
+        self.wv = nn.Linear(config.dim, kv_dim)
+        self.wo = nn.Linear(q_dim, config.dim)
+        self.core = AttentionCore(AttentionOptions(window=window))
+        self.sinks = Sinks(config.n_heads)
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output, (B, L, D); cosine and sine of angles are (B, L, 1, K / 2)."""
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents, self.sinks()).flatten(2))
+
+
 class GptOss(Decoder):
     """The model."""
 
@@ -113,8 +141,7 @@ class GptOss(Decoder):
     def make_layer(self, index: int) -> Block:
         """Return a layer, whose attention has a window or none."""
         c = self.config
-        options = AttentionOptions(window=c.window if c.has_window(index) else None)
-        attention = GroupedAttention(c, options, biases=(True, True), sinks=True)
+        attention = Attention(c, c.window if c.has_window(index) else None)
         experts = ClampedExperts(c.n_experts, c.dim, c.expert_dim, c.swiglu_alpha, c.swiglu_limit)
         return Block(c.dim, c.norm_eps, attention, MoE(c.dim, c, experts=experts, gate_bias=True))
 

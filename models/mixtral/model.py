@@ -2,20 +2,23 @@
 
 Every layer is a mixture of experts, and attention may slide over a window, as in Mistral 7B (Jiang et
 al. 2023, arXiv:2310.06825).
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 
-from ..layers.attention import GroupedAttention, attention_pairs
+from ..layers.attention import AttentionCore, Documents, attention_pairs
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_kv_heads
 from ..layers.decoder import Block, Decoder
 from ..layers.moe import MoE
-from ..layers.rope import inverse_frequencies, rotation
+from ..layers.rope import inverse_frequencies, rotate, rotation
 from ..layers.router import MoEConfig
 
 
@@ -97,6 +100,30 @@ PRESETS = {
 }
 
 
+class Attention(nn.Module):
+    """Grouped-query attention; it counts heads from its input, so a rank may hold a part of them."""
+
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.core = AttentionCore(AttentionOptions(window=config.window or None))
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output, (B, L, D); cosine and sine of angles are (B, L, 1, K / 2)."""
+        q_BLHK = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLGK = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLGK = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHK, k_BLGK = rotate(q_BLHK, cosine, sine), rotate(k_BLGK, cosine, sine)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+
+
 class Mixtral(Decoder):
     """The model."""
 
@@ -105,8 +132,7 @@ class Mixtral(Decoder):
     def make_layer(self, index: int) -> Block:
         """Return a layer."""
         c = self.config
-        attention = GroupedAttention(c, AttentionOptions(window=c.window or None))
-        return Block(c.dim, c.norm_eps, attention, MoE(c.dim, c))
+        return Block(c.dim, c.norm_eps, Attention(c), MoE(c.dim, c))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See :class:`Decoder`."""

@@ -2,24 +2,26 @@
 
 By its options the model is another mixture of experts with attention over all keys, as OLMoE or
 GLM-4.5. The table in hf.py says which published architecture has which options.
+
+Shapes: B batch, L sequence length, D model width, H query heads, G key/value heads, K head width,
+V vocabulary.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose.ops.attention import AttentionOptions
 from compose.ops.layers import RMSNorm
 
-from ..layers.attention import GroupedAttention, attention_pairs
+from ..layers.attention import AttentionCore, Documents, attention_pairs
 from ..layers.checks import check_above_0, check_at_least, check_eps, check_even, check_kv_heads
 from ..layers.decoder import Block, Decoder
 from ..layers.feed_forward import FeedForward
 from ..layers.moe import MoE
-from ..layers.rope import RopeFields, rotation
+from ..layers.rope import RopeFields, rotate, rotation
 from ..layers.router import MoEConfig
 
 
@@ -162,6 +164,48 @@ PRESETS = {
 }
 
 
+class Attention(nn.Module):
+    """Grouped-query attention with an RMSNorm of queries and keys (QK-Norm).
+
+    It counts heads from its input, so a rank may hold a part of them.
+    """
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        c = config
+        self.head_dim, self.norm_of, self.interleaved = c.head_dim, c.qk_norm, c.rope_interleaved
+        q_dim, kv_dim = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        self.wq = nn.Linear(c.dim, q_dim, bias=c.qkv_bias)
+        self.wk = nn.Linear(c.dim, kv_dim, bias=c.qkv_bias)
+        self.wv = nn.Linear(c.dim, kv_dim, bias=c.qkv_bias)
+        self.wo = nn.Linear(q_dim, c.dim, bias=False)
+        if c.qk_norm != "none":
+            whole = c.qk_norm == "width"
+            self.q_norm = RMSNorm(q_dim if whole else c.head_dim, eps=c.norm_eps)
+            self.k_norm = RMSNorm(kv_dim if whole else c.head_dim, eps=c.norm_eps)
+        self.core = AttentionCore(AttentionOptions(scale=c.attention_scale or None))
+
+    def forward(
+        self, x_BLD: Tensor, cosine: Tensor, sine: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return attention's output, (B, L, D).
+
+        Cosine and sine of the positions' angles are (B, L, 1, K / 2), or of fewer pairs.
+        """
+        q, k = self.wq(x_BLD), self.wk(x_BLD)
+        if self.norm_of == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BLHK, k_BLGK, v_BLGK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, self.wv(x_BLD)))
+        del q, k  # else they would outlive their rotation
+        if self.norm_of == "head":
+            q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        q_BLHK = rotate(q_BLHK, cosine, sine, self.interleaved)
+        k_BLGK = rotate(k_BLGK, cosine, sine, self.interleaved)
+        if self.norm_of == "head_after_rope":
+            q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        return self.wo(self.core(q_BLHK, k_BLGK, v_BLGK, documents).flatten(2))
+
+
 class Qwen3(Decoder):
     """The model."""
 
@@ -172,15 +216,7 @@ class Qwen3(Decoder):
 
     def make_layer(self, index: int) -> Block:
         """Return a layer, dense or with experts."""
-        c = self.config
-        attention = GroupedAttention(
-            c,
-            AttentionOptions(scale=c.attention_scale or None),
-            biases=(c.qkv_bias, False),
-            qk_norm=c.qk_norm,
-            norm=partial(RMSNorm, eps=c.norm_eps),
-            interleaved=c.rope_interleaved,
-        )
+        c, attention = self.config, Attention(self.config)
         if c.is_dense(index):
             network = FeedForward(c.dim, c.hidden_dim)
         else:
