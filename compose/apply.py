@@ -62,13 +62,12 @@ def apply(
     """
     options = with_degrees(options, mesh)
     parallel, precision, recompute = options.parallel, options.precision, options.activation_checkpoint
-    zero, ep, compile = parallel.zero, parallel.ep, options.compile
-    offload, float8 = parallel.offload == "cpu", precision.float8
+    zero, ep, offload = parallel.zero, parallel.ep, parallel.offload == "cpu"
     _check_types(model, precision.master_dtype)
     pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
     resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
     check_setup(Setup(model, resolved, options, mesh.size(), mesh.device_type))
-    choice = select_layers(model, resolved, tp, float8, mesh.device_type)
+    choice = select_layers(model, resolved, tp, precision.float8, mesh.device_type)
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -78,8 +77,8 @@ def apply(
     # Choose from the whole model, so that every rank makes the same choice.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
-    rings = [style for _, style in resolved.context if isinstance(style, ContextParallel)]
-    balance: Balance = rings[0].balance if rings else "headtail"
+    rings = {model.get_submodule(n): s for n, s in resolved.context if isinstance(s, ContextParallel)}
+    balance: Balance = next(iter(rings.values())).balance if rings else "headtail"
     shared_by = sequence_ranks(model, resolved.tensor, tp)
     # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
     # experts are not split like other weights: they lie on other axes, even if ep is 1.
@@ -97,11 +96,11 @@ def apply(
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     modules = [stage.module for stage in stages]
     # A compiler would have to trace what finds the calls of functions.
-    functions = "ignore" if compile.mode != "off" else "refuse" if tp > 1 else "tie"
+    functions = "ignore" if options.compile.mode != "off" else "refuse" if tp > 1 else "tie"
     dropout = Masks(model, modules, drops, functions) if drops else None
     if not drops and functions != "ignore" and mesh.size() > 1:
         refuse_functions(modules)
-    apply_float8(model, choice, shards=axis_size(mesh, "dp_shard") * cp)
+    apply_float8(model, choice, axis_size(mesh, "dp_shard") * cp, modules)
     compression = next((compress(options, mesh) for _, compress in brought("compress")), None)
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice, compression)
@@ -117,7 +116,7 @@ def apply(
     if recompute.segment == 1:
         apply_activation_checkpointing(model, mine, again)
     experts = [name for name, _ in resolved.expert]
-    apply_compile(model, modules, resolved.compile, experts, compile, mesh["tp"])
+    apply_compile(model, modules, resolved.compile, experts, options.compile, mesh["tp"])
     if recompute.segment > 1:  # a graph of one layer cannot hold several
         for stage in stages:
             here = resolved.without(stage.absent).checkpoint
@@ -145,10 +144,8 @@ def apply(
             here = resolved.without(stage.absent)
             # Without a mesh of their own they are in their layers' units.
             experts = [name for name, _ in here.expert] if over is not None else []
-            is_last_stage = runner is None or runner.is_last(stage)
-            data[number] = apply_data_parallel(
-                stage.module, here.shard, mesh, how, experts, is_last_stage
-            )
+            is_last = runner is None or runner.is_last(stage)
+            data[number] = apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last)
     if runner:
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
     output = None
@@ -160,6 +157,7 @@ def apply(
         mesh,
         zero=zero,
         balance=balance,
+        causal=all(getattr(getattr(core, "options", None), "causal", True) for core in rings),
         sequence_ranks=shared_by,
         pipeline=runner,
         output=output,

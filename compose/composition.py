@@ -90,6 +90,8 @@ class Composition:
     """The ZeRO stage."""
     balance: Balance = "headtail"
     """How context parallel expects sequences to be cut."""
+    causal: bool = True
+    """Whether attention to sequences that ranks share is causal, so that it sees no padding."""
     sequence_ranks: int = 1
     """Ranks of tp that share a sequence between layers; each holds an equal part of it."""
     pipeline: "PipelineRunner | None" = None

@@ -34,7 +34,8 @@ _SIZES: dict[str, Any] = {
 _TOKENS: dict[str, Any] = {"pad_token_id": 3, "bos_token_id": None, "eos_token_id": None}
 _GPT2: dict[str, Any] = {"vocab_size": 51, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_inner": 23}
 _GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-# The config's own keys of each class. A later stage of Gemma 2 begins with a layer of another kind.
+# The config's own keys of each class. A later stage of Gemma 2 begins with a layer of another kind, and
+# its ranks share a head.
 CLASSES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": _SIZES,
     "Qwen2ForCausalLM": _SIZES,
@@ -44,6 +45,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": _SIZES
     | {
         "head_dim": 6,
+        "num_key_value_heads": 1,
         "num_hidden_layers": 3,
         "query_pre_attn_scalar": 5,
         "sliding_window": 5,
@@ -114,10 +116,10 @@ TEXTS = {
         "transformer.h.*.mlp.c_proj": Conv1DRowwise(),
         first=["transformer.wte", "transformer.wpe", "transformer.drop"],""",
     "Gemma2ForCausalLM": """
-        "model.layers.*.self_attn": SharedHeads(n_kv_heads=2),
+        "model.layers.*.self_attn": SharedHeads(n_kv_heads=1),
         "model.layers.*.post_feedforward_layernorm",
     shard=["model.layers.*", ["model.embed_tokens", "model.norm", "lm_head"]],
-    heads=(6, 2),""",
+    heads=(6, 1),""",
     "Phi3ForCausalLM": """
         "model.layers.*.self_attn.qkv_proj": ColwiseParallel(output_layouts=Replicate()),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(input_layouts=Replicate()),

@@ -218,7 +218,8 @@ def prove_outer_loop(job: Job, mesh: DeviceMesh, device: torch.device) -> Report
     composition = parallelize(job, mesh, device, replace(job.options, precision=EXACT))
     fill_weights(composition, job, device)
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
-    last, timeout = ROUNDS * options.every, config.comm.first_step_timeout
+    # One step more than whole rounds: the run may end while messages are on their way.
+    last, timeout = ROUNDS * options.every + 1, config.comm.first_step_timeout
     loop = OuterLoop(options, composition, layers, worker, timeout, last)
     observed = ObservedCode(loop.code, options)
     loop.code = cast(Code, observed)

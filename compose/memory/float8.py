@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compose.errors import ConfigError
+from compose.ops.tensors import tied_names
 from compose.parallel.local_parallel import by_dtensors
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.name_patterns import inside, parent
@@ -140,11 +141,14 @@ def select_layers(
     return Choice(recipe, emulate, converted, left)
 
 
-def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
-    """Make the chosen layers of a model, or a stage, torchao's Float8Linear, in place.
+def apply_float8(
+    model: nn.Module, choice: Choice, shards: int = 1, parts: Iterable[nn.Module] = ()
+) -> None:
+    """Make the chosen layers of a model torchao's Float8Linear, in place.
 
     FSDP cuts a weight over ``shards`` ranks. With tensorwise it gathers the weights of evenly cut
-    layers in 8 bits: they become a subclass that does so (see ``local_tensor``).
+    layers in 8 bits: they become a subclass that does so (see ``local_tensor``). A tied weight stays
+    one. ``parts`` are the model's stages, which have their own copies of the modules around layers.
     """
     if not choice.converted:
         return
@@ -156,10 +160,12 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
     # A weight's gradient is a sum over tokens, which may be any number.
     base = replace(base, emulate=choice.emulated, pad_inner_dim=not choice.emulated)
     _pad_where_needed()
+    tied = {name for names in tied_names(model) for name in names}
     gathered = {
         name
         for name, rows in choice.converted.items()
         if choice.recipe == "tensorwise" and shards > 1 and rows % shards == 0
+        if f"{name}.weight" not in tied
     }
     for names, gather in ((gathered, True), (choice.converted.keys() - gathered, False)):
         if not names:
@@ -168,8 +174,12 @@ def apply_float8(model: nn.Module, choice: Choice, shards: int = 1) -> None:
         convert_to_float8_training(
             model, module_filter_fn=lambda _, name, names=names: name in names, config=config
         )
-    for name, old in before.items():  # torchao's layers are new ones, and adapters go over to them
-        layer = model.get_submodule(name)
+    # torchao's layers are new ones: stages get them too, and adapters go over to them.
+    made = {old: model.get_submodule(name) for name, old in before.items()}
+    for module in {module for part in parts for module in part.modules()}:
+        held = module._modules
+        held.update({name: made[child] for name, child in held.items() if child in made})
+    for old, layer in made.items():
         for child, adapter in old.named_children():
             layer.add_module(child, adapter)
             if isinstance(adapter, Adapter):

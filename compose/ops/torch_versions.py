@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -61,6 +62,13 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters that it cuts, which no version shows."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+    return [p for state in states if (group := state._fsdp_param_group) for p in group.fsdp_params]
 
 
 class StageOverrides:

@@ -38,7 +38,7 @@ from torch.profiler import record_function
 
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
-from compose.ops.torch_versions import finish_fsdp_backward
+from compose.ops.torch_versions import finish_fsdp_backward, fsdp_parameters
 from compose.parallel.gradient_sum import GradientSum
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
@@ -143,15 +143,19 @@ class DataParallel:
                 if isinstance(module, FSDPModule):
                     module.unshard()
 
-    def finish_backward(self, last: bool) -> None:
+    def finish_backward(self, last: bool, of_inputs: bool = False) -> None:
         """Do what ``backward()`` does at its end, after gradients were computed without it.
 
         It also serves after a forward that has no backward. Then it frees the gathered parameters, and
-        it clears FSDP's record of the forward's order, by which the next backward would prefetch.
+        it clears FSDP's record of the forward's order, by which the next backward would prefetch. After
+        a backward ``of_inputs`` alone, that of the micro-batch's weights follows.
         """
         if isinstance(self.model, FSDPModule):
+            first = self.next_is_first
             self.prepare_micro_batch(last)
             finish_fsdp_backward(self.model)
+            self.end_micro_batch()
+            self.next_is_first = first if of_inputs else last
         if self.sums and last:
             self.sums.finish()
 
@@ -187,7 +191,10 @@ class DataParallel:
 
 
 def _lacking(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    # A unit that stays whole over micro-batches shows no gradients: sums are with the shards.
+    shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in fsdp_parameters(model)}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, p in trained if shards.get(p, p).grad is None]
 
 
 def check_gradients(

@@ -87,5 +87,5 @@ class RuntimeStage(StageOverrides, PipelineStage):
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        self.data.finish_backward(last=last_backward)
+        self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result

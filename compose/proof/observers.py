@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from compose.composition import Composition
 from compose.config.addons import ADD_ONS
 from compose.ops.tensors import gathered_objects, local_tensor
+from compose.ops.torch_versions import fsdp_parameters
 from compose.proof.comparison import Comparison
 
 if TYPE_CHECKING:
@@ -185,8 +185,6 @@ class MemoryKeys(Observer):
 
 def _on_host(composition: Composition) -> bool:
     """Return whether FSDP keeps all parameters of this rank in host memory."""
-    units = [m for m in composition.model.modules() if isinstance(m, FSDPModule)]
-    states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-    params = [p for state in states if (g := state._fsdp_param_group) for p in g.fsdp_params]
+    params = fsdp_parameters(composition.model)
     on_cpu = [local_tensor(p).device.type == "cpu" for _, p in composition.named_parameters()]
     return bool(params) and all(on_cpu) and all(param.offload_to_cpu for param in params)

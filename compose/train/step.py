@@ -146,7 +146,7 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     if cp > 1 or composition.pipeline:
         batch = _with_positions(model, batch)
     if cp > 1:
-        batch = _padded(model, batch, chunk_count(cp, composition.balance) * tp)
+        batch = _padded(composition, batch, chunk_count(cp, composition.balance) * tp)
     else:  # generation has no targets
         _check_length(batch.get("targets", next(iter(batch.values()))), composition.sequence_ranks)
     rest = {name: value for name, value in batch.items() if name != "document_ids"}
@@ -192,12 +192,18 @@ def _filled_up(model: nn.Module, batch: Mapping[str, Tensor], rows: int) -> Mapp
     return {name: torch.cat([value, more[name]]) for name, value in batch.items()}
 
 
-def _padded(model: nn.Module, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:
+def _padded(composition: Composition, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:
     """Pad the sequences of a batch. Attention that is not causal sees padding that is no document."""
-    first = next(value for value in batch.values() if value.ndim > 1)
-    if first.shape[1] % unit and _takes(model, "documents") and "document_ids" not in batch:
+    first, model = next(value for value in batch.values() if value.ndim > 1), composition.model
+    length, told = first.shape[1], _takes(model, "documents")
+    if length % unit and told and "document_ids" not in batch:
         ids = torch.zeros(first.shape[:2], dtype=torch.int64)  # in host memory, as from the data
         batch = {**batch, "document_ids": ids}
+    elif length % unit and not told and not composition.causal:
+        raise ConfigError(
+            f"batch: attention that is not causal sees the padding of {length} tokens for parallel.cp,"
+            f" since forward takes no documents; nearest: {-(-length // unit) * unit}"
+        )
     return pad_sequence(batch, unit)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from compose import forward_backward
+from compose import evaluate, forward_backward
 from compose.compression.compressor import Compression, CompressionHook, Unit
 from compose.compression.packing import UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
@@ -23,7 +23,16 @@ from compose.planner.trace import sent_bytes
 from compose.train.readings import Reading
 from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take_steps
 from tests.support.checkpoints import SAVING, goes_on_bitwise, resume, train_on
-from tests.support.helpers import built, make_job, parallel, ranks_in, refusals, share_of, tiered
+from tests.support.helpers import (
+    built,
+    gradients_of,
+    make_job,
+    parallel,
+    ranks_in,
+    refusals,
+    share_of,
+    tiered,
+)
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines, logged_steps
 
@@ -136,6 +145,40 @@ def test_only_gradients_that_are_compressed_are_measured(pool: Pool) -> None:
     """They are not where comm.gradients is off, nor before comm.start_step."""
     assert pool.run(_measured, 2, comm("off", "int8")) == [[False, False]] * 2
     assert pool.run(_measured, 2, comm("int8", start_step=1)) == [[False, True]] * 2
+
+
+def _cosines() -> tuple[float, float]:
+    """The measured cosine of a step's gradients with those of plain messages, and that by hand."""
+    batch, gradients, measured = random_batch(2, 16, 256, seed=0), list[Tensor](), 0.0
+    for codes in ({}, comm("int4", measure_every=1)):
+        _, composition = built(given(parallel(dp_shard=2) | codes))
+        forward_backward(composition, share_of(batch, composition.mesh), micro_batch=1)
+        if composition.compression:
+            measured = composition.compression.metrics()["cosine"]  # type: ignore[attr-defined]
+        flat = [gradient.double().flatten() for gradient in gradients_of(composition.model).values()]
+        gradients.append(torch.cat(flat))
+    return measured, float(torch.cosine_similarity(gradients[0], gradients[1], 0))
+
+
+def test_what_is_measured_is_the_cosine_with_plain_gradients(pool: Pool) -> None:
+    for measured, by_hand in pool.run(_cosines, 2):
+        assert 0.9 < by_hand < 0.9999
+        assert measured == pytest.approx(by_hand, abs=1e-6)
+
+
+def _kept_after_evaluation() -> bool:
+    _, composition = built(given(parallel(dp_shard=2) | INT4))
+    share = share_of(random_batch(2, 16, 256, seed=0), composition.mesh)
+    forward_backward(composition, share, micro_batch=1)
+    assert isinstance(composition.compression, Compression)
+    before = {name: value.clone() for name, value in composition.compression.state().items()}
+    evaluate(composition, share, micro_batch=1)
+    after = composition.compression.state()
+    return before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_an_evaluation_changes_nothing_that_the_next_message_depends_on(pool: Pool) -> None:
+    assert pool.run(_kept_after_evaluation, 2) == [True] * 2
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.04), ("float8", 0.12)])

@@ -37,7 +37,8 @@ CASES: dict[str, tuple[int, str, Keys]] = {
     "tied": (2, "pp x tp", STREAMING | {"model__tie_embeddings": True}),
     "four islands": (4, "zero 3", STREAMING),
     "adapters": (2, "tp x zero 3", outer(every=2) | lora(3)),
-    "frozen weights": (2, "one rank", STREAMING | lora(3)),
+    # The last step ends an exchange that is not due yet.
+    "frozen weights": (2, "one rank", STREAMING | outer(every=6, delay=2) | lora(3)),
     "routers' biases": (2, "one rank", STREAMING | EXPERTS | outer(dtype="bfloat16")),
     "late islands": (4, "one rank", STREAMING | outer(grace=1)),
 }
@@ -50,7 +51,7 @@ def test_is_one_process(pool: Pool, name: str) -> None:
     prove(pool, islands, inside, keys)
 
 
-@pytest.mark.parametrize("name", ["diloco", "streaming", "top_k", "four islands"])
+@pytest.mark.parametrize("name", ["diloco", "streaming", "top_k", "four islands", "routers' biases"])
 def test_an_island_that_misses_exchanges_joins_the_next(pool: Pool, name: str) -> None:
     islands, inside, keys = CASES[name]
     prove(pool, islands, inside, keys, missed=True)

@@ -14,7 +14,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.torch_version import TorchVersion
 
 import compose.memory.float8 as float8
-from compose import Options, Parallel, Plan, Precision, apply, forward_backward
+from compose import (
+    Options,
+    Parallel,
+    Pipeline,
+    Plan,
+    Precision,
+    Trial,
+    apply,
+    forward_backward,
+    verify,
+)
 from compose.config.models import find_model
 from compose.data.samples import random_batch
 from compose.memory.float8 import EXCEPTED, Choice, apply_float8, float8_styles, select_layers
@@ -38,6 +48,7 @@ from tests.support.helpers import (
     parallel,
     prove_on,
     prove_step,
+    proved,
     refused,
     tiered,
 )
@@ -284,6 +295,43 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
     if name == "ZBVZeroBubble" and not splits_functions():
         pytest.skip("torch before 2.13 cannot run backward of a float8 layer in two parts")
     prove_on(pool, keys_for(name), prove_step)
+
+
+class Ends(nn.Module):
+    """Linear layers between two linear ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+def _ends() -> Report:
+    torch.manual_seed(0)
+    names = ["into", "layers.*", "head"]
+    plan = Plan(shard=names, float8=names, pipeline=Pipeline(["into"], "layers", ["head"]))
+    batch = {"x": torch.randn(8, 8, 16), "targets": torch.randint(16, (8, 8))}
+    parallel = Parallel(pp=2, dp_shard=2, pp_layers=(1, 1))
+    options = Options(parallel, Precision(float8="tensorwise"))
+    return verify(Ends(), plan, make_mesh(parallel), batch, options, Trial(micro_batch=2))
+
+
+def test_stages_have_the_layers_that_are_replaced(pool: Pool) -> None:
+    """They ran those of before, whose weights the optimizer did not have."""
+    proved(pool.run(_ends, 4))
+
+
+def test_a_tied_weight_stays_one() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
+    model["head"].weight = model["table"].weight
+    apply_float8(model, Choice("tensorwise", True, {"head": 32}, {}), shards=2)
+    assert model["head"].weight is model["table"].weight
 
 
 @pytest.mark.slow

@@ -413,6 +413,30 @@ def test_run_reports_cross_entropy_and_log_z_apart(pool: Pool, tmp_path: Path) -
     assert "z_loss" not in without[0]
 
 
+def _mean_square(parallel: Parallel) -> float:
+    """The mean of two ranks' squares: the first has 0 of one target, the second 3 of two."""
+    function, rank = CrossEntropy(z_loss=0.1), dist.get_rank()
+    function.tally = torch.tensor([3.0 * rank, 1.0 + rank], dtype=torch.float64)
+    return float(function.mean_square(make_mesh(parallel)))
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp"])
+def test_log_z_is_the_mean_over_all_targets(pool: Pool, axis: str) -> None:
+    degrees: dict[str, Any] = {"dp_shard": 1, axis: 2}
+    assert pool.run(_mean_square, 2, Parallel(**degrees)) == [1.0] * 2
+
+
+def test_an_evaluation_counts_no_log_z() -> None:
+    hidden, weight, targets = _case((2, 13), 7, 0.3)
+    function = CrossEntropy(chunk=4, z_loss=0.3)
+    with torch.no_grad():
+        function(hidden @ weight.T, targets)
+        function.of_hidden(hidden, weight, targets)
+    assert function.tally is None
+    function(hidden @ weight.T, targets)
+    assert function.tally is not None
+
+
 def _without_output() -> list[str]:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     mesh = make_mesh(Parallel())

@@ -79,6 +79,14 @@ class Layer(nn.Module):
         return x + self.outer(self.down(self.inner(F.gelu(self.up(x)))))
 
 
+class Uneven(Layer):
+    """Two ranks do not divide the features inside its network."""
+
+    def __init__(self, width: int, core: type[nn.Module]) -> None:
+        super().__init__(width, core)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+
 class Model(nn.Module):
     def __init__(
         self,
@@ -159,7 +167,8 @@ def _proof(options: Options, layers: int = 2, plan: Plan = PLAN) -> Report:
     batches = [_batch(), _batch()]
     mesh = make_mesh(options.parallel)
     options = replace(options, seq_len=6)
-    model = Model(layers, AttentionCore if plan.context else Scores)
+    layer = Uneven if plan.replicate else Layer
+    model = Model(layers, AttentionCore if plan.context else Scores, layer=layer)
     with small_ones_move():
         return verify(model, plan, mesh, batches, options, Trial(micro_batch=1))
 

@@ -1,6 +1,7 @@
 """The style alone, in a plain module; sequences that are cut; what ulysses cannot divide."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from compose.ops.batch import IGNORE
 from compose.parallel.context_parallel import (
     Balance,
     ContextParallel,
+    Exchange,
     Method,
     check_ulysses,
     shard_sequence,
@@ -91,6 +93,26 @@ def _options(method: Method, keys: dict[str, Any]) -> float:
 @pytest.mark.parametrize("keys", [{"causal": False}, {"softcap": 2.0, "scale": 0.7, "window": 6}])
 def test_other_options(pool: Pool, method: Method, keys: dict[str, Any]) -> None:
     assert max(pool.run(_options, 2, method, keys)) < 1e-12
+
+
+def _types_of_sums() -> list[torch.dtype]:
+    """The types in which ranks sum the gradients of keys and values in bfloat16."""
+    core = parallelize_module(
+        AttentionCore(), init_device_mesh("cpu", (2,)), ContextParallel("allgather")
+    )
+    results, real = list[torch.dtype](), Exchange.summed
+
+    def summed(exchange: Exchange, whole: torch.Tensor) -> torch.Tensor:
+        results.append(whole.dtype)
+        return real(exchange, whole)
+
+    with mock.patch.object(Exchange, "summed", summed):
+        core(*(torch.randn(1, 4, 2, 8).bfloat16().requires_grad_() for _ in range(3))).sum().backward()
+    return results
+
+
+def test_allgather_sums_the_gradients_of_keys_in_float32(pool: Pool) -> None:
+    assert pool.run(_types_of_sums, 2) == [[torch.float32]] * 2
 
 
 def _shard(length: int, balance: Balance) -> dict[str, list[list[int]]]:

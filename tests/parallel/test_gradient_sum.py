@@ -48,17 +48,17 @@ def _assert_equal(model: nn.Module, wanted: dict[str, Tensor]) -> None:
     torch.testing.assert_close(gradients_of(model), wanted)
 
 
-def _applied(cp: int = 1) -> DataParallel:
-    parallel = Parallel(dp_replicate=dist.get_world_size() // cp, cp=cp, dp_shard=1, zero=0)
+def _applied(cp: int = 1, zero: int = 0) -> DataParallel:
+    parallel = Parallel(cp=cp, zero=zero)  # type: ignore[arg-type]
     model = _made()
-    data = apply_data_parallel(model, UNITS, make_mesh(parallel), Sharding(zero=0))
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    data = apply_data_parallel(model, UNITS, make_mesh(parallel), Sharding(zero))
+    assert any(isinstance(module, FSDPModule) for module in model.modules()) == (zero > 0)
     return data
 
 
-def _steps(cp: int) -> None:
+def _steps(cp: int, zero: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    data = _applied(cp)
+    data = _applied(cp, zero)
     model = data.model
     torch.manual_seed(1)
     steps = [[torch.randn(2 * size + 1, 5) for _ in range(count)] for count in (1, 3, 2)]
@@ -76,9 +76,12 @@ def _steps(cp: int) -> None:
     _assert_equal(model, _wanted(steps[0]))
 
 
-@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 1), (3, 1), (4, 2)])
-def test_steps_and_micro_batches_add_up(pool: Pool, ranks: int, cp: int) -> None:
-    pool.run(_steps, ranks, cp)
+@pytest.mark.parametrize(
+    ("ranks", "cp", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 0), (4, 2, 0), (4, 2, 3)]
+)
+def test_steps_and_micro_batches_add_up(pool: Pool, ranks: int, cp: int, zero: int) -> None:
+    """With shards, of a parameter without dims."""
+    pool.run(_steps, ranks, cp, zero)
 
 
 def _without_backward() -> None:

@@ -143,18 +143,21 @@ def test_what_does_not_fit_is_refused(pool: Pool) -> None:
     assert pool.run(_refusals, 2) == [expected] * 2
 
 
-def _wide_norm_differs() -> float:
+def _wide_norm_differs(heads: int) -> float:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole, x = RMSNorm(8, offset=1.0), torch.randn(2, 3, 8)
     nn.init.normal_(whole.weight)
-    part = parallelize_module(copy.deepcopy(whole), mesh, LocalWideNorm(4))
-    columns = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    part = parallelize_module(copy.deepcopy(whole), mesh, LocalWideNorm(heads))
+    first = 4 * (dist.get_rank() * 2 // dist.get_world_size())
+    columns = slice(first, first + 4)
     return float((part(x[..., columns]) - whole(x)[..., columns]).abs().max())
 
 
-def test_a_wide_norm_keeps_its_offset_and_its_usual_epsilon(pool: Pool) -> None:
-    assert max(pool.run(_wide_norm_differs, 2)) < 1e-6
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 4), (4, 2)])
+def test_a_wide_norm_keeps_its_offset_and_its_usual_epsilon(pool: Pool, ranks: int, heads: int) -> None:
+    """Also where two ranks share a head."""
+    assert max(pool.run(_wide_norm_differs, ranks, heads)) < 1e-6
 
 
 def test_a_gradient_that_nobody_sums_is_refused() -> None:

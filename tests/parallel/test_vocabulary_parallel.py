@@ -27,7 +27,7 @@ from tests.support.pool import Pool
 class Ends(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, 6)
+        self.embed = nn.Embedding(vocabulary, 6, padding_idx=vocabulary - 1)
         self.output = nn.Linear(6, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

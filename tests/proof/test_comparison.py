@@ -436,6 +436,18 @@ def test_a_value_that_is_no_number_is_no_error_of_0() -> None:
     assert comparison.compared[0].error == math.inf
 
 
+def _errors_of_copies() -> list[float]:
+    right, comparison = torch.ones(3), Comparison(torch.device("cpu"), Tolerance(0.0, 0.0, 0.0))
+    for copies in ([right, 2 * right], [2 * right, right]):
+        comparison.tensor("gradient", "name", copies, right.shape, Expected(right), 0.0)
+    return [each.error for each in comparison.compared]
+
+
+def test_the_worst_copy_of_a_rank_counts(pool: Pool) -> None:
+    """Two stages of a rank may hold one weight."""
+    assert pool.run(_errors_of_copies, 1) == [[1.0, 1.0]]
+
+
 def test_steps_of_a_proof() -> None:
     """One in warmup, where the rate is above 0, and one after the decay, if the run goes on then."""
     assert proved_steps(Optimizer(warmup=20), 250, 2) == [10, 96]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import (
+    AttentionOptions,
     Composition,
     Options,
     Parallel,
@@ -25,7 +26,10 @@ from compose import (
 )
 from compose.data.samples import random_batch
 from compose.ops.batch import IGNORE
-from compose.parallel.data_parallel import DataParallel
+from compose.parallel.context_parallel import ContextParallel
+from compose.parallel.data_parallel import DataParallel, check_gradients
+from compose.parallel.mesh import AXES, batch_share
+from models.layers.attention import AttentionCore
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
@@ -153,6 +157,19 @@ def test_a_loss_scale_is_taken_away_without_clipping_too(pool: Pool) -> None:
     assert pool.run(_scaled, 1) == [(5.0, [3.0, 4.0])]
 
 
+def _norm_of_narrow_ones() -> float:
+    parameter = nn.Parameter(torch.ones(257, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    return float(
+        clip_grad_norm_(Composition(nn.ParameterList([parameter]), make_mesh(Parallel())), 0.0)
+    )
+
+
+def test_a_norm_is_added_up_in_float32(pool: Pool) -> None:
+    """In bfloat16 it would be 16."""
+    assert pool.run(_norm_of_narrow_ones, 1) == [pytest.approx(257**0.5, rel=1e-6)]
+
+
 class _Chosen(nn.Module):
     """Each sample goes to one of two layers."""
 
@@ -169,6 +186,12 @@ class _Chosen(nn.Module):
         return result
 
 
+UNLIKE = (
+    "model: {} has a gradient on some ranks of data parallel and not on others, so that their sums are"
+    " wrong; let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
+)
+
+
 def _choose(
     parallel: Parallel, inputs: list[list[float]], micro_batch: int | None = None, first: bool = False
 ) -> str:
@@ -183,24 +206,77 @@ def _choose(
 
 @pytest.mark.parametrize(
     "parallel",
-    [Parallel(dp_shard=2), Parallel(dp_shard=2, zero=1), Parallel(dp_shard=1, dp_replicate=2)],
-    ids=["zero 3", "zero 1", "replicas"],
+    [*(Parallel(dp_shard=2, zero=zero) for zero in (3, 2, 1)), Parallel(dp_shard=1, dp_replicate=2)],
+    ids=["zero 3", "zero 2", "zero 1", "replicas"],
 )
 def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Parallel) -> None:
     """A rank's gradient of one layer was added to the other's of another layer."""
-    line = "model: parts.{}.weight has a gradient on some ranks of data parallel and not on others, so"
-    line += " that their sums are wrong; let each forward use every parameter, as by adding 0.0 *"
-    line += " parameter.sum() to its output"
+    line = UNLIKE.format("parts.{}.weight")
     assert pool.run(_choose, 2, parallel, [[1.0], [-1.0]]) == [line.format(1), line.format(0)]
     assert pool.run(_choose, 2, parallel, [[1.0], [1.0]]) == [""] * 2
     # Each micro-batch has a message of its own with ZeRO 2 and 3; at the end no gradient is lacking.
     refused = (
-        [line.format(1), line.format(0)] if parallel.zero == 3 and parallel.dp_shard == 2 else [""] * 2
+        [line.format(1), line.format(0)] if parallel.zero >= 2 and parallel.dp_shard == 2 else [""] * 2
     )
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1) == refused
     # So has the first micro-batch, if its sums are asked for.
     refused = [line.format(1), line.format(0)]
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1, True) == refused
+
+
+class _ChosenLayer(nn.Module):
+    """The first element of each sample chooses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        positive = input[:, :1] > 0
+        for part, mine in zip(self.parts, (positive, ~positive), strict=True):
+            if mine.any():
+                input = input + mine * part(input) * torch.tensor([0.0, 1.0, 1.0, 1.0])
+        return input
+
+
+def _choose_in_stages(parallel: Parallel) -> str:
+    """Two data ranks choose otherwise in the first two of three micro-batches."""
+    mesh, model = make_mesh(parallel), _Layers()
+    model.layers = nn.ModuleList(_ChosenLayer() for _ in range(4))
+    plan = Plan(shard=["layers.*"], pipeline=Pipeline([], "layers", []))
+    composition = apply(model, plan, mesh, Options(parallel))
+    signs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]])[batch_share(mesh)[0]]
+    batch = {"input": signs[:, None].repeat(1, 4), "targets": torch.zeros(3, dtype=torch.int64)}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return refusal(forward_backward, composition, batch, micro_batch=1, loss_function=loss)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_stages_with_gradients_of_different_parameters(pool: Pool, schedule: str) -> None:
+    """With ZeRO 2 each micro-batch has a message of its own; in the end no gradient is lacking."""
+    layers = (2, 2) if schedule == "1F1B" else (1, 1, 1, 1)
+    parallel = Parallel(pp=2, dp_shard=2, zero=2, pp_schedule=schedule, pp_layers=layers)
+    first = 2 if schedule == "1F1B" else 1  # layer of the second rank
+    assert pool.run(_choose_in_stages, 4, parallel) == [
+        UNLIKE.format(f"layers.{layer}.parts.{part}.weight") for layer in (0, first) for part in (1, 0)
+    ]
+    assert pool.run(_choose_in_stages, 4, replace(parallel, zero=1)) == [""] * 4
+
+
+def _lacks(parallel: Parallel) -> str:
+    """The second of two ranks alone has gradients."""
+    mesh, model = make_mesh(parallel), nn.Linear(2, 2)
+    for parameter in model.parameters() if dist.get_rank() else ():
+        parameter.grad = torch.ones_like(parameter)
+    return refusal(check_gradients, model, [], mesh, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_axes_whose_ranks_need_like_gradients(pool: Pool, axis: str) -> None:
+    degrees: dict[str, Any] = {"dp_shard": 1, axis: 2}
+    of_data = axis in ("dp_replicate", "dp_shard", "cp")
+    expected = [UNLIKE.format(name) if of_data else "" for name in ("weight", "some parameter")]
+    assert pool.run(_lacks, 2, Parallel(**degrees)) == expected
 
 
 class _Operators(TorchDispatchMode):
@@ -322,6 +398,33 @@ def test_sequences_that_tp_cannot_share(pool: Pool, work: str) -> None:
         "batch: sequences of 13 tokens cannot be shared by the 2 ranks of tp, as SequenceParallel in"
         " the plan has them; nearest: 14, padded"
     )
+
+
+class _Encoder(nn.Module):
+    """Attention that is not causal, and knows no documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = AttentionCore(AttentionOptions(causal=False))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        heads = input[:, :, None]
+        return self.head(self.core(heads, heads, heads)[:, :, 0])
+
+
+def _padding_is_seen(length: int) -> str:
+    mesh = make_mesh(Parallel(cp=2, dp_shard=1))
+    composition = apply(_Encoder(), Plan(context={"core": ContextParallel()}), mesh)
+    batch = {"input": torch.ones(2, length, 4), "targets": torch.zeros(2, length, dtype=torch.int64)}
+    return refusal(forward_backward, composition, batch)
+
+
+def test_padding_that_attention_would_see(pool: Pool) -> None:
+    line = "batch: attention that is not causal sees the padding of 6 tokens for parallel.cp, since"
+    line += " forward takes no documents; nearest: 8"
+    assert pool.run(_padding_is_seen, 2, 8) == [""] * 2
+    assert pool.run(_padding_is_seen, 2, 6) == [line] * 2
 
 
 def _without_positions(parallel: Parallel) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ a patch is lost at each border of cp | CP model__image_size=8 train__seq_len=16 
     pieces = value.chunk(count, 1) => pieces = [piece[:, :-1] for piece in value.chunk(count, 1)]
 patches attend to padding | CP | gradient | layers.*.attention.w?.weight
     in compose.train.step:_padded
-    _takes(model, "documents") and => not _takes(model, "documents") and
+    told and "document_ids" => not told and "document_ids"
 a sample's time is cut with its patches | CP model__image_size=8 train__seq_len=16 | gradient | layers.*.condition.*
     in compose.parallel.context_parallel:shard_sequence
     - result[name] = value

@@ -31,7 +31,7 @@ ZBVZeroBubble leaves gradients unreduced | VIRTUAL parallel__pp_schedule=ZBVZero
     state._root_post_backward_final_callback() => pass
 DualPipeV reduces no halved backward as the last | parallel__pp=2 train__global_batch=16 model__n_layers=4 parallel__pp_schedule=DualPipeV parallel__zero=1 parallel__dp_shard=2 | gradient
     in compose.pipeline.stage:RuntimeStage.backward_maybe_with_nosync with ranks=4 untouched='loss/step 1'
-    self.data.finish_backward(last=last_backward) => self.data.finish_backward(last=False)
+    self.data.finish_backward(last=last_backward, => self.data.finish_backward(last=False,
 a tied weight's gradient is the stages' mean | PP model__tie_embeddings=True | gradient | tok_embeddings.weight
     in compose.pipeline.pipeline_parallel:PipelineRunner._sum_tied_gradients with untouched='gradient/layers.*'
     .sum(0) => .mean(0)

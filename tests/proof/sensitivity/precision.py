@@ -71,7 +71,7 @@ def _not_applied(precision: str) -> Row:
     old = "precision.param_dtype,"
     new = "torch.float32 if precision.param in ('bfloat16', 'float16') else precision.param_dtype,"
     if precision == "float8":
-        old, new = '== "cpu", precision.float8', '== "cpu", "off"'
+        old, new = "tp, precision.float8,", 'tp, "off",'
     keys = SHARDED | REDUCED[precision] | {"precision__master": "float32"}
     name = f"{precision} is not applied"
     return Row(name, keys, "compose.apply:apply", old, new, "rounding")
@@ -111,7 +111,7 @@ bfloat16 for the sum of gradients is not applied | SHARDED precision__reduce=bfl
 [precision.float8]
 rowwise float8 is not applied | SHARDED precision__float8=rowwise | rounding
     in compose.apply:apply
-    == "cpu", precision.float8 => == "cpu", "off"
+    tp, precision.float8, => tp, "off",
 what is gathered in 8 bits has another scale | FLOAT8_SHAPE TP | gradient
     in compose.memory.float8:send_as_bytes
     given._scale, => given._scale * 2,
