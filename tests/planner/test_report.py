@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from compose.planner.answer import composition_in_words
-from compose.planner.report import as_data, command_line, memory, seconds, table
+from compose.planner.report import as_data, command_line, in_words, memory, seconds, table
 from tests.support.planned import recorded, space_of
 
 SPACE = space_of()
@@ -39,6 +39,13 @@ def test_recomputation_has_its_amount(keys: dict[str, Any], text: str) -> None:
     header, row = table(SPACE, [recorded(SPACE, 1.0, 1.0, **named)]).splitlines()
     end = header.index("recompute") + len("recompute")
     assert row[:end].endswith(f" {text}")
+
+
+@pytest.mark.parametrize(
+    ("size", "end"), [(20.0, "reserved 20.0 (activations 18.0)"), (0.01, "reserved 0.0")]
+)
+def test_memory_has_the_categories_that_fill_it(size: float, end: str) -> None:
+    assert in_words(SPACE, recorded(SPACE, 1.0, size)).splitlines()[1].endswith(f" GiB, {end}")
 
 
 def test_tp_that_does_not_divide_a_node_is_told() -> None:
