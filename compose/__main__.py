@@ -11,7 +11,7 @@ from compose.errors import ConfigError, did_you_mean
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the first argument names, or list the commands."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("compose COMMAND ..., or python -m compose COMMAND ...\n")
+        print("compose COMMAND ..., or python -m compose COMMAND ...; COMMAND --help says more\n")
         width = max(map(len, COMMANDS))
         for name, usage in COMMANDS.items():
             print(f"  {name:<{width}}  {usage.summary}")

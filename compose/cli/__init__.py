@@ -25,8 +25,8 @@ class Usage(NamedTuple):
 
 
 _OF_FILES = """\
-FILE defaults to train.toml. A value is parsed as TOML; a bare word is a string. --help TABLE lists the
-keys of one table alone.
+FILE defaults to train.toml. With extends = "OTHER.toml" at its top, the keys of that file hold where it
+sets none. A value is parsed as TOML; a bare word is a string. --help TABLE lists the keys of one table.
 """
 
 

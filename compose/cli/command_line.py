@@ -18,7 +18,7 @@ from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
 from compose.config.models import folder_name, shipped
 from compose.config.tables import TABLES, Config, Model
-from compose.config.toml import COMMAND_LINE, load, nearest_key, tomllib
+from compose.config.toml import COMMAND_LINE, DEFAULT, load, nearest_key, tomllib
 from compose.data.datasets import OpenData, open_data, with_steps
 from compose.errors import (
     ConfigError,
@@ -47,7 +47,7 @@ class Words(NamedTuple):
     @property
     def file(self) -> str:
         """The TOML file of a command that reads one; recipes/NAME.toml comes with compose."""
-        file = self.plain[0] if self.plain else "train.toml"
+        file = self.plain[0] if self.plain else DEFAULT
         known = Path(file).parts[:-1] == ("recipes",) and not Path(file).exists()
         return str(shipped(file)) if known and shipped(file).exists() else file
 
@@ -127,6 +127,16 @@ def world_size_of(given: Words) -> int:
     return number_of(given, "--world-size", "ranks")
 
 
+def check_out(flag: str, path: Path) -> None:
+    """Raise ConfigError if the file of a flag cannot be written, before it is computed."""
+    with written(f"{COMMAND_LINE}: {flag}: cannot write", path):
+        if path.is_dir():
+            raise flag_error(flag, f"{path} is a folder")
+        # A link, a device or a pipe is written as it is.
+        if not path.is_symlink() and (path.is_file() or not path.exists()):
+            tempfile.TemporaryFile(dir=path.parent).close()  # its name is new
+
+
 def launched_ranks() -> int:
     """Return the number of ranks that torchrun has started; 1 without torchrun."""
     if "RANK" not in os.environ:
@@ -153,6 +163,8 @@ def read_words(
     rest = list(words)
     while rest:
         word = rest.pop(0)
+        if not word:
+            raise ConfigError(f"{COMMAND_LINE}: a word is empty; a variable of the shell may be unset")
         if not word.startswith("-"):
             bare = word.lstrip("\u2013\u2014")  # dashes that an editor makes of two hyphens
             key = bare.partition("=")[0] if "=" in bare else ""

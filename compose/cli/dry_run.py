@@ -29,8 +29,8 @@ def describe(job: Job) -> None:
     print(_mesh_line(job), "", "plan", str(job.plan), sep="\n")
     print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
     print("", *_summary(placed, job), sep="\n")
-    for _, lines in brought("held"):
-        print(*lines(job, placed), sep="\n")
+    for line in (line for _, lines in brought("held") for line in lines(job, placed)):
+        print(line)
     if short := short_of_warmup(job.config.train.steps, job.config.optimizer):
         print("", short, sep="\n")
     if job.config.comm.codes:

@@ -1,17 +1,15 @@
 """The command measure: the rates of this machine, in a cluster's file for the planner."""
 
 import datetime
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from compose.cli.command_line import flag_error, is_first_rank, launched_ranks, read_flags
+from compose.cli.command_line import check_out, flag_error, is_first_rank, launched_ranks, read_flags
 from compose.config.tables import Config
-from compose.config.toml import COMMAND_LINE
-from compose.errors import write_whole, written
+from compose.errors import write_whole
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.measure import SECONDS, as_toml
 from compose.planner.measure import measure as measure_machine
@@ -29,23 +27,15 @@ def measure(arguments: Sequence[str], seconds: float = SECONDS) -> int:
     out = Path(given.flags["--out"])
     launched_ranks()
     if is_first_rank():
-        _check_out(out)
+        if out.suffix != ".toml":
+            raise flag_error("--out", f"{out} is no .toml file")
+        check_out("--out", out)
     with process_group(Config()) as device:
         cluster = measure_machine(device, _peaks(device), seconds)
         if dist.get_rank() == 0:
             write_whole(out, as_toml(cluster, _measured_notes(cluster)))
             print(f"{out}: {_measured_rates(load_cluster(str(out)))}", flush=True)
     return 0
-
-
-def _check_out(out: Path) -> None:
-    """Raise ConfigError if ``out`` cannot be written, before anything is measured."""
-    if out.suffix != ".toml":
-        raise flag_error("--out", f"{out} is no .toml file")
-    with written(f"{COMMAND_LINE}: --out: cannot write", out):
-        if out.is_dir():
-            raise flag_error("--out", f"{out} is a folder")
-        tempfile.TemporaryFile(dir=out.parent).close()  # its name is new
 
 
 def _peaks(device: torch.device) -> Mapping[str, float]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from compose.config.json_files import unreadable
 from compose.config.toml import tomllib
 from compose.errors import ConfigError, read_file
 
@@ -31,7 +32,7 @@ def read_leaves(path: Path) -> Leaves:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot read it: {error}") from None
+        raise ConfigError(f"{path}: {unreadable(error)}") from None
     if not text.strip():
         raise ConfigError(f"{path}: is empty; give a file with keys")
     try:

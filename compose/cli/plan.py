@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, flag_error, number_of, read_arguments
+from compose.cli.command_line import Words, check_out, flag_error, number_of, read_arguments
 from compose.cli.question import (
     STANDARD,
     Question,
@@ -143,6 +143,9 @@ def plan(arguments: Sequence[str]) -> int:
 def _check_flags(given: Words) -> None:
     """Raise ConfigError for flags that another one leaves without use, and for files that are read."""
     flags, objective = given.flags, given.flags.get("--objective")
+    files = [flag for flag in _WRITTEN if flag in flags]
+    for flag in files:
+        check_out(flag, Path(flags[flag]))
     if "--against" in flags:
         for word in (*given.plain, *flags):
             if word not in ("--against", "--cluster", "--write"):
@@ -161,7 +164,6 @@ def _check_flags(given: Words) -> None:
         raise flag_error("--batch", f"{other} takes one number")
     if "--tokens" in flags:
         amount(given, "--tokens")
-    files = [flag for flag in _WRITTEN if flag in flags]
     if not files:
         return
     by_name = "--model" in flags or flags.get("--objective") == "params"
@@ -172,8 +174,6 @@ def _check_flags(given: Words) -> None:
     names += filter(os.path.isfile, places)
     used = {os.path.realpath(name): f"{name} is read for this plan" for name in names if name}
     for flag in files:
-        if not (folder := Path(flags[flag]).parent).is_dir():
-            raise flag_error(flag, f"cannot write {flags[flag]}: {folder} is no folder")
         place = os.path.realpath(flags[flag])
         if place in used:
             raise flag_error(flag, f"{used[place]}; give another name")

@@ -37,7 +37,7 @@ def init(arguments: Sequence[str]) -> int:
             (folder / name).write_text(text, encoding="utf-8")
     print(
         f"{folder}: train.toml trains the model in model/, a copy of {_MODEL}\n"
-        f"  cd {folder} && compose train\n"
+        f"  cd {shlex.quote(str(folder))} && compose train\n"
         "  torchrun --nproc-per-node 2 -m compose verify train.toml",
         flush=True,
     )
@@ -64,7 +64,8 @@ def _files() -> dict[str, str]:
 
 def schema(arguments: Sequence[str]) -> int:
     """Print the JSON schema of a TOML file."""
-    read_flags("schema", arguments)
+    if plain := read_flags("schema", arguments).plain:
+        raise flag_error("schema", f"takes no {plain[0]}; compose schema > FILE writes a file")
     print(json.dumps(schema_of_files(), indent=1))
     return 0
 

@@ -319,6 +319,8 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
     free = _names(given, "--free", KNOWN)
     values, defaults = values_of(question.config), values_of(without_file(()))
     kept = _names(given, "--keep", values)
+    if both := [key for key in kept if key in free]:
+        raise flag_error("--keep", f"--free names {both[0]} too; remove one of them")
     result: dict[str, str] = {}
     for key in (*(key for key in KNOWN if key not in FREED), *kept):
         origin = question.given.get(key, "")

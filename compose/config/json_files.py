@@ -114,6 +114,13 @@ def parse_json(content: bytes, kind: type[T]) -> T:
         raise ValueError("is nested too deeply") from None
 
 
+def unreadable(error: Exception) -> str:
+    """Return why a text file cannot be read, in words."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 (byte {error.start}); save it as UTF-8"
+    return f"cannot read it: {getattr(error, 'strerror', None) or error}"
+
+
 def _refused(name: str) -> Any:
     raise ValueError(f"holds {name}, which is not JSON")
 

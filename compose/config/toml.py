@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.hugging_face import HF, config_problems, described_model
-from compose.config.json_files import typed, types_of
+from compose.config.json_files import typed, types_of, unreadable
 from compose.config.models import find_model, folder_name, module_of
 from compose.config.tables import TABLES, Checkpoint, Config, Model, value_of
 from compose.errors import (
@@ -34,6 +34,7 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COMMAND_LINE = "command line"
+DEFAULT = "train.toml"
 _MOST_FILES = 100  # in a chain of files that extend one another
 _SHOWN = 200  # characters of a line in a message
 
@@ -192,13 +193,15 @@ def _read(file: str, keys: Keys, above: tuple[str, ...] = (), alone: bool = Fals
         keys.files.append(file)
     except FileNotFoundError:
         named_in = f"{keys.files[-1]}: extends: " if above else ""
-        raise ConfigError(f"{named_in}{file}: no such file") from None
+        make = "; name another, or make a folder with one: compose init DIR"
+        cure = make if file == DEFAULT else ""
+        raise ConfigError(f"{named_in}{file}: no such file{cure}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: {_syntax_error(text, error)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: cannot read it: {error}") from None
+        inside = os.path.join(file, DEFAULT)
+        near = f"; did you mean {inside}?" if os.path.isfile(inside) else ""
+        raise ConfigError(f"{file}: {unreadable(error)}{near}") from None
     base = content.pop("extends", None)
     if base is not None and alone:
         raise ConfigError(f"{file}: extends: is of a checkpoint, whose files stand alone")

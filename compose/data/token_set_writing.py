@@ -221,7 +221,8 @@ def _claim(job: TokenizeJob, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         _write_json(path, asdict(job))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{target}: cannot be used: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{target}: cannot be used: {reason}") from None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from compose.config.json_files import field_name
+from compose.config.json_files import field_name, unreadable
 from compose.config.models import shipped
 from compose.config.setup import Target
 from compose.config.toml import tomllib
@@ -288,10 +288,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         raise ConfigError(f"{shown}: no such file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown}: TOML syntax: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{shown}: cannot read it: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{shown}: cannot read it: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{shown}: {unreadable(error)}") from None
     return read_cluster(content, file.stem, shown)
 
 

@@ -191,7 +191,7 @@ def in_words(space: Space, best: Candidate) -> str:
         )
         lines.append(
             f"  pipeline rank {rank}: allocated {p.allocated / GIB:.1f} GiB, reserved"
-            f" {p.reserved / GIB:.1f} ({parts})"
+            f" {p.reserved / GIB:.1f}{parts and f' ({parts})'}"
         )
     if len(estimate.peaks) > _SHOWN:
         lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")

@@ -92,7 +92,7 @@ class StepMetrics:
     loss_scale: float | None = None
     """The factor of the step's loss, in float16."""
     epochs: Mapping[str, float] = field(default_factory=dict)
-    """Epochs of each set of data, if there are several."""
+    """Epochs of each set of data."""
     validation_loss: float | None = None
     """The loss on data.validation, if it was measured."""
     skipped: int = 0

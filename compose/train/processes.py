@@ -272,6 +272,10 @@ def _report_silent(
 def _rendezvous(config: Config) -> tuple[dist.Store, int, int]:
     """Return the store where ranks find each other, this rank's number, and the number of ranks."""
     if "RANK" not in os.environ:
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
+            alone = f"environment: srun has {tasks} tasks, and RANK is not set: each task runs alone"
+            print(f"{alone}; torchrun makes ranks of them", file=sys.stderr, flush=True)
         return dist.HashStore(), 0, 1
     limit = config.comm.first_step_timeout
     try:

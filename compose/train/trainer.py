@@ -1,5 +1,6 @@
 """The training loop: the same few lines for every model and every mesh."""
 
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -182,8 +183,9 @@ class Trainer:
         if not interrupted or saving.interval or saving.memory:
             self.checkpointer.save(self.progress, wait=True)
             if (report := self.checkpointer.finished()) and not report.problem:
-                again = f"{self.held.place}{' --checkpoint.resume=auto' * (saving.resume == 'none')}"
-                saved = f"; saved: the same command with --run.dir={again} goes on"
+                again = shlex.quote(f"--run.dir={self.held.place}")
+                again += " --checkpoint.resume=auto" * (saving.resume == "none")
+                saved = f"; saved: the same command with {again} goes on"
         said = f"stopped by {name_of(asked)} after step {self.progress.step}{saved}"
         if asked == LAUNCHER_DIED:
             return TrainingError(said)

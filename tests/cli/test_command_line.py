@@ -84,6 +84,7 @@ def test_help_of_generate_has_the_defaults() -> None:
         (["a.toml", "b.toml"], "one TOML file at a time, got a.toml and b.toml"),
         (["train.steps=4"], "train.steps=4: no such file; did you mean --train.steps=4?"),
         (["\u2014dry-run"], "\u2014dry-run: no such file; did you mean --dry-run?"),
+        (["--dry-run", ""], "a word is empty; a variable of the shell may be unset"),
         (["--train.steps"], "--train.steps: needs a value: --train.steps=value"),
         (["--dry-run=1"], "--dry-run: takes no value, got 1"),
         (["--dry-run="], "--dry-run: takes no value, got an empty one"),

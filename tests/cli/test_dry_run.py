@@ -167,4 +167,7 @@ def test_a_short_warmup_is_said() -> None:
         "optimizer.warmup = 20 is not over after train.steps = 2: the learning rate ends at 0.000286"
         " and never reaches optimizer.lr = 0.003\n" in shown
     )
-    assert "warmup" not in answered("train.py", "--dry-run", "--train.stop_after=2").stdout
+    assert "\n\n\n" not in shown
+    whole = answered("train.py", "--dry-run", "--train.stop_after=2").stdout
+    assert "warmup" not in whole
+    assert not whole.endswith("\n\n")

@@ -105,6 +105,13 @@ def test_bad_input(tmp_path: Path, name: str, text: str, expected: str) -> None:
     assert result == [expected.removeprefix(f"{name}: ")]
 
 
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    for name in ("a.json", "a.yaml", "a.toml", "a.sh"):
+        (tmp_path / name).write_bytes('{"train_batch_size": 8}'.encode("utf-16"))
+        assert lines(tmp_path / name) == [f"{tmp_path}/{name}: is not UTF-8 (byte 0); save it as UTF-8"]
+    assert lines(tmp_path) == [f"{tmp_path}: cannot read it: is no file"]
+
+
 def test_yaml_with_a_character_that_it_refuses(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("use_cpu: \x01\n")
     (line,) = lines(tmp_path / "a.yaml")

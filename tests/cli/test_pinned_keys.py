@@ -42,6 +42,13 @@ def test_another_value_the_command_line_and_keep_pin(tmp_path: Path) -> None:
     assert set(pinned(given, question)) == set(pins) - {"parallel.zero", "parallel.pp"}
 
 
+def test_a_key_is_kept_or_freed() -> None:
+    words = ["--keep=parallel.cp,parallel.tp", "--free=parallel.zero,parallel.tp"]
+    assert refusal(pinned, *asked(*words)) == (
+        "command line: --keep: --free names parallel.tp too; remove one of them"
+    )
+
+
 def test_a_file_pins_nothing_of_its_own_mesh(tmp_path: Path) -> None:
     """The plan looks for degrees, and another mesh has other layers in its stages."""
     file = tmp_path / "mine.toml"

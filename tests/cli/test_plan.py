@@ -61,7 +61,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Search:
         (["--as-is", "--keep=train.seq_len"], "--as-is: searches nothing; remove --keep"),
         (["--objective=devices", "--batch=1,2"], "--batch: --objective devices takes one number"),
         ([*QUESTION, "--seconds=0"], "--seconds: 0 is not a number above 0, as 30"),
-        ([*QUESTION, "--json=no/a.json"], "--json: cannot write no/a.json: no is no folder"),
+        (
+            [*QUESTION, "--json=no/a.json"],
+            "--json: cannot write no/a.json: No such file or directory",
+        ),
+        ([*QUESTION, "--report=tests"], "--report: tests is a folder"),
+        ([*QUESTION, "--json="], "--json: . is a folder"),
+        (
+            [*QUESTION, "--write=/dev/null/a.toml"],
+            "--write: cannot write /dev/null/a.toml: Not a directory",
+        ),
         (["--objective=params", "--batch=1,2"], "--batch: --objective params takes one number"),
         ([*QUESTION, "--days=3"], "--days: goes with --objective devices"),
         ([*QUESTION, "--tokens=1TT"], "--tokens: 1TT is not a number above 0, as 15e12 or 1T"),

@@ -45,6 +45,11 @@ def test_init(project: Path) -> None:
     compile(Path("train.py").read_text(), "train.py", "exec")
 
 
+def test_init_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init([str(tmp_path / "my run")])
+    assert f"\n  cd '{tmp_path}/my run' && compose train\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["train.toml", "model/plan.py", "train.schema.json"])
 def test_init_writes_over_nothing(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
@@ -63,6 +68,10 @@ def test_init_writes_over_nothing(tmp_path: Path, name: str) -> None:
         (["init", "train.toml/x"], "command line: init: cannot write train.toml/x: Not a directory"),
         (["completion"], "command line: completion: needs one of bash, zsh, fish"),
         (["completion", "csh"], "command line: completion: needs one of bash, zsh, fish"),
+        (
+            ["schema", "a.json"],
+            "command line: schema: takes no a.json; compose schema > FILE writes a file",
+        ),
         (["schema", "--out"], "command line: --out: unknown option; see --help"),
     ],
 )

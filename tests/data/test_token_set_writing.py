@@ -239,6 +239,9 @@ def test_command(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[
     assert refused(*other, "none.txt", "b.gz", str(file)) == (
         "none.txt: cannot be read: No such file or directory\nb.gz: is compressed; unpack it first"
     )
+    assert refused(*words[:3], "--out", str(file), str(file)) == (
+        f"{file}: cannot be used: Not a directory"
+    )
     assert refused(*other, str(file)) == (
         f"{file}:1: has no text in 'text' (it has 'id', 'body'); see --field"
     )

@@ -54,6 +54,13 @@ def test_recomputation_has_its_amount(keys: dict[str, Any], text: str) -> None:
     assert row[:end].endswith(f" {text}")
 
 
+@pytest.mark.parametrize(
+    ("size", "end"), [(20.0, "reserved 20.0 (activations 18.0)"), (0.01, "reserved 0.0")]
+)
+def test_memory_has_the_categories_that_fill_it(size: float, end: str) -> None:
+    assert in_words(SPACE, recorded(SPACE, 1.0, size)).splitlines()[1].endswith(f" GiB, {end}")
+
+
 def test_tp_that_does_not_divide_a_node_is_told() -> None:
     """In nodes of 8 some group of three ranks is in two nodes, but not if a job has six ranks."""
     for ranks, where, warning in (

@@ -104,6 +104,24 @@ def test_signals_are_of_the_main_thread() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == kept
 
 
+@pytest.mark.parametrize(
+    ("task", "tasks", "says"), [("0", "4", True), ("1", "4", False), ("0", "1", False)]
+)
+def test_tasks_of_slurm_are_no_ranks(
+    task: str,
+    tasks: str,
+    says: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One of them says so for all."""
+    monkeypatch.setenv("SLURM_PROCID", task)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    assert _rendezvous(make_config(1))[1:] == (0, 1)
+    line = "environment: srun has 4 tasks, and RANK is not set: each task runs alone; torchrun makes"
+    assert capsys.readouterr().err == f"{line} ranks of them\n" * says
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_wait_for_others_end(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The rank that has the store, and the one that looks for it; once torch has given up."""

@@ -211,12 +211,13 @@ def test_the_death_of_a_torchrun_is_no_warning(pool: Pool, tmp_path: Path) -> No
     """It counts on all ranks, and more than a warning; the run is saved, and fails."""
     for rank in (0, 1):
         assert pool.run(_asked, 2, rank, 1) == [LAUNCHER_DIED] * 2
-    keys = keys_for(tmp_path, model__n_layers=1)
+    folder = tmp_path / "my run"
+    keys = keys_for(folder, model__n_layers=1)
     assert pool.run(_orphaned, 1, keys) == [
         f"stopped by the death of a torchrun after step 1; saved: the same command with"
-        f" --run.dir={tmp_path} goes on"
+        f" '--run.dir={folder}' goes on"
     ]
-    assert store.newest_first(tmp_path / "checkpoints")
+    assert store.newest_first(folder / "checkpoints")
 
 
 def _orphaned(keys: dict[str, object]) -> str:
