@@ -12,17 +12,11 @@ from compose.cli.migrate import migrated
 from compose.cli.migrate_files import command_line, read_leaves
 from compose.config.toml import load
 from compose.optim.lr_schedule import learning_rate
-from tests.support.command_lines import answered
+from tests.support.command_lines import ARGUMENTS, DEEPSPEED, MEGATRON, TITAN, answered
 from tests.support.helpers import refusal
 
-DEEPSPEED = '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {%s}}'
-TITAN = "[training]\nlocal_batch_size = 2\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 2\n"
-MEGATRON = (
-    "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --lr 1e-4 --train-iters 100"
-)
 SHAPE = " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm"
 SHAPE += " --position-embedding-type rope --seq-length 64 --global-batch-size 8"
-ARGUMENTS = '{"per_device_train_batch_size": 2, "learning_rate": 1e-4, "max_steps": 10'
 NOTHING = "is empty; give a file with keys"
 # A file's name, its text, and the lines of the refusal, each without the file's name.
 BAD: list[tuple[str, str, str]] = [

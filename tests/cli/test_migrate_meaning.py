@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compose.cli.migrate import migrated
-from tests.cli.test_migrate_files import ARGUMENTS, DEEPSPEED, MEGATRON, TITAN
+from tests.support.command_lines import ARGUMENTS, DEEPSPEED, MEGATRON, TITAN
 
 FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: %s}\n"
 HPZ = DEEPSPEED % '"stage": 3, "zero_hpz_partition_size": %s'

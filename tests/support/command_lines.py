@@ -32,6 +32,14 @@ from tests.support.pool import forks
 QUICK = [f"--{key}={value}" for key, value in SMALL.items()]
 TIMEOUT = 300.0
 
+# Files of other trainers; those of DeepSpeed and transformers are open where a test adds keys.
+DEEPSPEED = '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {%s}}'
+TITAN = "[training]\nlocal_batch_size = 2\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 2\n"
+MEGATRON = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --lr 1e-4 --train-iters 100"
+)
+ARGUMENTS = '{"per_device_train_batch_size": 2, "learning_rate": 1e-4, "max_steps": 10'
+
 
 def command(*arguments: str, ranks: int = 0) -> list[str]:
     """The words of a command line, from the interpreter on; of torchrun with ``ranks``."""
