@@ -22,7 +22,7 @@ from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
 from compose.memory.segments import apply_segments, segments_of
 from compose.ops.dropout import Masks, dropouts, refuse_functions
-from compose.parallel.context_parallel import Balance, ContextParallel
+from compose.parallel.context_parallel import Balance, ContextParallel, is_causal
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.hpz import hpz_groups
@@ -77,8 +77,9 @@ def apply(
     # Choose from the whole model, so that every rank makes the same choice.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
-    rings = {model.get_submodule(n): s for n, s in resolved.context if isinstance(s, ContextParallel)}
-    balance: Balance = next(iter(rings.values())).balance if rings else "headtail"
+    rings = [(name, style) for name, style in resolved.context if isinstance(style, ContextParallel)]
+    balance: Balance = rings[0][1].balance if rings else "headtail"
+    causal = all(is_causal(model.get_submodule(name)) for name, _ in rings)
     shared_by = sequence_ranks(model, resolved.tensor, tp)
     # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
     # experts are not split like other weights: they lie on other axes, even if ep is 1.
@@ -157,7 +158,7 @@ def apply(
         mesh,
         zero=zero,
         balance=balance,
-        causal=all(getattr(getattr(core, "options", None), "causal", True) for core in rings),
+        causal=causal,
         sequence_ranks=shared_by,
         pipeline=runner,
         output=output,

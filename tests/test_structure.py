@@ -540,7 +540,7 @@ NO_TEST_MODULE = {
     "proof/optimizers": "optim/test_muon",
     "proof/report": "proof/test_verify",
     "train/heartbeat": "whole/test_survival",
-    "train/state_bytes": "cli/test_dry_run",
+    "train/held_state": "cli/test_dry_run",
 }
 # Test modules in the folder of a package that bear the name of no module, and why.
 NAMED_OTHERWISE = {

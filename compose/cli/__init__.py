@@ -1,7 +1,7 @@
 """The commands of train.py and compose: what each takes, and what its --help prints."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -286,3 +286,31 @@ Commands, their flags and every key are completed.
 PATH_FLAGS = {"--against", "--cluster", "--config", "--json", "--original", "--out", "--report"}
 PATH_FLAGS |= {"--prompts", "--tokenizer", "--write"}
 STORE_FLAGS = {"--original", "--tokenizer"}  # they also take what is in object storage
+
+
+def help_text(model: str, tables: Iterable[str]) -> str:
+    """Return every key of some tables with its type, default and description."""
+    from compose.config.models import find_model, model_names  # the list of commands needs none of them
+    from compose.config.tables import TABLES, Model
+
+    lines: list[str] = []
+    for table in tables:
+        lines += [f"[{table}]", *_help_rows(TABLES[table])]
+        if TABLES[table] is Model:
+            folder = find_model(model)
+            lines.append(f"  models: {', '.join(model_names())}")
+            lines.append(f"  presets of {folder.name}: {', '.join(folder.presets)}")
+            lines.append(f"  fields of {folder.name}'s config (a preset sets its own):")
+            lines += [f"  {row}" for row in _help_rows(folder.Config)]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _help_rows(kind: type) -> list[str]:
+    from compose.config.json_files import described
+    from compose.errors import toml_value, type_name
+
+    return [
+        f"  {key:<22} {type_name(of)}, default {toml_value(default)}\n      {doc}"
+        for key, of, default, doc in described(kind)
+    ]

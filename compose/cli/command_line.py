@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage
+from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage, help_text
 from compose.config import rules
 from compose.config.hugging_face import hub_name, left_out, model_folder
 from compose.config.job import Job
@@ -251,8 +251,6 @@ def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
             elif not word.endswith(".toml"):
                 near = did_you_mean(word, TABLES, 0.55)
                 raise flag_error("--help", f"unknown table {word}{near}")
-        from compose.cli.project import help_text  # it imports this module
-
         print(("" if tables else usage.head(program)) + help_text(model, tables or TABLES))
         raise SystemExit(0)
     if len(result.plain) > 1:

@@ -15,7 +15,7 @@ from compose.memory.float8 import select_layers
 from compose.memory.quantized import count_parameters
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, init_mesh
-from compose.train.state_bytes import Placed, copied_bytes, placements, state_bytes
+from compose.train.held_state import Placed, copied_bytes, placements, state_bytes
 
 _PURPOSES = ("weights", "gradients", "activations")
 

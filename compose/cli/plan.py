@@ -352,7 +352,7 @@ def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
         return f"{_looked_at(searched)}, and none fits; {by}; --candidates {more} looks at all of them"
     if searched is None:
         return f"this composition does not fit: {by.replace('the best', 'it')}"
-    # Of keys that are free the search has tried all that takes less.
+    # The search has tried everything that takes less memory, except where a key is pinned.
     return f"nothing fits; {by}; more devices would help"
 
 

@@ -1,10 +1,9 @@
-"""The commands init, schema and completion, and --help: files and texts on the commands and keys."""
+"""The commands init, schema and completion: files for a project, its editor and its shell."""
 
 import importlib
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from pydantic import TypeAdapter
 
 from compose.cli import COMMANDS, train
 from compose.cli.command_line import flag_error, read_flags
-from compose.config.json_files import types_of
+from compose.config.json_files import described
 from compose.config.models import PACKAGE, find_model, model_names, shipped
 from compose.config.tables import TABLES, Model
 from compose.config.toml import COMMAND_LINE
-from compose.errors import attribute, docs, toml_value, type_name, written
+from compose.errors import docs, written
 
 _MODEL, _RECIPE = "llama", "recipes/llama_one_gpu.toml"
 _SCHEMA = "train.schema.json"
@@ -166,34 +165,5 @@ def _keys(kind: type) -> dict[str, dict[str, Any]]:
     return {
         key: TypeAdapter(of).json_schema()
         | {"description": doc, "default": json.loads(json.dumps(default))}
-        for key, of, default, doc in _described(kind)
+        for key, of, default, doc in described(kind)
     }
-
-
-def help_text(model: str, tables: Iterable[str]) -> str:
-    """Return every key of some tables with its type, default and description."""
-    lines: list[str] = []
-    for table in tables:
-        lines += [f"[{table}]", *_help_rows(TABLES[table])]
-        if TABLES[table] is Model:
-            folder = find_model(model)
-            lines.append(f"  models: {', '.join(model_names())}")
-            lines.append(f"  presets of {folder.name}: {', '.join(folder.presets)}")
-            lines.append(f"  fields of {folder.name}'s config (a preset sets its own):")
-            lines += [f"  {row}" for row in _help_rows(folder.Config)]
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _help_rows(kind: type) -> list[str]:
-    return [
-        f"  {key:<22} {type_name(of)}, default {toml_value(default)}\n      {doc}"
-        for key, of, default, doc in _described(kind)
-    ]
-
-
-def _described(table: type) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each key of a table with its type, its default and its text."""
-    types, defaults = types_of(table), {each.name: each.default for each in fields(table)}
-    for key, doc in docs(table).items():
-        yield key, types[attribute(key)], defaults[attribute(key)], doc

@@ -3,8 +3,9 @@
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -12,8 +13,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from compose.errors import (
     ConfigError,
+    attribute,
     cut,
     did_you_mean,
+    docs,
     read_file,
     read_own,
     shown,
@@ -181,6 +184,13 @@ def _value(value: Any) -> str:
 def types_of(table: type) -> dict[str, Any]:
     """Return the type of each field of a dataclass, with what restricts it."""
     return get_type_hints(table, include_extras=True)
+
+
+def described(table: type) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield each key of a table with its type, its default and its text."""
+    types, defaults = types_of(table), {each.name: each.default for each in fields(table)}
+    for key, doc in docs(table).items():
+        yield key, types[attribute(key)], defaults[attribute(key)], doc
 
 
 @functools.cache

@@ -77,6 +77,11 @@ class ContextParallel(Style):
         return module
 
 
+def is_causal(core: nn.Module) -> bool:
+    """Return whether the attention of a module that ContextParallel takes is causal."""
+    return (getattr(core, "options", None) or AttentionOptions()).causal
+
+
 @dataclass(frozen=True)
 class Exchange:
     """The layout of the sequence over the ranks, and the messages between them."""

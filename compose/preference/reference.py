@@ -34,7 +34,7 @@ from compose.train.hooks import Hook
 from compose.train.readings import Reading
 
 if TYPE_CHECKING:
-    from compose.train.state_bytes import Placed
+    from compose.train.held_state import Placed
     from compose.train.trainer import Trainer
 
 KEPT = "reference.txt"

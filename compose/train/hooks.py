@@ -19,15 +19,15 @@ from compose.ops.tensors import (
     persistent_buffers,
 )
 from compose.parallel.message_checks import MessageChecks
-from compose.train.processes import TrainingError
-from compose.train.readings import Reading
-from compose.train.state_bytes import (
+from compose.train.held_state import (
     buffers_of,
     first_of,
     gradients_of,
     replica_mismatches,
     weights_and_state,
 )
+from compose.train.processes import TrainingError
+from compose.train.readings import Reading
 
 if TYPE_CHECKING:
     from compose.train.trainer import Trainer

@@ -35,9 +35,9 @@ from compose.object_storage import Remote, as_path
 from compose.ops.tensors import gathered_objects
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, crosses_nodes
+from compose.train.held_state import copied_bytes, placements, state_bytes
 from compose.train.metrics import Sink, StepMetrics, open_sinks
 from compose.train.readings import Reading
-from compose.train.state_bytes import copied_bytes, placements, state_bytes
 from compose.train.workers import Worker
 
 _KEPT = 3600.0  # seconds

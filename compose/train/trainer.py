@@ -183,9 +183,9 @@ class Trainer:
         if not interrupted or saving.interval or saving.memory:
             self.checkpointer.save(self.progress, wait=True)
             if (report := self.checkpointer.finished()) and not report.problem:
-                again = shlex.quote(f"--run.dir={self.held.place}")
-                again += " --checkpoint.resume=auto" * (saving.resume == "none")
-                saved = f"; saved: the same command with {again} goes on"
+                again = [f"--run.dir={self.held.place}"]
+                again += ["--checkpoint.resume=auto"] * (saving.resume == "none")
+                saved = f"; saved: the same command with {shlex.join(again)} goes on"
         said = f"stopped by {name_of(asked)} after step {self.progress.step}{saved}"
         if asked == LAUNCHER_DIED:
             return TrainingError(said)
@@ -285,12 +285,11 @@ class Trainer:
         scale = self.progress.scale
         if not read.problem:
             return True
-        if scale and scale.may_overflow(read.loss):
+        overflows = scale and scale.may_overflow(read.loss)
+        if overflows or self.config.train.skip_nonfinite:
             self.skipped += 1
-            return False
-        if self.config.train.skip_nonfinite:
-            self.skipped += 1
-            self.report.say(f"step {step + 1}: {read.problem}; skipped, {self.skipped} in all")
+            if not overflows:
+                self.report.say(f"step {step + 1}: {read.problem}; skipped, {self.skipped} in all")
             return False
         weights = f"are still those of step {step}"
         if self.composition.late:

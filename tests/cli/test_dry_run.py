@@ -15,7 +15,7 @@ from compose.build import build
 from compose.config.job import Job
 from compose.config.rules import check
 from compose.config.toml import load
-from compose.train.state_bytes import Placed, placements
+from compose.train.held_state import Placed, placements
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, SMALL, make_job, parallel
 from tests.support.hugging_face import save_model

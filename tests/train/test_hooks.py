@@ -17,9 +17,9 @@ from compose.data.samples import random_batch
 from compose.ops import tensors
 from compose.ops.tensors import checksums, local_tensor
 from compose.train import hooks as replica_check
+from compose.train.held_state import replica_mismatches
 from compose.train.hooks import Graphs, Hook, ReplicaCheck, StateCheck, hooks_of
 from compose.train.processes import TrainingError
-from compose.train.state_bytes import replica_mismatches
 from compose.train.step import clip_grad_norm_, forward_backward
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import shards

@@ -1,4 +1,4 @@
-"""The bytes of weights, gradients and optimizer that a rank holds, by how parameters are placed.
+"""The state that a rank holds: its bytes, by how parameters are placed, and whether its copies agree.
 
 Memory and links flip bits without a sign, so copies are compared. Weights, gradients and optimizer
 state have copies on the ranks of every axis over which they are not sharded, and a weight that several
