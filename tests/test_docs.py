@@ -60,7 +60,7 @@ COMMANDS = [
 ]
 # To start ranks takes longer than what most of these do: the slow tier runs the README's proof and what
 # takes some seconds, and of the others the keys are looked at. Dry runs of recipes are those of
-# test_dry_run.py.
+# test_train.py.
 LEFT = [
     line
     for page, line in COMMANDS

@@ -29,8 +29,7 @@ from compose.compression.codec import (
     write_steps,
 )
 from compose.compression.gather import Traffic
-from compose.ops.compiled import kernel
-from compose.ops.operators import operator
+from compose.ops.operators import kernel, operator
 from compose.parallel.stream_messages import Kind, SendsActivations, exchange, send_plain
 
 FLOAT8 = torch.float8_e4m3fn

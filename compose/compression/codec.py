@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compose.ops.compiled import kernel
-from compose.ops.operators import operator
+from compose.ops.operators import kernel, operator
 
 SCALE_BYTES = 2
 AT_ONCE = 2**18  # elements that a CPU works on at once

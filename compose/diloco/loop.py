@@ -30,6 +30,7 @@ from torch.profiler import record_function
 from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition import Composition
 from compose.compression.gather import Forms, check
+from compose.diloco import Outer, best_lr
 from compose.diloco.fragments import Span, fragments_of
 from compose.diloco.messages import (
     CHECK,
@@ -41,7 +42,6 @@ from compose.diloco.messages import (
     ended,
     outer_dtype,
 )
-from compose.diloco.options import Outer, best_lr
 from compose.ops.tensors import gathered, local_tensor
 from compose.parallel.data_parallel import cuts_stacks
 from compose.train.hooks import Hook

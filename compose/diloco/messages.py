@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from compose.apply import apply
 from compose.composition import Composition
 from compose.compression.codec import SCALE_BYTES, Blocks, numbers
+from compose.diloco import ROW, Outer
 from compose.diloco.fragments import Region, region_of, rows_of, shares
-from compose.diloco.options import ROW, Outer
 from compose.ops.tensors import persistent_buffers
 from compose.parallel.mesh import axis_size, init_mesh
 from compose.train.workers import Worker

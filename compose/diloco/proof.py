@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import fill_weights, parallelize
 from compose.config.job import Job
+from compose.diloco import Outer
 from compose.diloco.loop import OuterLoop
 from compose.diloco.messages import Code
-from compose.diloco.options import Outer
 from compose.ops.tensors import gathered_objects, local_shard, local_tensor
 from compose.proof.comparison import Comparison
 from compose.proof.observers import CODES, allowed

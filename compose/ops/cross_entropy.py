@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from compose.errors import ConfigError
 from compose.ops import operators
 from compose.ops.batch import IGNORE, count_targets
-from compose.ops.compiled import compiles, run_compiled
+from compose.ops.operators import compiles, run_compiled
 from compose.ops.tensors import at_least_float32, gathered
 
 # Logits that are worked on at once: on a CPU they should stay in its caches, a GPU needs many.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compose.ops.compiled import compiles, run_compiled
+from compose.ops.operators import compiles, run_compiled
 from compose.ops.tensors import local_tensor
 
 Region = tuple[slice, ...]

@@ -311,7 +311,7 @@ def joined(
     """Yield the work with neighbours of one layer fused: one kernel reads and writes what is needed.
 
     With ``loss`` that of the loss is fused too, which is in no unit: on a GPU it is compiled whatever
-    ``compile.mode`` is (compose/ops/compiled.py). The places stay: None is where an operator became a
+    ``compile.mode`` is (compose/ops/operators.py). The places stay: None is where an operator became a
     part of the next one.
     """
     last_read: dict[int, int] = {}

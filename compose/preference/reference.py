@@ -28,7 +28,7 @@ from compose.errors import ConfigError, or_say, write_whole
 from compose.object_storage import as_path
 from compose.ops.tensors import on_first_rank
 from compose.parallel.lora_parallel import Adapter
-from compose.preference.loss import PairLoss, log_probabilities
+from compose.preference.pairs import PairLoss, log_probabilities
 from compose.train.evaluate import forward
 from compose.train.hooks import Hook
 from compose.train.readings import Reading

@@ -1,11 +1,75 @@
-"""The profile of a run's time and memory."""
+"""The profile of a run's time and memory: the table [profile], its rules, and its hook."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from compose.profiling.options import PROFILE, Profile
+from compose.config.setup import Rules, all_keys_read
+from compose.errors import ConfigError, NonNegative, ReadWith
+
+if TYPE_CHECKING:
+    from compose.config.job import Job
+
+_WITH_STEPS = ReadWith("is never read; set {} too", steps=())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The table [profile]."""
+
+    steps: tuple[NonNegative, ...] = ()
+    """First and last step to profile, as [11, 13]; empty is off. Files are in run.dir/traces."""
+    ranks: Annotated[tuple[NonNegative, ...], _WITH_STEPS] = (0,)
+    """Ranks that are profiled; empty: all."""
+    memory: Annotated[bool, _WITH_STEPS] = False
+    """Write a memory snapshot beside each trace, for pytorch.org/memory_viz."""
+
+
+RUN_RULES = Rules["Job"]()
+
+
+@RUN_RULES.add(
+    "profile.steps is a first and a last step of this run, the last one not before the first",
+    "a range that is never reached would leave nothing, without a word",
+)
+def _steps(job: "Job") -> None:
+    steps, train = job.config.profile.steps, job.config.train
+    if not steps:
+        return
+    if len(steps) != 2:
+        raise ConfigError(
+            f"profile.steps: {list(steps)} should be a first and a last step;"
+            f" nearest: {[steps[0], steps[-1]]}"
+        )
+    (first, last), end = steps, train.last_step
+    for wrong, words, nearest in (
+        (first > last, "ends before it begins", [last, first]),
+        (first < 1, "begins before the first step, 1", [1, max(1, last)]),
+        (
+            last > end and not train.epochs,
+            f"goes beyond the run's last step, {end}",
+            [min(first, end), end],
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"profile.steps: {[first, last]} {words}; nearest: {nearest}")
+
+
+@RUN_RULES.add("profile.ranks are ranks", "a rank that is not there writes nothing")
+def _ranks(job: "Job") -> None:
+    absent = [rank for rank in job.config.profile.ranks if rank >= job.world_size]
+    if absent:
+        raise ConfigError(
+            f"profile.ranks: {absent[0]} is none of the {job.world_size} ranks; nearest:"
+            f" {job.world_size - 1}"
+        )
+
+
+RUN_RULES.add(
+    "profile.ranks and profile.memory go with profile.steps",
+    "without it nothing is profiled",
+)(all_keys_read("profile", lambda job: job.config.profile))
 
 TABLES = {"profile": Profile}
-RUN_RULES = PROFILE
 
 
 def hooks(trainer: Any) -> list[Any]:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from compose.composition import Composition
 from compose.config.job import Job
+from compose.diloco import Outer
 from compose.diloco.loop import OuterLoop
 from compose.diloco.messages import Exchange
-from compose.diloco.options import Outer
 from compose.diloco.proof import prove_outer_loop
 from compose.proof.report import Report
 from compose.train.workers import Worker

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from compose.diloco import Outer
 from compose.diloco.fragments import Part, rows_of, shares
-from compose.diloco.options import Outer
 from compose.diloco.proof import messages_of
 from compose.train.workers import Worker
 from tests.diloco.cases import INSIDE, loop_of

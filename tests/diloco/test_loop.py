@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compose.diloco import Outer
 from compose.diloco.loop import OuterLoop, Pending
-from compose.diloco.options import Outer
 from compose.parallel.mesh import batch_share
 from compose.proof.comparison import whole
 from compose.train import trainer as trainer_module

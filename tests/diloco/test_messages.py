@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.build import build
-from compose.cli.dry_run import describe
+from compose.cli.train import describe
 from compose.compression.codec import Blocks
+from compose.diloco import ROW, Outer
 from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, Exchange, TopK, code_of
-from compose.diloco.options import ROW, Outer
 from compose.diloco.proof import received
 from compose.proof.observers import allowed
 from compose.train.workers import Worker, this_worker

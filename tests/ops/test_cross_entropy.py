@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compose import Parallel, Plan, apply, forward_backward
 from compose.build import loss_function
 from compose.data.samples import random_batch
-from compose.ops import compiled
 from compose.ops import cross_entropy as passes
+from compose.ops import operators
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import chunked_cross_entropy, cross_entropy, token_losses
 from compose.parallel.output_projection import CrossEntropy, Output, step_loss
@@ -184,8 +184,8 @@ def test_no_compiler_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(function: Any) -> Any:
         raise TorchDynamoException("Failed to find C compiler.\nSet CC.")
 
-    failed = mock.patch.object(compiled._Compiler, "missing", False)
-    with mock.patch.object(compiled, "_compiled", fails), failed:
+    failed = mock.patch.object(operators._Compiler, "missing", False)
+    with mock.patch.object(operators, "_compiled", fails), failed:
         result = _by_passes(case, 5, passes.COMPILED)
         assert passes.passes_for(mock.Mock(is_cuda=True)) is passes.IN_PLACE
     torch.testing.assert_close(result, _by_passes(case, 5, passes.IN_PLACE))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import compose.ops.cross_entropy as vocabulary_module
-from compose.ops import compiled
+from compose.ops import operators
 from compose.ops.batch import IGNORE
 from compose.ops.cross_entropy import cross_entropy, log_z, token_losses
 from compose.parallel.stream_messages import send_stream
@@ -77,7 +77,7 @@ def test_equals_the_whole(
 
 
 def _as_on_a_gpu(vocabulary: int) -> list[str]:
-    plain = mock.patch.object(compiled, "_compiled", lambda function: function)
+    plain = mock.patch.object(operators, "_compiled", lambda function: function)
     with plain, mock.patch.object(vocabulary_module, "compiles", return_value=True):
         return _differences(vocabulary, True, True)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compose.__main__ import main
 from compose.build import build, fill_weights
-from compose.cli.dry_run import describe
+from compose.cli.train import describe
 from compose.memory.lora import is_adapter
 from compose.object_storage import Remote, StoreError, as_path
 from compose.ops.tensors import local_tensor

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from compose.compression.proof import SILENT
-from compose.diloco.options import Outer
+from compose.diloco import Outer
 from compose.memory.activation_checkpointing import ActivationCheckpoint
 from compose.memory.precision import Precision
 from compose.optim.optimizers import Optimizer

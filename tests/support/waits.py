@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from compose.apply import apply
 from compose.composition import Composition
 from compose.config.job import Job
-from compose.ops import compiled, cross_entropy
+from compose.ops import cross_entropy, operators
 from compose.parallel.mesh import init_mesh
 from compose.planner import fake_world as worlds
 from compose.planner.fake_world import OnMeta, fake_world
@@ -216,8 +216,8 @@ def _cuda(waits: Waits) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, other in (
             (worlds, "OnMeta", _OnCuda),
-            (compiled, "_watched", lambda: False),
-            (compiled, "_compiled", lambda function: function),
+            (operators, "_watched", lambda: False),
+            (operators, "_compiled", lambda function: function),
             (cross_entropy, "_adds_to_float32", lambda *args: False),
             (torch.cuda, "synchronize", synchronize),
             (torch.cuda, "max_memory_allocated", lambda *args: 0),

@@ -27,7 +27,7 @@ the rate is not read | STREAMING SMALL outer__lr=0.4 | outer weight
     in compose.diloco.loop:OuterLoop.__init__
     options.lr or best_lr => best_lr
 the rate of fewer islands | STREAMING SMALL | outer weight
-    in compose.diloco.options:best_lr
+    in compose.diloco:best_lr
     known <= workers => known < workers
 
 [outer.momentum]
