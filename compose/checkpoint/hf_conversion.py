@@ -54,8 +54,6 @@ from compose.object_storage import Remote
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan
 
-SHARD_BYTES = 5 * 10**9
-
 
 @dataclass(frozen=True)
 class Converted:
@@ -115,7 +113,7 @@ def export(
     config: Config | None = None,
     original: Path | None = None,
     dtype: torch.dtype = torch.float32,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> Converted:
     """Make a folder that transformers opens from a checkpoint.
 

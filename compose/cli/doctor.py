@@ -258,7 +258,7 @@ def _checked(config: Config) -> Iterator[Line]:
 def _links(cluster: Cluster | None, device: torch.device, seconds: float) -> Iterator[Line]:
     """Time collectives of all ranks, and compare them with a cluster's file or those of this GPU."""
     try:
-        rows, node = list(measure_collectives(Sweep(device, seconds), 1.0)), _node_ranks()
+        rows, node = list(measure_collectives(Sweep(device, seconds))), _node_ranks()
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"links: the ranks do not reach each other ({why}); {_WAYS}") from None

@@ -117,7 +117,6 @@ class _WithoutNumbers(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function."""
         if func is nn.init.normal_ and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
         return func(*args, **(kwargs or {}))

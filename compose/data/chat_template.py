@@ -29,14 +29,14 @@ class TooLong(BaseException):
 
 
 @contextlib.contextmanager
-def _time(seconds: float) -> Iterator[None]:
+def _time() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGPROF, _stop)
     try:
         # Repeat each second: an exception raised within a finalizer is lost.
-        signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS, 1.0)
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -84,7 +84,7 @@ class ChatTemplate:
         for name, (path, source) in sources.items():
             self._tags.clear()
             try:
-                with _time(_SECONDS), _memory(_MEMORY):
+                with _time(), _memory(_MEMORY):
                     self._templates[name] = environment.from_string(source)
             except (Exception, TooLong) as error:  # compiling to Python may fail in many ways
                 raise ConfigError(f"{path}: the chat template{_reason(error)}") from None
@@ -136,7 +136,7 @@ class ChatTemplate:
         self._pieces.clear()
         self._marks.clear()
         try:
-            with _time(_SECONDS), _memory(_MEMORY):
+            with _time(), _memory(_MEMORY):
                 size, template = 0, self._templates[name]
                 # Not render(): it would build the whole text before its size is known.
                 for piece in template.root_render_func(template.new_context(given)):

@@ -1,6 +1,4 @@
-"""The table [model.lora].
-
-Gives a model adapters of low rank (LoRA, Hu et al. 2021, arXiv:2106.09685), and its plan their cut.
+"""The table [model.lora]: gives a model adapters of low rank, and its plan the styles that cut them.
 
 This is done once, to the model on meta, before anything else reads model or plan. So training, proof,
 dry run and planner see one model whose weights are frozen but for the adapters.
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from compose.plan import Plan
 
 
-Alpha = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
 ALL_LINEAR = "all-linear"
 
 
@@ -38,7 +34,7 @@ class Lora:
 
     rank: NonNegative = 0
     """Rank of the adapters; the model's own weights are then frozen. 0: no adapters, all is trained."""
-    alpha: Alpha = 0.0
+    alpha: Annotated[float, Field(ge=0)] = 0.0
     """An adapter's output is multiplied by alpha / rank; 0 is 2 x rank."""
     rslora: bool = False
     """Multiply by alpha / rank^0.5 instead (rsLoRA)."""
@@ -47,7 +43,7 @@ class Lora:
     targets: Literal["all-linear"] | tuple[str, ...] = ()
     """Patterns, as in a plan, of the linear layers with adapters: ["layers.*.attention.w*"]. Or
     "all-linear": all nn.Linear but the output projection, routers and gates."""
-    dropout: Rate = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the elements of an adapter's input that a training step drops."""
     base: Base = "full"
     """How frozen weights that "all-linear" names are kept: full: in precision.param; int8, nf4: in 8 or

@@ -188,7 +188,6 @@ class Merged:
     """
 
     def __init__(self, q: Tensor, width: int, once: bool = False) -> None:
-        """Begin with no keys."""
         rows, heads, length, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         self.once = once
@@ -217,7 +216,6 @@ class Sums:
     """The gradients of queries, or of keys and values, added part by part, in float32 or wider."""
 
     def __init__(self, like: Sequence[Tensor], once: bool) -> None:
-        """Begin with zeros."""
         self.once = once
         self.of = [
             torch.zeros_like(x, dtype=x.dtype if once else torch.promote_types(x.dtype, torch.float32))

@@ -48,7 +48,7 @@ class Problem:
     even: bool = True
     """Whether 128 divides the lengths of all parts."""
     in_order: bool = True
-    """Whether rows of several lengths can say it all."""
+    """Whether rows of several lengths describe it, so that no mask is needed."""
 
     @property
     def half(self) -> bool:
@@ -106,7 +106,7 @@ class Rule:
     takes: Callable[[Gpu, Problem], bool]
     """Whether the kernel is for this device and problem."""
     why: str
-    """Why it is, if no row above is."""
+    """Why this kernel is chosen, if no row above fits."""
 
 
 TABLE = (

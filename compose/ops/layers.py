@@ -23,7 +23,6 @@ class RMSNorm(nn.RMSNorm):
     offset = 0.0
 
     def __init__(self, dim: int, eps: float | None = None, offset: float = 0.0) -> None:
-        """Take the width, the epsilon of :func:`rms_norm`, and the offset."""
         super().__init__(dim, eps=eps)
         self.offset = offset
 

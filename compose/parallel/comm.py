@@ -20,7 +20,7 @@ class Comm:
     timeout: Seconds = 600
     """Seconds after which a collective that a rank has not joined is an error."""
     start_timeout: Seconds = 1800
-    """The same until the first step has ended, which loads, compiles and connects; at least timeout."""
+    """Seconds in place of timeout until the first step has ended, which compiles; at least timeout."""
     prefetch: NonNegative = 0
     """FSDP units (layers) that are gathered ahead of the one that runs, in forward and backward; 0:
     one, in backward, and with experts under ep or tp in forward too."""

@@ -52,7 +52,7 @@ class ContextParallel(Style):
 
     It replaces the module's own forward. q is (B, L, H, K), k is (B, L, G, K) and v (B, L, G, V): this
     rank's part, as ``shard_sequence`` cuts it. ``documents`` are those of the whole sequences
-    (compose.Documents), or None if each row is one. ``sinks`` are those of the H heads. The forward
+    (compose.Documents), or None if each row is one. ``sinks`` (H,) has one for each head. The forward
     returns (B, L, H, V). If the module has ``options`` (compose.AttentionOptions), they count; else
     attention is causal.
 

@@ -62,7 +62,7 @@ class ExpertParallel(SendsActivations, Style):
         check_experts(len(next(module.parameters())), device_mesh.size())
         distribute_module(module, device_mesh, partial(place_parameters, Shard(0), self.src_data_rank))
         group = device_mesh.get_group()
-        module.forward = partial(_run_where_they_are, module, group, self.send)
+        module.forward = partial(_run_on_owners, module, group, self.send)
         return module
 
 
@@ -107,7 +107,7 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names)
 
 
-def _run_where_they_are(
+def _run_on_owners(
     module: nn.Module,
     group: dist.ProcessGroup,
     send: Callable[..., Tensor],
@@ -122,7 +122,7 @@ def _run_where_they_are(
     counts_to = counts.view(group.size(), -1)
     # counts_from[i, j]: rows that rank i sends for this rank's j-th expert.
     counts_from, sizes = _exchange_counts(counts_to, group.group_name)
-    sent, received = _listed(sizes, len(rows))
+    sent, received = _row_counts(sizes, len(rows))
     arrived = send(rows, received, sent, group)
     # The rows arrive sorted by rank. The experts need them sorted by expert.
     order, places = _transposed(counts_from, sum(received))
@@ -151,7 +151,7 @@ def _(counts_to: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(counts_to), counts_to.new_empty(2, len(counts_to), device=device)
 
 
-def _listed(sizes: Tensor, rows: int) -> list[list[int]]:
+def _row_counts(sizes: Tensor, rows: int) -> list[list[int]]:
     """Return how many rows go to each rank, and come from it. On meta the load is even."""
     if sizes.is_meta:
         ranks = sizes.shape[1]

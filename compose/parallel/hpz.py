@@ -26,7 +26,7 @@ from compose.parallel.mesh import axis_size
 
 
 class OwnMemory:
-    """The part that custom messages of FSDP have in common: the memory that they fill."""
+    """The memory that custom messages of FSDP fill."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor, as FSDP's own does."""
@@ -88,9 +88,9 @@ class HpzGroups:
     shards: dist.ProcessGroup
     """The neighbours that share parameters."""
     experts: dist.ProcessGroup | None = None
-    """The neighbours that share experts, if they are fewer than all ranks that do."""
+    """The neighbours that gather experts; None: all ranks with the same experts do, or they stay."""
     experts_stay: bool = False
-    """Whether this group would be one rank, so that gathered experts stay until the step's end."""
+    """Whether that group would be one rank, so that gathered experts stay until the step's end."""
 
 
 def hpz_groups(

@@ -161,8 +161,6 @@ class LocalHeads(PlainActivations, HeadParallel):
 
 
 class _WholeWeights(PlainActivations, SequenceParallel):
-    """A style for a module whose weights are whole on every rank."""
-
     def __init__(self, sequence_dim: int = 1) -> None:
         super().__init__(sequence_dim=sequence_dim, use_local_output=True)
 
@@ -183,9 +181,9 @@ class LocalNorm(_WholeWeights):
 class LocalWideNorm(_WholeWeights):
     """A style for an RMSNorm over the whole width of ``n_heads`` heads, of which each rank has a part.
 
-    The weight is whole on every rank, and its gradient is summed over the axis. So are the squares of
-    a token, forward and backward: two messages (B, L, 1). If ranks share a head (LocalHeads), each has
-    it, and the sum has its squares as often.
+    The weight is whole on every rank, and its gradient is summed over the axis. The squares of a token
+    are summed too, forward and backward: two messages (B, L, 1). If n ranks share a head (LocalHeads),
+    its squares are in the sum n times.
     """
 
     def __init__(self, n_heads: int) -> None:

@@ -1,7 +1,7 @@
 """Checksums of messages: what a rank has received is compared with what others have sent.
 
-torch.distributed hands every message of gloo to an operator of c10d. Those are replaced here, so one
-place sees the messages of FSDP, DTensor, pipelines, rings and compiled layers.
+torch.distributed hands every message of gloo to an operator of c10d. This module replaces these
+operators, so it sees the messages of FSDP, DTensor, pipelines, rings and compiled layers.
 
 A sum (all-reduce, reduce-scatter) of floats is rounded. With x the inputs of n ranks, u the unit
 roundoff of their type and y the result, Higham (Accuracy and Stability of Numerical Algorithms, 2002,

@@ -26,9 +26,9 @@ class CrossEntropy:
     """``cross_entropy`` as a LossFunction with options.
 
     With ``chunk``, ``forward_backward`` lets the projection that Plan.output names return the loss, by
-    :meth:`of_hidden`. A direct call takes whole logits in any case. The gradient is that of both
-    losses: ``z_loss`` times (log Z)^2 is added to each target's (Chowdhery et al. 2022,
-    arXiv:2204.02311). The value is the cross-entropy alone, and :meth:`mean_square` returns the other.
+    :meth:`of_hidden`. A direct call takes whole logits in any case. The z-loss, ``z_loss`` times
+    (log Z)^2 for each target (Chowdhery et al. 2022, arXiv:2204.02311), is in the gradient and not in
+    the value, which is the cross-entropy alone. :meth:`mean_square` returns the mean of (log Z)^2.
     """
 
     def __init__(self, chunk: int = 0, z_loss: float = 0.0) -> None:

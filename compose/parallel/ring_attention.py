@@ -142,8 +142,7 @@ def _ring(
     return ring, _WindowMessages(ring, window) if 0 < window < ring.length * ring.cp else None
 
 
-def _from(task: AttentionTask, starts: tuple[int, ...]) -> AttentionTask:
-    """Return the task with the keys that begin at ``starts``."""
+def _with_keys(task: AttentionTask, starts: tuple[int, ...]) -> AttentionTask:
     return replace(task, pieces=replace(task.pieces, k_starts=starts))
 
 
@@ -185,7 +184,7 @@ def _output(
     total, kv = Merged(q, v.shape[-1]), torch.cat([k, v], -1)
     for _, starts, arrived in windowed.arrivals(kv) if windowed else _round(ring, kv):
         k_here, v_here = (x.transpose(1, 2) for x in _split(arrived, k))
-        for part in parts_of(_from(task, starts), q, k_here, v_here).forward(q, k_here, v_here):
+        for part in parts_of(_with_keys(task, starts), q, k_here, v_here).forward(q, k_here, v_here):
             total.add(*part)
     return total.out.transpose(1, 2), total.lse.transpose(1, 2)
 
@@ -233,10 +232,10 @@ def _gradients(
     of_q = Sums([q], once=False)
 
     def here(starts: tuple[int, ...], kv: Tensor) -> Tensor:
-        """Add what these keys give to the queries' gradient, and return the keys' and values'."""
+        """Add these keys' part to the queries' gradient; return the gradients of keys and values."""
         k_here, v_here = (x.transpose(1, 2) for x in _split(kv, k))
         of_kv = Sums([k_here, v_here], once=False)
-        parts = parts_of(_from(task, starts), q, k_here, v_here)
+        parts = parts_of(_with_keys(task, starts), q, k_here, v_here)
         for at_q, at_k, (dq, dk, dv) in parts.backward(grad_q, (q, k_here, v_here), result):
             of_q.add(at_q, [dq])
             of_kv.add(at_k, [dk, dv])

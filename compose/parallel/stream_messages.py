@@ -1,7 +1,7 @@
-"""The messages of tensor parallel about the residual stream (B, L, D), each with that of its gradient.
+"""The messages of tensor parallel for the residual stream (B, L, D) and for its gradient.
 
-They are those of Shoeybi et al. 2019 (arXiv:1909.08053), and with a sequence-parallel stream those of
-Korthikanti et al. 2022 (arXiv:2205.05198).
+Shoeybi et al. 2019 (arXiv:1909.08053) describe them, and Korthikanti et al. 2022 (arXiv:2205.05198)
+those of a sequence-parallel stream.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Kind = Literal["keep", "sum", "gather", "scatter"]
 
 
 def send_stream(forward: Kind, backward: Kind, group: Any, tensor: Tensor) -> Tensor:
-    """Send a tensor (B, L, D), cut or gathered along L, over the process group of a name.
+    """Send a tensor (B, L, D), cut or gathered along L, over the process group with this name.
 
-    ``forward`` is its message, and ``backward`` that of its gradient. "sum" is an all-reduce, "gather"
-    an all-gather, "scatter" a reduce-scatter; "keep" sends nothing.
+    ``forward`` is its message, and ``backward`` the message of its gradient. "sum" is an all-reduce,
+    "gather" an all-gather, "scatter" a reduce-scatter; "keep" sends nothing.
     """
     return _Message.apply(tensor, forward, backward, group)  # type: ignore[no-any-return]
 

@@ -120,7 +120,7 @@ class SharedByHeads(Style):
 class SharedHeads(Style):
     """A style for an attention of transformers with HeadParallel on its ``n_kv_heads`` heads.
 
-    Where ranks share a key/value head, fewer query heads belong to each that a rank has.
+    Where ranks share a key/value head, a rank has fewer query heads for each of its key/value heads.
     """
 
     def __init__(self, n_kv_heads: int) -> None:
@@ -199,9 +199,10 @@ def check_columns(
             columns = module.out_features
         served = -(-columns // -(-columns // tp))
         if served < tp:
+            nearest = next(t for t in range(tp, 0, -1) if -(-columns // -(-columns // t)) == t)
             raise ConfigError(
                 f"parallel.tp: {tp} leaves {tp - served} of the ranks without a {kind} of"
-                f" {name}.weight, which has {columns}; nearest: {_most_served(columns, tp)}"
+                f" {name}.weight, which has {columns}; nearest: {nearest}"
             )
 
 
@@ -217,10 +218,6 @@ def sequence_ranks(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]
         if isinstance(style, SequenceParallel) and not isinstance(model.get_submodule(name), nn.Dropout)
     ]
     return tp if (Shard(1),) in cuts else 1
-
-
-def _most_served(columns: int, tp: int) -> int:
-    return next(t for t in range(tp, 0, -1) if -(-columns // -(-columns // t)) == t)
 
 
 def apply_tensor_parallel(
@@ -269,7 +266,7 @@ def _placed(model: nn.Module, name: str) -> bool:
 
 
 def _uneven_input(mesh: DeviceMesh, columns: int, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Say that a plain input is a part of ``columns``; PyTorch takes all ranks' parts for equal."""
+    """Make a plain input a DTensor cut from ``columns``: PyTorch assumes parts of equal size."""
     if isinstance(inputs[0], DTensor):
         return inputs
     whole = torch.empty((*inputs[0].shape[:-1], columns), device="meta")

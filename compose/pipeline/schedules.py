@@ -32,7 +32,7 @@ SCHEDULES = {
     "DualPipeV": 2,
 }
 ASYNCHRONOUS = {"PipeDream": 1, "PipeDream2BW": 1}
-"""The same of pipelines without a flush (pipedream.py). Their table here is of one step."""
+"""The same for pipelines without a flush (pipedream.py). A table has one step of theirs."""
 ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
 """The schedules that split a backward into that of inputs and that of weights."""
 # The schedules that are defined for this number of stages only.

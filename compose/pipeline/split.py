@@ -205,9 +205,8 @@ def split(
 ) -> tuple[list[Stage], list[Tied], nn.Module]:
     """Remove from ``model``, in place, all that is not part of this rank's stages.
 
-    The identity replaces what a stage lacks between its ends. Where a module takes several inputs, it
-    is that of the first one. So the model's own forward is the stage's, if it gets the stream in place
-    of its first argument.
+    The identity, which returns its first input, replaces what a stage lacks between its ends. So the
+    model's own forward runs the stage, if it gets the stream in place of its first argument.
     """
     stage_of, last = stages_of(model, pipeline, layers), len(layers) - 1
     ties = _untie(model, stage_of)
@@ -366,7 +365,7 @@ def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
 
 
 def _noted(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """Return what ``run`` returns, and of calls of ``layer`` the stream, other arguments and output."""
+    """Return what ``run`` returns; and stream, other arguments and output of each call of ``layer``."""
     names, calls = list(signature(layer.forward).parameters), list[list[Any]]()
 
     def begin(module: nn.Module, args: Any, named: Any) -> None:

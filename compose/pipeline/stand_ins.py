@@ -1,4 +1,4 @@
-"""Modules in place of those that other stages hold, and a stage that runs all of a model's forward.
+"""Stand-ins for modules that other stages hold, and a stage that runs all of a model's forward.
 
 With ``Pipeline.whole_forward`` a stage runs the model's whole forward on the token ids. Layers of other
 stages pass the stream on, and a later stage's embedding gives zeros. The stream that has come from the
@@ -28,7 +28,7 @@ class Elsewhere(nn.Identity):
 
 
 class Skipped(Elsewhere):
-    """The same in place of a layer. ``outputs`` is the length of the tuple that layers return, or 0.
+    """A stand-in for a layer. ``outputs`` is the length of the tuple that layers return, or 0.
 
     It has the layer's own attributes, since forward may read them (the kind of a layer's attention).
     """
@@ -50,7 +50,7 @@ class Skipped(Elsewhere):
 def outputs_of_layers(module: nn.Module, outputs: int | None = None) -> int:
     """Return how many values a stage's layers return in a tuple, or set that number; 0: one tensor.
 
-    A stage of its own layers alone knows it too, for the stages after it.
+    A stage without stand-ins keeps the number too, since later stages ask for it.
     """
     forward: Any = module.forward
     if outputs is not None and hasattr(forward, "outputs"):

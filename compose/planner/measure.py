@@ -82,7 +82,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
     host_rate = copies[-1].bytes / copies[-1].seconds
     if gpu:
         host_rate = _HOST_BYTES / sweep.time(_adding(torch.device("cpu"), _HOST_BYTES // 8), 0.2)
-    collectives = () if alone else tuple(measure_collectives(sweep, 1.0))
+    collectives = () if alone else tuple(measure_collectives(sweep))
     took = sweep.agreed(time.monotonic() - sweep.started)
     peak = {dtype: max(rate, peaks.get(dtype, 0.0)) for dtype, rate in rates.items()}
     forward, backward = (

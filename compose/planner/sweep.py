@@ -87,7 +87,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def measure_collectives(sweep: Sweep, until: float) -> Iterator[Collective]:
+def measure_collectives(sweep: Sweep) -> Iterator[Collective]:
     """Time each collective on each axis that a mesh of all ranks can have, and fit a line to it.
 
     The groups of an axis all communicate at the same time, as in training.
@@ -108,7 +108,7 @@ def measure_collectives(sweep: Sweep, until: float) -> Iterator[Collective]:
         group, _ = dist.new_subgroups_by_enumeration(rows)
         assert isinstance(group, dist.ProcessGroup)
         for kind in kinds_of(ranks):
-            left = sweep.left(until)
+            left = sweep.left(1.0)
             if left > 0 or (ranks, stride) == axes[0]:
                 yield _fitted(sweep, kind, group, stride, max(0.0, left) / parts)
             parts -= 1

@@ -71,7 +71,7 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
 def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
     """Return the bytes that the rank with these parameters holds, by what they are.
 
-    The last are of weights that stay gathered during a step.
+    The last entry is of weights that stay gathered during a step.
     """
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
@@ -127,7 +127,7 @@ def _gathered(stage: Sequence[Placed], config: Config) -> int:
 
 
 def replica_mismatches(composition: Composition, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Return a line for each group of ranks whose copies differ, with those unlike most; a collective.
+    """Return a line for each set of ranks whose copies differ from those of most ranks; a collective.
 
     Call it after gradients are complete and before the optimizer's step.
     """
@@ -192,7 +192,7 @@ def buffers_of(model: nn.Module) -> Iterator[Named]:
 
 
 def _unlike(tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> list[str]:
-    """Return the lines for tensors by name, of which each rank of ``group`` holds copies, or none."""
+    """Return the lines of one group, whose ranks each hold copies of the tensors, or none."""
     values = checksums([tensor for _, tensor in tensors]).tolist() if tensors else []
     mine = [(name, value) for (name, _), value in zip(tensors, values, strict=True)]
     everyone = gathered_objects(mine, group)

@@ -42,7 +42,7 @@ from compose.train.workers import Worker
 
 _KEPT = 3600.0  # seconds
 _LEASE, _LOOK = 120.0, 0.5  # seconds; an NFS server keeps the lock of a lost node for 90 by default
-TOKEN = ".copies"  # has the name of the run's copies in memory; another folder of this name has others
+TOKEN = ".copies"  # the file with the name of the run's copies in memory; no two folders share it
 _FILES = (".lock", "config.toml", "metrics.jsonl", "plan.txt", "timeline.png", MARK, TOKEN)
 _FILES += ("wandb.id", "mlflow.id", "comet.id")
 _DRAWN = 2048  # micro-batches of all pipeline ranks; more take seconds, and bars of less than a pixel

@@ -200,9 +200,9 @@ class Trainer:
             self.report.write(reading)
 
     def step(self) -> StepMetrics:
-        """Take the next optimizer step; except those of saving, metrics are equal on all ranks.
+        """Take the next optimizer step, and return its metrics; numbers that are read later are None.
 
-        Numbers that are read later are None.
+        Except for those of saving, the metrics are equal on all ranks.
         """
         self.clock.begin()
         config, before, worker = self.config, self.progress, self.worker

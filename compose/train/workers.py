@@ -35,7 +35,6 @@ class Worker:
     """The worker of this rank among all; a job that is not divided is one worker."""
 
     def __init__(self, index: int = 0, count: int = 1, store: dist.Store | None = None) -> None:
-        """Take the worker's place among ``count``, and the store of all workers."""
         self.index, self.count, self._store = index, count, store
         self._posted = False
 
@@ -153,7 +152,6 @@ class Spares:
     """
 
     def __init__(self, store: dist.Store, count: int) -> None:
-        """Take the store, and the number of spare ranks."""
         self.store, self.count = store, count
 
     def listen(self) -> None:

@@ -49,7 +49,7 @@ def an_experts_gradient_is_summed_over_too_many_ranks(_: Any, model: nn.Module, 
     finish_step(model, mesh)
 
 
-@replaces(compose.parallel.expert_parallel, "_run_where_they_are")
+@replaces(compose.parallel.expert_parallel, "_run_on_owners")
 def rows_come_back_in_another_order(real: Any, *args: Any) -> Tensor:
     return real(*args).roll(1, 0)
 

@@ -41,11 +41,11 @@ a tied weight's copies are drawn by their own names | PP model__tie_embeddings=T
 
 [experts]
 rows go to other experts | EP | loss | step 1
-    in compose.parallel.expert_parallel:_run_where_they_are
+    in compose.parallel.expert_parallel:_run_on_owners
     - _transposed(counts_from, sum(received))
     + _transposed(counts_from, sum(received)); order, places = order.flip(0), len(order) - 1 - places
 rows do not go back to their places | EP | loss | step 1
-    in compose.parallel.expert_parallel:_run_where_they_are
+    in compose.parallel.expert_parallel:_run_on_owners
     _Permute.apply(result, places, order) => _Permute.apply(result, order, places)
 gradients of rows go to other places | EP | gradient | layers.*.moe.experts.*
     in compose.parallel.expert_parallel:_Permute.backward with untouched='loss/step 1'
