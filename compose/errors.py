@@ -349,7 +349,7 @@ def toml_value(value: Any) -> str:
 
 
 class ReadWith:
-    """In the type of a key: it is read only where another key of its table has one of some values.
+    """Marks, in a key's type, that it is read only if another key of its table has one of some values.
 
     ``ReadWith("is read with top_k; set {}", dtype="top_k")``. No value stands for any but the default.
     One of several keys is enough, and the first is the cure.

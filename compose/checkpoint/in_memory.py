@@ -54,7 +54,7 @@ class _Copy:
     layout: int
     """A number made of the names and places of the parts. Replicas have the same number and parts."""
     layouts: list[int]
-    """Those of all ranks."""
+    """The layouts of all ranks."""
     tensors: dict[str, DescribedTensor]
     sums: dict[str, Count]
     state: dict[str, Any]

@@ -90,9 +90,9 @@ def parts(tensors: dict[str, list[Tensor]]) -> dict[str, LocalShard]:
 def staged(
     state: dict[str, LocalShard], into: dict[str, LocalShard] | None = None
 ) -> dict[str, LocalShard]:
-    """Return a copy in host memory, which is that of an earlier copy: new pages cost more than copying.
+    """Return a copy in host memory, that of an earlier copy ``into``: new pages cost more than copying.
 
-    Parts of a GPU are copied to pinned memory, all at once, at the bus's rate.
+    Parts on a GPU are copied to pinned memory, all at once, at the bus's rate.
     """
     copies = {}
     for name, part in state.items():
@@ -105,7 +105,7 @@ def staged(
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Return memory of the host for a copy; pinned if it is for a copy of a GPU's."""
+    """Return host memory for a copy of a tensor, pinned if the tensor is on a GPU."""
     memory = torch.empty_like(like, device="cpu")
     return pinned(memory) if like.is_cuda and memory.numel() else memory
 

@@ -307,7 +307,7 @@ def best_first(validations: Iterable[tuple[int, float | None]]) -> list[int]:
 
 
 def with_best_first(folders: Sequence[Path]) -> list[Path]:
-    """Return those of a run's checkpoints, newest first, whose validation loss is known, best first."""
+    """Return the checkpoints with a known validation loss, best first; ``folders`` are newest first."""
     for folder in folders:
         with contextlib.suppress(ConfigError):  # of a damaged one
             by_step = {step_of(each): each for each in folders}
@@ -326,8 +326,8 @@ def prune(
 ) -> None:
     """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``.
 
-    In object storage a folder without one is the rest of an upload, or of a deletion. Those after
-    ``newest`` were passed over, so they stay, and are none of the last.
+    In object storage a folder without one is the rest of an upload, or of a deletion. Checkpoints after
+    ``newest`` were passed over: they stay, and do not count among the last ones.
     """
     older = [each for each in newest_first(root) if step_of(each) <= step_of(newest)]
     whole = [each for each in older if not each.is_symlink() and (each / MANIFEST).exists()]

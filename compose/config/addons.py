@@ -1,6 +1,6 @@
-"""The add-ons, which the core does not import: without its folder and its entry here, one is out.
+"""The add-ons, which the core does not import. To take one out, remove its folder and its entry here.
 
-The package ``compose.<name>`` brings, each under one of these names of its ``__init__``, what it has:
+The ``__init__`` of the package ``compose.<name>`` may define these names:
 
     TABLES               its tables of train.toml, by name
     RUN_RULES            its rules of a run
@@ -9,7 +9,7 @@ The package ``compose.<name>`` brings, each under one of these names of its ``__
     hooks(trainer)       what it does around a run's steps (compose/train/hooks.py)
     held(job, placed)    what a dry run says of the memory that it takes besides
     islands(config)      how many parts of the job train alone
-    between_workers(job, table, workers, link, seconds)  lines on what those send each other
+    between_workers(job, table, workers, link, seconds)  lines on what islands send each other
 """
 
 import importlib

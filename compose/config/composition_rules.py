@@ -214,7 +214,7 @@ def _async_tp(setup: Setup) -> Iterator[str]:
 
 @STEP.add(
     "precision.master is float32 or precision.param",
-    "what is kept in fewer bits than it is used in gains nothing from more",
+    "a weight that is kept in fewer bits gains nothing from more bits where it is used",
 )
 def _master(setup: Setup) -> Iterator[str]:
     precision = setup.options.precision

@@ -149,7 +149,7 @@ def _token(value: Any, path: Path, key: str) -> tuple[str, dict[str, bool]]:
 
 
 def class_of_copy(folder: Path) -> str:
-    """Return the class to name in a copy without the folder's config.json; nothing if it has it so."""
+    """Return the class that a copy without config.json must name; "" if the copy has it anyway."""
     config, alone = read_beside(folder, CONFIG), "PreTrainedTokenizerFast"
     kind = _class(config, read_beside(folder, MODEL))
     return "" if kind == _class(config, {}) else kind or alone

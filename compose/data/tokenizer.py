@@ -89,7 +89,7 @@ class JsonTokenizer:
         added = self.tokenizer.get_added_tokens_decoder()
         plain = (i for i in vocabulary.values() if i not in added or not added[i].special)
         self.ordinary = max(plain, default=-1) + 1
-        """The same without special tokens after all others: Gemma 3's 1B has no row for such a one."""
+        """The size without special tokens at the end; a model may lack rows for them (Gemma 3's 1B)."""
         named = self.special.get("eos_token")
         ends = [vocabulary[named]] if named in vocabulary else []
         if not named:

@@ -67,6 +67,11 @@ class Parallel:
     """With tp: keep the logits sharded over the vocabulary and compute the loss so."""
 
     @property
+    def ranks(self) -> int:
+        """The product of the degrees."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
     def data_ranks(self) -> int:
         """The ranks over which samples differ."""
         return self.dp_replicate * self.dp_shard

@@ -15,7 +15,6 @@ from compose.config import rules
 from compose.config.json_files import Count, read_json
 from compose.config.toml import load
 from compose.errors import ConfigError, Fraction, or_say, read_own, refuse_link_out
-from compose.parallel.mesh import AXES
 from compose.planner.cluster import LEAST, MOST, Cluster, Rate
 from compose.planner.estimate import Estimate, estimate
 from compose.planner.report import in_columns
@@ -91,7 +90,7 @@ class MeasuredFigure:
 def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     """Predict a run that was made, and compare."""
     config = load(str(folder / "config.toml"), alone=True)
-    ranks = math.prod(getattr(config.parallel, axis) for axis in AXES)
+    ranks = config.parallel.ranks
     job, rate = rules.check(config, ranks, cluster.target), _rate(folder)
     tokens = config.train.global_batch * config.train.seq_len
     traces = folder / "traces"

@@ -121,7 +121,7 @@ class Device(_Table):
     hooks: Pair = (0.0, 0.0)
     """Seconds of FSDP2's hooks on the host around a unit's forward, and its backward."""
     hooks_compiled: Pair = (0.0, 0.0)
-    """The same with ``compile.mode``, where the compiled code is called anew for each unit."""
+    """These seconds with ``compile.mode``, where the compiled code is called anew for each unit."""
     spread: Amount = 0.0
     """Standard deviation of the speeds of equal devices, over their mean. All wait for the slowest."""
     power: Rate = 1.0

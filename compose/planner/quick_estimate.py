@@ -13,7 +13,6 @@ from functools import cached_property
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
-from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner import costs
 from compose.planner.cluster import Cluster
@@ -64,7 +63,7 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
 
     If it needs more bytes than ``room``, its seconds are not worked out.
     """
-    cluster, whole = costs.for_ranks(cluster, _world(config.parallel)), cluster.node
+    cluster, whole = costs.for_ranks(cluster, config.parallel.ranks), cluster.node
     try:
         units = units_of_rank(shape, config, cluster)
         ranks, sizes = ranks_of(shape, config), sizes_of(shape, units, config)
@@ -81,7 +80,7 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     size = peak_bytes(shape, config, units, sizes, zip(ranks, kept, strict=True))
     state = trained * bytes_of_state(shape, config)
     host = host_bytes(config, own, trained, state)
-    copies = copies_kept(config, _world(config.parallel) > whole)
+    copies = copies_kept(config, config.parallel.ranks > whole)
     host += copies * (trained * config.precision.master_dtype.itemsize + state)
     if sum(size.values()) > room:
         return QuickEstimate({"compute": math.inf}, size, host)
@@ -105,7 +104,7 @@ def _seconds(
     parallel, count = config.parallel, micro_batches(config)
     units, data = of_units
     best: dict[str, float] = {}
-    slowest = costs.slowest(cluster, _world(parallel))
+    slowest = costs.slowest(cluster, parallel.ranks)
     issued = {unit: _issued(one, config, cluster) for unit, one in units.items()}
     for rank in ranks:
         held = rank.held
@@ -159,7 +158,7 @@ def _issued(unit: Unit, config: Config, cluster: Cluster) -> tuple[float, float]
     """Return the seconds in which the host issues a unit's forward and backward, with FSDP's work."""
     parallel, precision = config.parallel, config.precision
     types = {precision.master_dtype, precision.param_dtype, precision.reduce_dtype}
-    # FSDP has the weights of a unit (parallel/data_parallel.py, _only_sums).
+    # FSDP has the weights of a unit (apply_data_parallel).
     mesh_of_experts = bool(unit.number) and parallel.ep * parallel.tp > 1
     sharded = shards(config)[0] > 1 or len(types) > 1 or parallel.offload != "none" or mesh_of_experts
     if not sharded:
@@ -195,13 +194,9 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
         waits /= 3
     if cluster.device.sharing > 1:  # ranks that wait leave their processors to the others
         waits *= max(0.0, 1 - cluster.device.sharing / pp)
-    each, size = _world(parallel) // pp, stream_bytes(config)
+    each, size = parallel.ranks // pp, stream_bytes(config)
     took = sum(stage_seconds(cluster, size, each, rank, rank + 1) for rank in range(pp - 1)) / (pp - 1)
     return waits * mean + took * messages
-
-
-def _world(parallel: Parallel) -> int:
-    return math.prod((parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp))
 
 
 def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[float, float]:
@@ -211,7 +206,7 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
     over, of_experts = shards(config)
     held = size.whole
     gather = reduce = replicas = 0.0
-    ranks_of_stage = _world(parallel) // parallel.pp
+    ranks_of_stage = parallel.ranks // parallel.pp
     weights = (unit.dense, over, parallel.tp)
     for numbers, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if numbers:

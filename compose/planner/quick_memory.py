@@ -149,20 +149,20 @@ def _cut_of_stacks(shape: ModelShape, config: Config) -> tuple[float, float]:
 
 
 class Size(NamedTuple):
-    """Numbers of a unit."""
+    """Elements of a unit's parameters."""
 
     whole: float
-    """All of a rank without data parallel."""
+    """Elements that a rank would hold without data parallel."""
     own: float
-    """Those that one rank keeps between steps."""
+    """Elements that one rank keeps between steps."""
     trained: float
-    """The part of these that is trained."""
+    """Elements among ``own`` that are trained."""
     moved: float
-    """Those of experts that another dim than the first cuts, for which FSDP copies once more."""
+    """Elements of experts that are cut along a later dim than the first: FSDP copies them once more."""
 
 
 def sizes_of(shape: ModelShape, units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
-    """Return the numbers of each unit."""
+    """Return the sizes of each unit."""
     over, of_experts = shards(config)
     padded, moved = _cut_of_stacks(shape, config)
     result = {}

@@ -183,7 +183,7 @@ class Searched:
     """The result of a search."""
 
     candidates: list[Candidate]
-    """Those that were recorded, the best first."""
+    """The recorded candidates, the best first."""
     let_through: int
     """Legal candidates that may fit by their quick estimates."""
     capped: bool = False

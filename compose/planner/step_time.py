@@ -7,7 +7,6 @@ it a time. While the device is busy for longer, that costs nothing.
 """
 
 import heapq
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -74,8 +73,7 @@ def action_seconds(
     free: dict[str, float] = defaultdict(float)  # when a communicator's last message has ended
     events = sorted((place, number) for number, place in record.events.items())
     taken = 0
-    world_size = math.prod(getattr(degrees, axis) for axis in AXES)
-    slowest = costs.slowest(cluster, world_size)
+    slowest = costs.slowest(cluster, degrees.ranks)
     issue = dispatch(cluster, fused and compiled)
     hooks = _hooks(record, cluster, fused and compiled)
     unit = ""

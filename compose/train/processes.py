@@ -259,7 +259,7 @@ def _wait_for_first(store: dist.Store) -> None:
 def _report_silent(
     worker: Worker, world_size: int, store: dist.Store | None, rank: int, seconds: float
 ) -> None:
-    """Tell which rank is silent, if nobody has told of anything. store: None where that rank has it."""
+    """Tell which rank is silent, if no failure is told yet. ``store`` is None if that rank holds it."""
     if store is None:
         print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
     elif _first_to_fail(store, worker):

@@ -214,7 +214,7 @@ def remove_left(own: Path, needed: int) -> None:
 
 
 def _unmade(folder: Path, place: Path) -> str:
-    """Make the folder here of a run, whose own ``place`` may be elsewhere; return the problem."""
+    """Make a run's folder on this machine; return the problem. Its ``place`` may be in a store."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
