@@ -93,6 +93,7 @@ def _inside_a_backward() -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     data, batch = _applied(), torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(1))
     model, part = data.model, batch.chunk(size)[rank].requires_grad_()
+    assert isinstance(model, Parts)
     data.prepare_micro_batch(last=True)
     hidden = checkpoint(lambda x: model.frozen(model.a(x).tanh()), part, use_reentrant=True)
     output = checkpoint(lambda x: model.b(x) * model.scale, hidden, use_reentrant=True)
