@@ -68,6 +68,9 @@ def apply(
     resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
     check_setup(Setup(model, resolved, options, mesh.size(), mesh.device_type))
     choice = select_layers(model, resolved, tp, precision.float8, mesh.device_type)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_contiguous():  # neither messages nor FSDP take it
+            tensor.data = tensor.data.contiguous()
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -201,7 +204,7 @@ def _broadcast(model: nn.Module, device_type: str) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         # NCCL cannot send from host memory.
         sent = tensor.detach().to(device_type)
-        dist.broadcast(sent, src=0)
+        dist.broadcast(sent.flatten().view(torch.uint8), src=0)  # gloo does not know all types
         tensor.detach().copy_(sent)
 
 

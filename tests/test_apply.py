@@ -2,16 +2,53 @@
 
 import gc
 import weakref
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from compose import Options, Parallel, Plan, apply
 from compose.build import build
 from compose.data.samples import random_batch
+from compose.proof.comparison import whole
 from compose.train.step import forward_backward
 from tests.support.helpers import make_job, share_of
 from tests.support.pool import Pool, make_mesh
+
+
+class Odd(nn.Module):
+    """Weights that lie with gaps, and buffers of types that messages do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8)[:, ::2])
+        self.turned = nn.Parameter(torch.randn(4, 5).t())
+        self.same = nn.Parameter(torch.randn(1).expand(3))
+        self.register_buffer("short", torch.randint(9, (3,), dtype=torch.int16)[::2])
+        self.register_buffer("complex", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("flag", torch.rand(()) > 0.5)
+
+
+def _of_the_first_rank(zero: Literal[0, 3]) -> bool:
+    """Whether each rank has what the first had, of another seed."""
+    torch.manual_seed(dist.get_rank())
+    model = Odd()
+    torch.manual_seed(0)
+    wanted = Odd().state_dict()
+    apply(
+        model,
+        Plan(),
+        make_mesh(Parallel(dp_shard=2, zero=zero)),
+        Options(Parallel(dp_shard=2, zero=zero)),
+    )
+    return all(torch.equal(whole(tensor), wanted[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_weights_are_those_of_the_first_rank(pool: Pool, zero: int) -> None:
+    assert pool.run(_of_the_first_rank, 2, zero) == [True, True]
 
 
 def _is_let_go(keys: dict[str, object]) -> bool:

@@ -165,6 +165,13 @@ class Masks:
         key = module.dropout_key
         key = _mixed(key + module.dropout_calls) if module.dropout_calls else key
         if not torch.compiler.is_compiling():  # a graph that recomputes may not count
+            if _in_own_checkpoint():
+                name = self.name_of[id(module)] or type(module).__name__
+                raise ConfigError(
+                    f"dropout: {name} runs inside the model's own checkpoint, which would drop other"
+                    " elements when it computes again; leave that out, and use"
+                    " activation_checkpoint.mode"
+                )
             module.dropout_calls += 1
         if p == 1:
             return x * 0.0
@@ -210,6 +217,19 @@ class Masks:
             )
         whole = partial(torch.arange, dtype=torch.int32, device=self.samples.device)
         return known + [whole(size) for size in shape[len(known) :]]
+
+
+def _in_own_checkpoint() -> bool:
+    """Return whether a checkpoint of the model itself runs this, and not ``in_recomputation``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        place = frame.f_globals.get("__name__")
+        if place == "torch.utils.checkpoint":
+            return True
+        if place == __name__ and frame.f_code.co_name in ("again", "numbered"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 class _Dropout(nn.Dropout):

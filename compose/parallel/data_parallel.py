@@ -183,7 +183,9 @@ class DataParallel:
             cast(FSDPModule, unit).set_reshard_after_backward(complete, recurse=False)
 
     def end_micro_batch(self) -> None:
-        """Note that a micro-batch's backward has ended."""
+        """Complete sums, and note that a micro-batch's backward has ended."""
+        if self.sums and self.sums.last:
+            self.sums.finish()
         if self.first_has_sums:
             self.lacking = _lacking(self.model)
         if self.on_first and self.is_first:

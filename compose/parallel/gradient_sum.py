@@ -9,16 +9,16 @@ of a unit travels while the units before it run backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
+from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 
 Reduce = Callable[..., Callable[[Tensor], None]]
@@ -54,9 +54,9 @@ class GradientSum:
         self.model, self.groups, self.scalars = model, groups, scalars
         self.units: list[list[nn.Parameter]] = []
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.begun = self.last = self.queued = False
+        self.begun = self.last = False
         self.earlier: dict[nn.Parameter, Tensor] = {}
-        self.missing: list[int] = []  # gradients that each unit waits for
+        self.missing: list[set[nn.Parameter]] = []  # those without a gradient yet, of each unit
         self.sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         self.reduce = partial(reduce, model, group=groups[0]) if reduce and groups else None
         self.reductions: dict[int, Callable[[Tensor], None]] = {}  # by unit
@@ -66,7 +66,7 @@ class GradientSum:
         if not self.begun:
             self._hook()
             self.begun = True
-            self.missing = [len(unit) for unit in self.units]
+            self.missing = [set(unit) for unit in self.units]
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     self.earlier[parameter], parameter.grad = parameter.grad, None
@@ -87,7 +87,7 @@ class GradientSum:
         for parameter, earlier in self.earlier.items():
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self.sent, self.earlier = [], {}
-        self.begun = self.last = self.queued = False
+        self.begun = self.last = False
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for unit in self.units:
@@ -117,12 +117,14 @@ class GradientSum:
     def _ready(self, number: int, parameter: Tensor) -> None:
         if not (self.begun and self.last):
             return
-        if not self.queued:
-            self.queued = True
-            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
-        self.missing[number] -= 1
+        if number < len(self.sent):
+            raise ConfigError(
+                "model: a backward adds to a gradient again after it was complete, as checkpoint does"
+                " with use_reentrant=True for a module that runs twice; use use_reentrant=False"
+            )
+        self.missing[number].discard(cast(nn.Parameter, parameter))
         # All ranks have to send in one order.
-        while len(self.sent) < len(self.units) and self.missing[len(self.sent)] == 0:
+        while len(self.sent) < len(self.units) and not self.missing[len(self.sent)]:
             self._send()
 
     def _send(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.utils.checkpoint import checkpoint
 
 from compose import (
     ActivationCheckpoint,
@@ -530,6 +531,40 @@ def test_functions_without_a_module_that_drops(pool: Pool, attends: bool, functi
     )
     assert pool.run(_only_functions, 2, 0.3, attends) == [[[], [line]]] * 2
     assert pool.run(_only_functions, 2, 0.0, attends) == [[[], []]] * 2
+
+
+class Checkpointed(Small):
+    """It computes a part again in backward by itself."""
+
+    def __init__(self, reentrant: bool, function: bool) -> None:
+        super().__init__()
+        self.reentrant, self.function = reentrant, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.part, self.into(x), use_reentrant=self.reentrant))
+
+    def part(self, x: Tensor) -> Tensor:
+        return F.dropout(x.sin(), 0.3, self.training) if self.function else self.drop(x.sin()).sin()
+
+
+def _checkpointed() -> list[str]:
+    mesh, lines = make_mesh(Parallel(dp_shard=1)), []
+    batch = {"x": torch.randn(2, 5), "targets": torch.arange(2)}
+    for reentrant, function in itertools.product((False, True), repeat=2):
+        composition = apply(Checkpointed(reentrant, function), Plan(), mesh)
+        given = (composition, batch)
+        lines += refused(forward_backward, *given, loss_function=_summed, dropout=KEY)
+        composition.model.eval()
+        forward_backward(*given, loss_function=_summed)
+    return lines
+
+
+def test_a_checkpoint_of_the_model_itself(pool: Pool) -> None:
+    """What runs again outside of ``in_recomputation`` would drop other elements."""
+    line = "dropout: {} runs inside the model's own checkpoint, which would drop other elements when it"
+    line += " computes again; leave that out, and use activation_checkpoint.mode"
+    lines = pool.run(_checkpointed, 1)[0]
+    assert lines == [line.format(name) for name in ("drop", "Checkpointed", "drop", "Checkpointed")]
 
 
 INSIDE: dict[str, tuple[Callable[[float], nn.Module], str]] = {

@@ -93,7 +93,6 @@ INSTEAD = {
         torch.distributed.tensor.parallel.RowwiseParallel._partition_embedding_fn
         torch.distributed.tensor.parallel.SequenceParallel._replicate_module_fn
     """,
-    "finish_backward after each backward": "torch.autograd.Variable._execution_engine",
     "DTensor.to_local": """
         torch.distributed.tensor.DTensor._local_tensor torch.distributed.tensor.DTensor._spec
     """,

@@ -3,15 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils.checkpoint import checkpoint
 
 from compose import Parallel
 from compose.parallel import gradient_sum
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
-from tests.support.helpers import gradients_of
+from tests.support.helpers import gradients_of, refused
 from tests.support.pool import Pool, make_mesh
 
 
@@ -67,12 +69,14 @@ def _steps(cp: int, zero: int) -> None:
         for i, batch in enumerate(step):
             data.prepare_micro_batch(last=i == len(step) - 1)
             model(batch.tensor_split(size)[rank]).square().sum().backward()
+            data.end_micro_batch()
         # Gradients that were not set to zero count once, and are not summed over ranks again.
         seen += step
         _assert_equal(model, _wanted(seen))
     model.zero_grad()
     data.prepare_micro_batch(last=True)
     model(steps[0][0].tensor_split(size)[rank]).square().sum().backward()
+    data.end_micro_batch()
     _assert_equal(model, _wanted(steps[0]))
 
 
@@ -82,6 +86,31 @@ def _steps(cp: int, zero: int) -> None:
 def test_steps_and_micro_batches_add_up(pool: Pool, ranks: int, cp: int, zero: int) -> None:
     """With shards, of a parameter without dims."""
     pool.run(_steps, ranks, cp, zero)
+
+
+def _inside_a_backward() -> list[str]:
+    """Reentrant checkpoints have backwards of their own, each of which ends before the next begins."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data, batch = _applied(), torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(1))
+    model, part = data.model, batch.chunk(size)[rank].requires_grad_()
+    assert isinstance(model, Parts)
+    data.prepare_micro_batch(last=True)
+    hidden = checkpoint(lambda x: model.frozen(model.a(x).tanh()), part, use_reentrant=True)
+    output = checkpoint(lambda x: model.b(x) * model.scale, hidden, use_reentrant=True)
+    output.square().sum().backward()
+    data.end_micro_batch()
+    _assert_equal(model, _wanted([batch]))
+    data.prepare_micro_batch(last=True)
+    output = hidden.detach().requires_grad_()
+    for _ in range(2):
+        output = checkpoint(lambda x: F.pad(model.b(x), (0, 4)), output, use_reentrant=True)
+    return refused(output.sum().backward)
+
+
+def test_backwards_inside_a_backward(pool: Pool) -> None:
+    line = "model: a backward adds to a gradient again after it was complete, as checkpoint does with"
+    line += " use_reentrant=True for a module that runs twice; use use_reentrant=False"
+    assert pool.run(_inside_a_backward, 2) == [[line]] * 2
 
 
 def _without_backward() -> None:
