@@ -48,6 +48,11 @@ class Remote(PosixPath):
         scheme, colon, rest = super().__str__().partition(":/")
         return f"{scheme}://{'/' * (scheme in _LOCAL)}{rest}" if colon else scheme
 
+    @property
+    def suffix(self) -> str:
+        """The suffix of the name; a query after it, such as ?download=true, is no part of it."""
+        return PosixPath(self.name.partition("?")[0]).suffix
+
     def _ask(self, question: Callable[[Any, str], T]) -> T:
         """Return what a store answers about its own name of this path, asked again for a while."""
         import fsspec
