@@ -48,6 +48,11 @@ class Remote(PosixPath):
         scheme, colon, rest = super().__str__().partition(":/")
         return f"{scheme}://{'/' * (scheme in _LOCAL)}{rest}" if colon else scheme
 
+    @property
+    def suffix(self) -> str:
+        """The suffix of the name; a query after it, such as ?download=true, is no part of it."""
+        return PosixPath(self.name.partition("?")[0]).suffix
+
     def _ask(self, question: Callable[[Any, str], T]) -> T:
         """Return what a store answers about its own name of this path, asked again for a while."""
         import fsspec
@@ -78,7 +83,9 @@ class Remote(PosixPath):
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the kind and the size. A store has no links."""
         info = self._ask(lambda store, name: store.info(name))
-        kind = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
+        # A server of HTTP sends a page for a folder, from an address that ends with a slash.
+        folder = info["type"] == "directory" or str(info.get("url", "")).endswith("/")
+        kind = stat.S_IFDIR if folder else stat.S_IFREG
         return os.stat_result((kind | 0o644, 0, 0, 1, 0, 0, info["size"] or 0, 0, 0, 0))
 
     def _mode(self) -> int:
@@ -175,7 +182,9 @@ class Remote(PosixPath):
                 files = store.find(name, detail=True)
             except FileNotFoundError:
                 return {}
-            return {path.rpartition("/")[2]: info["size"] for path, info in files.items()}
+            names = {path.rpartition("/")[2]: info["size"] for path, info in files.items()}
+            # A page of HTTP lists no sizes.
+            return {n: (self / n).stat().st_size if s is None else s for n, s in names.items()}
 
         return self._ask(listed)
 
@@ -203,7 +212,14 @@ class _Ranges(io.RawIOBase):
         start, stop = self.place, min(self.place + min(len(room), _MOST), self.size)
         if start >= stop:
             return 0
-        data = self.ask(lambda store, name: store.cat_file(name, start=start, end=stop))
+
+        def part(store: Any, name: str) -> bytes:
+            data = store.cat_file(name, start=start, end=stop)
+            if len(data) > stop - start:
+                raise ValueError("its server sends the whole file in place of a part; copy it here")
+            return data
+
+        data = self.ask(part)
         room[: len(data)] = data
         self.place += len(data)
         return len(data)

@@ -1,8 +1,13 @@
 """Object storage: a URL reads as a folder of this machine does, or one line says why not."""
 
+import io
 import os
+import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +185,68 @@ def test_data_are_the_same_from_a_store(
     for first in range(0, 24, 4):
         a, b = local.batch(first), remote.batch(first)
         assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+class Files(SimpleHTTPRequestHandler):
+    """The files of a folder, and a page for each folder in it."""
+
+    parts = True
+    """Whether a part of a file can be asked for."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def send_head(self) -> Any:
+        asked = re.fullmatch("bytes=([0-9]+)-([0-9]+)", self.headers.get("Range", ""))
+        if not (asked and self.parts):
+            return super().send_head()
+        first, last = map(int, asked.groups())
+        part = Path(self.translate_path(self.path)).read_bytes()[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        return io.BytesIO(part)
+
+
+class Whole(Files):
+    parts = False
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[[type[Files]], str]]:
+    """The address of a server of HTTP for ``tmp_path``."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(kind: type[Files]) -> str:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, directory=str(tmp_path)))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("make", [_text, _bin, _npy, _set, _chat])
+def test_data_from_a_server_of_http(
+    served: Callable[[type[Files]], str], tmp_path: Path, make: Callable[[Path], str]
+) -> None:
+    """A folder is one, not the page that lists it; a query is no part of a name; a server without parts
+    is refused in one line."""
+    name, url = make(tmp_path), served(Files)
+    query = "?download=true" if make in (_bin, _npy) else ""
+    here = open_samples(f"{tmp_path}/{name}", Data(), 8, 300)
+    there = open_samples(f"{url}/{name}{query}", Data(), 8, 300)
+    assert here.content == there.content
+    for index in range(len(here)):
+        a, b = here.read(index), there.read(index)
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    if make is not _text:  # text is read whole
+        url = f"{served(Whole)}/{name}"
+        said = refusal(lambda: open_samples(url, Data(), 8, 300).read(1))
+        assert said.endswith(": its server sends the whole file in place of a part; copy it here")
 
 
 def test_what_is_wrong_with_data_in_a_store(store: Path, tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def _read_prompts(path: Path) -> list[Prompt]:
         try:
             if line.strip():
                 in_json = path.suffix in JSON_LINES
-                results.append(_of_row(line) if in_json else line.removesuffix("\r"))
+                results.append(_of_row(line) if in_json else line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
     if not results:

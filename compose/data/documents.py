@@ -18,7 +18,7 @@ from compose.errors import ConfigError, or_say
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 ARROW = (".parquet", ".arrow")
 ROWS = (*JSON_LINES, *ARROW)
-PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+PACKED = (".gz", ".tgz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".7z", ".tar")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLOCK = 1 << 20  # bytes of a text in one block
 _BATCH = 1024  # rows of Parquet or Arrow that are in memory as Python's objects

@@ -99,11 +99,12 @@ class Conversations:
         self.starts = np.concatenate([[0], token_set.ends[:-1]]).astype(np.int64)
         sizes = np.maximum(token_set.ends - self.starts - 1, 0)  # another program's may be empty
         limits = self.limits(sizes)
-        self.cut, self.lengths = np.flatnonzero(sizes > limits), np.minimum(sizes, limits)
-        for number in self.cut.tolist():
+        self.lengths = np.minimum(sizes, limits)
+        for number in np.flatnonzero(sizes > limits).tolist():
             if not self._learnt(number, int(limits[number])).any():
                 self.lengths[number] = 0
         self.bins = self.binned()
+        self.cut = np.flatnonzero(self.lengths < sizes)
         if not self.bins:
             raise ConfigError(
                 f"{name} has no {self.what} with something to learn within train.seq_len {seq_len}"

@@ -25,6 +25,7 @@ from compose.data.chat_messages import PLAIN, ChatNames, pairs_of, read_chat, sh
 from compose.data.chat_replies import Replies, encode
 from compose.data.chat_template import has_template
 from compose.data.documents import (
+    ARROW,
     PACKED,
     ROWS,
     BadLine,
@@ -116,8 +117,15 @@ def describe_job(
         except OSError as error:
             problems.append(f"{path}: cannot be read: {error.strerror}")
             continue
-        result.append((str(path.resolve()), state.st_size, state.st_mtime_ns))
-    problems += [f"{name}: is named twice" for name in {f[0] for f in result if result.count(f) > 1}]
+        # In Hugging Face's cache a file is a link, and only the link's name says what it holds.
+        name = str(path.parent.resolve() / path.name)
+        if name.encode(errors="ignore") != os.fsencode(name):
+            problems.append(f"{name}: has a name that is not UTF-8, which no set can keep; rename it")
+        if path.suffix in ARROW and not state.st_size:
+            problems.append(f"{path}: is empty, and no table")
+        result.append((name, state.st_size, state.st_mtime_ns))
+    meant = Counter(Path(name).resolve() for name, _, _ in result)
+    problems += [f"{name}: is named twice" for name, count in meant.items() if count > 1]
     if problems:
         raise ConfigError(*problems)
     added, path = (True if kind == "text" else None), str(tokenizer.path)

@@ -140,7 +140,9 @@ class Validation:
     def enough(self, validations: Sequence[tuple[int, float | None]]) -> str:
         """Return why a run with these (step, loss) ends by ``train.patience``; "" if it goes on."""
         train, best, at, waited = self.job.config.train, math.inf, 0, 0
-        for step, loss in validations:
+        # One at the end of an earlier start, between two that are due, decides nothing.
+        due = [each for each in validations if train.patience and not each[0] % train.validate_every]
+        for step, loss in due:
             if loss is not None and loss < best - train.min_delta:
                 best, at, waited = loss, step, 0
             else:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -142,10 +143,14 @@ def _is_image(path: Path) -> bool:
 
 
 def _opened(path: Path, size: int, channels: int) -> Tensor:
-    """Return the square in the middle of an image."""
+    """Return the square in the middle of an image, upright as its EXIF says."""
     from PIL import Image, ImageOps
 
     with Image.open(path, formats=_FORMATS) as image:
+        with suppress(SyntaxError):  # of a damaged header, which tells no orientation
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I"):  # 16 bits, of which convert would keep those up to 255
+            image = image.point(lambda value: value / 257)
         square = ImageOps.fit(image.convert("RGB" if channels == 3 else "L"), (size, size))
     pixels = torch.from_numpy(np.array(square)).float() / 127.5 - 1
     return pixels.movedim(-1, 0) if channels == 3 else pixels[None]

@@ -52,7 +52,8 @@ class GridSampler:
         "--classes": f"numbers of classes, as 0,3; default: all, at most the first {_ROWS}",
         "--per-class": f"images of each; default {Grid.per_class}",
         "--steps": f"Euler steps from noise to an image; default {Grid.steps}",
-        "--guidance": f"weight of the class; 1: as learnt; default {Grid.guidance}",
+        "--guidance": f"weight of the class; 1: as learnt; default {Grid.guidance}, or 1 if nothing"
+        " was learnt without class",
         "--seed": f"the same gives the same picture; default {Grid.seed}",
     }
 
@@ -92,7 +93,13 @@ def _grid(model: DiTConfig, flags: Mapping[str, str]) -> Grid:
 
     per_class = number("--per-class", Grid.per_class, 1)
     steps = number("--steps", Grid.steps, 1)
-    guidance = number("--guidance", Grid.guidance, 0, float)
+    # Without dropout of classes, nothing was learnt of an image without class.
+    guidance = number("--guidance", Grid.guidance if model.label_dropout else 1.0, 0, float)
+    if guidance != 1 and not model.label_dropout:
+        problems.append(
+            f"command line: --guidance: {guidance:g} needs images without class, and"
+            " model.label_dropout = 0 learnt none; nearest: 1"
+        )
     seed = number("--seed", Grid.seed, 0)
     words = flags.get("--classes", ",".join(map(str, range(min(_ROWS, model.n_classes))))).split(",")
     if not all(0 <= whole_number(word) < model.n_classes for word in words):

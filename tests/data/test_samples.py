@@ -139,7 +139,7 @@ def test_a_bad_index_of_megatron(tmp_path: Path) -> None:
     assert len(tokens_of(opened(Data(path=str(path))))) == 5
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.tgz"])
 def test_compressed_text_is_refused(tmp_path: Path, name: str) -> None:
     for file in ("0.txt", name):
         (tmp_path / file).write_text("some text")

@@ -110,6 +110,33 @@ def test_parquet(tmp_path: Path, tokenizer: Path) -> None:
     assert row_of(tmp_path / "out") == expected(tokenizer, texts)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_link_s_own_name_says_what_it_holds(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+    """In Hugging Face's cache a file is a link to one whose name is a hash."""
+    texts, link, blob = documents(5), tmp_path / f"a.{kind}", tmp_path / "0a1b"
+    if kind == "jsonl":
+        json_lines(blob, texts)
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), blob)
+    link.symlink_to(blob)
+    make(tokenizer, tmp_path / "out", link)
+    assert row_of(tmp_path / "out") == expected(tokenizer, texts)
+    other = tmp_path / f"b.{kind}"
+    other.symlink_to(link)
+    assert refusal(make, tokenizer, tmp_path / "no", link, other) == f"{blob}: is named twice"
+
+
+def test_files_that_could_not_be_a_source(tmp_path: Path, tokenizer: Path) -> None:
+    """A table of no bytes is no table, and a manifest holds names in UTF-8."""
+    odd, empty = tmp_path / "odd \udcff.jsonl", tmp_path / "b.parquet"
+    json_lines(odd, ["a"])
+    empty.touch()
+    assert refusal(make, tokenizer, tmp_path / "out", odd, empty).splitlines() == [
+        f"{tmp_path}/odd \\udcff.jsonl: has a name that is not UTF-8, which no set can keep; rename it",
+        f"{empty}: is empty, and no table",
+    ]
+
+
 @pytest.mark.parametrize("moment", ["before a shard", "between shards", "before the manifest"])
 def test_goes_on_where_it_was(
     tmp_path: Path, tokenizer: Path, moment: str, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,20 @@ def test_a_pair_without_a_target_is_left_out(tmp_path: Path) -> None:
     assert samples.read(0)["tokens"][0] == 20
 
 
+def test_a_table_counts_both_of_a_pair_that_is_left_out(tmp_path: Path) -> None:
+    """Of the second pair the rejected one has no target left, and the chosen one is not cut."""
+    token_set(tmp_path, "pairs", learnt=23)
+    (tmp_path / "trained-00001.bin").write_bytes(bytes([1] * 5 + [0] * 14 + [1]))
+    samples = Preference().open(str(tmp_path), make_config(1, dpo__beta=0.1, train__seq_len=9))
+    assert isinstance(samples, Pairs)
+    learnt = int(samples.read(0)["targets"][:, 0].isfinite().sum())
+    assert samples.table().splitlines()[3:6] == [
+        f"  cut{4:>25}  at train.seq_len 9: 28 tokens are lost",
+        f"  left out{2:>20}  of these: nothing to learn remains",
+        f"  tokens learnt{learnt:>15}  in an epoch, of 8",
+    ]
+
+
 ROWS = [
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "naïve"},
     {

@@ -197,6 +197,14 @@ def test_patience(losses: list[float], patience: int, min_delta: float, ends_aft
             break
 
 
+def test_a_validation_at_the_end_of_an_earlier_start_does_not_count() -> None:
+    """Whether a run was stopped by train.stop_after at step 5 changes nothing."""
+    job, losses = make_job(1, **VALIDATED, train__patience=2), [(2, 3.0), (4, 3.1), (5, 2.0), (6, 3.2)]
+    validation = Validation(job, None, CPU, cross_entropy)
+    assert not validation.enough(losses[:3])
+    assert validation.enough(losses).startswith("2 validations in a row are no improvement on 3.0000")
+
+
 def _decided(keys: Keys, losses: Mapping[int, float]) -> list[str]:
     """Train with these validation losses, and return the lines about an early end."""
 

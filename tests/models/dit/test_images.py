@@ -113,6 +113,23 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
     assert open_data(grey).sets[0].read(1)["patches"].shape == (9, 4)
 
 
+def test_an_image_is_as_a_viewer_shows_it(tmp_path: Path) -> None:
+    """Grey of 16 bits keeps its shades, and a photograph is upright; a damaged EXIF says nothing."""
+    shades = np.arange(36, dtype=np.uint16).reshape(6, 6) * 7 * 257
+    Image.fromarray(shades).save(tmp_path / "0.png")
+    lower, turned = np.zeros((6, 6), np.uint8), Image.Exif()
+    lower[3:] = 255
+    turned[0x0112] = 6  # the camera was turned: the first row is at the right
+    Image.fromarray(lower).save(tmp_path / "1.png", exif=turned)
+    Image.fromarray(lower).save(tmp_path / "2.jpg", exif=b"Exif\0\0" + b"\xff" * 20, quality=100)
+    for channels in (1, 3):
+        images = Images("", [(path, 0) for path in sorted(tmp_path.iterdir())], 6, channels, False)
+        read = [((images.read(n)[0] + 1) * 127.5).round() for n in range(3)]
+        wanted = (shades // 257, np.rot90(lower, -1), lower)
+        for image, pixels in zip(read, wanted, strict=True):
+            assert np.abs(image.numpy() - pixels.astype(int)).max() <= 1
+
+
 def test_an_unreadable_image_stops_the_run_or_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,10 +9,11 @@ import torch
 from PIL import Image
 
 from compose.build import build
-from models.dit.sampler import Grid, sample, velocity
+from models.dit.model import DiTConfig
+from models.dit.sampler import Grid, _grid, sample, velocity
 from tests.support.checkpoints import train_on
 from tests.support.command_lines import answered, execute
-from tests.support.helpers import Keys, make_job, ranks_in, tier
+from tests.support.helpers import Keys, make_job, ranks_in, refusal, tier
 from tests.support.pool import Pool, make_mesh
 from tests.support.small_models import DIT
 from tests.support.training import keys_for, lines, train
@@ -150,6 +151,17 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     assert "--prompt" not in result.stdout
     result = answered("-m", "compose", "generate", str(run))
     assert result.stderr == "command line: --out: nothing is no .png file\n"
+
+
+def test_guidance_needs_what_label_dropout_learns(tmp_path: Path) -> None:
+    """Its embedding of no class has its first value still."""
+    flags, model = {"--out": str(tmp_path / "x.png")}, DiTConfig(label_dropout=0.0)
+    assert [_grid(each, flags).guidance for each in (model, DiTConfig())] == [1, Grid.guidance]
+    assert _grid(model, flags | {"--guidance": "1"}).guidance == 1
+    assert refusal(_grid, model, flags | {"--guidance": "2"}) == (
+        "command line: --guidance: 2 needs images without class, and model.label_dropout = 0 learnt"
+        " none; nearest: 1"
+    )
 
 
 def test_convert_is_refused(run: Path, tmp_path: Path) -> None:
