@@ -401,6 +401,16 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
             {"rope_scaling": None, "rope_theta": None},
         ),
         ("rope_scaling", R | {"truncate": False}, f".truncate: false {NO}, only true"),
+        *(
+            (
+                "rope_theta",
+                1e6,
+                f": 1000000.0 is read by transformers for {GLOBAL} alone; write it in"
+                f" rope_parameters.{GLOBAL} and in rope_parameters.{LOCAL}",
+                {"rope_scaling": None, "rope_parameters": rules},
+            )
+            for rules in (None, {LOCAL: {"rope_type": "default"}, GLOBAL: {"rope_type": "default"}})
+        ),
     ],
     "hunyuan_v1_dense": [
         ("num_attention_heads", 0, ": 0 should be at least 1, below 2^31", {"rope_scaling": ALPHA}),
