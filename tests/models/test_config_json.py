@@ -730,6 +730,14 @@ def test_layers_with_a_window_by_default_are_refused() -> None:
         read(without)
     types = {"layer_types": 3 * [GLOBAL]}
     assert read(values) == read(without | {"max_window_layers": None}) == read(without | types)
+    window = {"sliding_window": 7}  # no layer has it; transformers writes its default so
+    assert (
+        read(values)
+        == read(values | window | {"max_window_layers": 3})
+        == read(values | window | types)
+    )
+    with pytest.raises(ValueError, match=r"^sliding_window: 7 cannot be expressed here$"):
+        read(values | window)
     with pytest.raises(ValueError, match=r"^sliding_window: is absent, which is 4096 from layer 62 "):
         read(without | {"max_window_layers": None, "num_hidden_layers": 63})
 
