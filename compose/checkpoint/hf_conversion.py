@@ -121,8 +121,9 @@ def export(
     """
     known = _whole_state(source)
     model = config.model if config else _model_of(source, known)
+    hf = find_hf(model.name)
     try:
-        values = find_hf(model.name).hf_config(model.config)
+        values = hf.hf_config(model.config)
     except ValueError as error:
         raise ConfigError(f"{source}: model.{error}") from None
     whole, reader, hf_name = _on_meta(model), PartsReader(source), name_of(model.name, model.config)
@@ -161,8 +162,13 @@ def export(
         raise ConfigError(f"{original}: no such folder")
     known_config = read_beside(original, MODEL) if original else {}
     special = generation_values(original, model.config.vocab_size)
-    own = ("bos_token_id", "pad_token_id", "max_position_embeddings")
-    values |= special | {key: known_config[key] for key in own if known_config.get(key) is not None}
+    theirs = {key: value for key, value in known_config.items() if value is not None}
+    values |= special | {key: theirs[key] for key in ("bos_token_id", "pad_token_id") if key in theirs}
+    length = {key: theirs[key] for key in ("max_position_embeddings",) if key in theirs}
+    # The rule of RoPE, or the number of positions, may follow from this length.
+    with contextlib.suppress(ValueError, ArithmeticError):
+        if hf.config_from_hf(values | length) == hf.config_from_hf(values):
+            values |= length
     flat = [one for part in plan for one in part]
     with _new_folder(target) as aside:
         written = write_files(aside, flat, tensors(), shard_bytes)

@@ -69,7 +69,7 @@ def yarn_frequencies(
     # The bound is the width, though there are half as many pairs: so it was for the published weights.
     first, last = max(first, 0), min(last, head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
-    slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    slowed = ((pairs - first) / (last - first or 1e-3)).clamp(0, 1)
     return frequency * (1 - slowed + slowed / factor)
 
 

@@ -123,10 +123,10 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
         chosen["head_dim"] = 0 if rest and row.whole_heads else heads
     chosen |= _read_layers(values, row, chosen) | _read_rope(values, row, heads)
     one_base = row.fixed.get("rope_scale_windows", True) or chosen["rope_theta"] == row.theta
-    if not one_base and values.get("rope_parameters") == given.get("rope_parameters"):
+    if not one_base and table(table(given, "rope_parameters"), _LOCAL).get("rope_theta") is None:
         raise ValueError(
-            f"rope_theta: {chosen['rope_theta']} is read by transformers for {_GLOBAL} alone; write"
-            f" rope_parameters with {_GLOBAL} and {_LOCAL}"
+            f"rope_theta: {chosen['rope_theta']} is read by transformers for {_GLOBAL} alone; write it"
+            f" in rope_parameters.{_GLOBAL} and in rope_parameters.{_LOCAL}"
         )
     return row.keys.build(LlamaConfig, **chosen, architecture=name)
 

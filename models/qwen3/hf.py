@@ -201,8 +201,8 @@ KINDS = {
         {"qk_norm": "head", **_SIGMOID},
         SHARED_EXPERTS | _BIAS,
         _SIGMOID_DEFAULTS | {"n_dense_layers": 0, "n_shared_experts": 0, "normalize_weights": False},
-        ("max_window_layers",),
-        {"sliding_window": (), **_SIGMOID_ONLY},
+        ("max_window_layers", "sliding_window"),
+        _SIGMOID_ONLY,
         besides=PREDICTION,
         writes={"sliding_window": None},
     ),
@@ -368,10 +368,12 @@ def config_from_hf(values: Mapping[str, Any]) -> Qwen3Config:
 
 
 def _check_no_window(values: Mapping[str, Any], n_layers: int) -> None:
-    """Raise ValueError if transformers gives layers of a dots.llm1 its default window, 4096."""
+    """Raise ValueError if transformers gives layers of a dots.llm1 a window; its default is 4096."""
     first = size(values, "max_window_layers", 62)
-    named = "sliding_window" in values or values.get("layer_types") is not None
-    if not named and first < n_layers:
+    if values.get("layer_types") is not None or first >= n_layers:
+        return
+    only(values, "sliding_window")
+    if "sliding_window" not in values:
         raise ValueError(
             f"sliding_window: is absent, which is 4096 from layer {first} (max_window_layers) on, and"
             " no layer here has one; write null if theirs have none"

@@ -15,7 +15,7 @@ import torch
 
 from compose.__main__ import main
 from compose.checkpoint.hf_conversion import _model_of, export
-from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
+from compose.checkpoint.hf_folder import find_hf, load_hf, model_in, name_of, published
 from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
 from compose.checkpoint.store import ModelFields
 from compose.errors import ConfigError
@@ -130,6 +130,25 @@ def test_an_export_ends_where_generate_ends(tmp_path: Path) -> None:
         assert generation.eos_token_id == config.eos_token_id == ends
         assert generation.bos_token_id is config.bos_token_id is None
         assert generation.top_k == (20 if kind else None)
+
+
+def test_a_length_that_is_part_of_the_model_is_its_own(tmp_path: Path) -> None:
+    """LongRoPE's factor may follow from the longest text, and a table of positions has so many rows."""
+    factors = {"short_factor": 4 * [1.0], "long_factor": 4 * [2.0]}
+    rule = {"rope_scaling": {"type": "longrope", "factor": 2.0, **factors}}
+    lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 640}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "llama"} | lengths))
+    for name, change in {"phi3": rule | lengths, "gpt2": {}}.items():
+        folder, run, back = (tmp_path / f"{name} {part}" for part in ("hf", "run", "back"))
+        save_model(folder, MODELS[name])
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        assert main(["convert", str(folder), str(run)]) == 0
+        original = None if change else other
+        export(run / "checkpoints/step-00000000", back, original=original)
+        assert model_in(back) == model_in(folder)
 
 
 @pytest.mark.parametrize("name", ["tied", "deepseek_v3", "gpt_oss"])

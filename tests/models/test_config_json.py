@@ -401,6 +401,16 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
             {"rope_scaling": None, "rope_theta": None},
         ),
         ("rope_scaling", R | {"truncate": False}, f".truncate: false {NO}, only true"),
+        *(
+            (
+                "rope_theta",
+                1e6,
+                f": 1000000.0 is read by transformers for {GLOBAL} alone; write it in"
+                f" rope_parameters.{GLOBAL} and in rope_parameters.{LOCAL}",
+                {"rope_scaling": None, "rope_parameters": rules},
+            )
+            for rules in (None, {LOCAL: {"rope_type": "default"}, GLOBAL: {"rope_type": "default"}})
+        ),
     ],
     "hunyuan_v1_dense": [
         ("num_attention_heads", 0, ": 0 should be at least 1, below 2^31", {"rope_scaling": ALPHA}),
@@ -720,6 +730,14 @@ def test_layers_with_a_window_by_default_are_refused() -> None:
         read(without)
     types = {"layer_types": 3 * [GLOBAL]}
     assert read(values) == read(without | {"max_window_layers": None}) == read(without | types)
+    window = {"sliding_window": 7}  # no layer has it; transformers writes its default so
+    assert (
+        read(values)
+        == read(values | window | {"max_window_layers": 3})
+        == read(values | window | types)
+    )
+    with pytest.raises(ValueError, match=r"^sliding_window: 7 cannot be expressed here$"):
+        read(values | window)
     with pytest.raises(ValueError, match=r"^sliding_window: is absent, which is 4096 from layer 62 "):
         read(without | {"max_window_layers": None, "num_hidden_layers": 63})
 

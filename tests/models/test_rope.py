@@ -1,6 +1,7 @@
 """The frequencies of rotary embeddings: Llama 3's rule and YaRN's."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +44,14 @@ def test_yarn_keeps_what_turns_fast_and_slows_what_turns_slowly() -> None:
     odd = yarn_frequencies(64, 1e4, 40.0, 4096, 8e307, 1e-320)
     assert ((plain / odd)[1:] < 40).all()
     assert odd.diff().max() < 0
+
+
+def test_yarn_of_a_small_base_is_that_of_transformers() -> None:
+    """Its bounds cross: the pair that turns fast lies behind the last one."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rule: Any = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = LlamaConfig(head_dim=8, rope_parameters=rule | {"rope_theta": 4.0, "truncate": False})
+    theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
+    torch.testing.assert_close(yarn_frequencies(8, 4.0, 32.0, 4096, 32.0, 1.0, truncate=False), theirs)
