@@ -102,7 +102,8 @@ class OuterLoop(Hook):
         self.code: Code = code_of(options, self.dtype)
         # Earlier versions cut parameters and stacks in other places: with a mark theirs is not read.
         marks = {"rows": bool(options.fragments), "stacks": cuts_stacks(composition.model)}
-        self.fingerprint = (asdict(options), *(mark for mark, has in marks.items() if has))
+        same = asdict(replace(options, offload=True))  # where they are kept changes no value
+        self.fingerprint = (same, *(mark for mark, has in marks.items() if has))
 
     def start(self, done: int) -> None:
         """Let the outer weights be the model's, the same on all workers, unless they were loaded."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -239,6 +240,8 @@ def _home_of_what_is_loaded(keys: Keys) -> list[str]:
     job, composition = built(keys)
     options = Outer(every=2, fragments=1, dtype="top_k", offload=False)
     loop = loop_of(job, composition, options, Worker(), 2)
+    elsewhere = loop_of(job, composition, replace(options, offload=True), Worker(), 2)
+    assert elsewhere.fingerprint == loop.fingerprint, "state of the one is of use to the other"
     loop.weights = {name: weight.to("meta") for name, weight in loop.weights.items()}
     shape, dtype = loop._forms(0)["lost.1"]
     loop.load({"outer.lost.1": torch.zeros(shape, dtype=dtype)}, (), 0)
