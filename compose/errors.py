@@ -281,7 +281,7 @@ NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0)]
-Epsilon = Annotated[float, Field(ge=0), AfterValidator(_not_0_in_float32)]
+Epsilon = Annotated[float, Field(gt=0), AfterValidator(_not_0_in_float32)]
 
 
 def attribute(key: str) -> str:

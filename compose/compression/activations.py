@@ -24,6 +24,7 @@ from compose.compression.codec import (
     empty_codes,
     encode_blocks,
     integers,
+    inverse_of,
     pieces,
     read_steps,
     write_steps,
@@ -113,10 +114,8 @@ def _(codes: Tensor, compiled: bool = False) -> Tensor:
 def _encoded_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     scales = block_scales(x, LARGEST_FLOAT8)
-    # A block of zeros has the scale 0; its codes are 0 too.
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)
     # The scale is rounded, so the largest element may be a little above the largest code.
-    return (x * inverse).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8), scales
+    return (x * inverse_of(scales)).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8), scales
 
 
 def _decoded_float8(codes: Tensor, scales: Tensor) -> Tensor:

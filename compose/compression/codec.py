@@ -247,10 +247,13 @@ def _keep_scaled(kept: Tensor, kept_steps: Tensor, x: Tensor, scale: Tensor) -> 
 
 def _rounded(x: Tensor, steps: Tensor, bits: int) -> Tensor:
     """Return the integers of blocks (..., size), float32, for steps (..., 1)."""
-    # A block of zeros has the step 0; its codes are 0 too.
-    inverse = torch.where(steps > 0, 1 / steps, 0.0)
     top = top_code(bits)
-    return (x * inverse).round_().clamp_(-top, top)
+    return (x * inverse_of(steps)).round_().clamp_(-top, top)
+
+
+def inverse_of(steps: Tensor) -> Tensor:
+    """Return 1 / steps, and 0 for a step whose inverse may be infinite: the codes are 0 too then."""
+    return torch.where(steps >= torch.finfo(torch.float32).tiny, 1 / steps, 0.0)
 
 
 def _packed(rounded: Tensor, bits: int) -> Tensor:

@@ -194,8 +194,10 @@ class LowRank(GradientCode):
         }
         own = {i: (m.transpose(1, 2) @ left[i]).sum(0) for i, m in matrices.items()}
         right = dict(zip(matrices, self._summed(list(own.values()), group), strict=True))
-        # An overflow must not stay in what the next step begins with.
-        self.kept |= {f"factor{i}": torch.nan_to_num(q, 0.0, 0.0, 0.0) for i, q in right.items()}
+        # An overflow must not stay in what the next step begins with, nor zeros, which find nothing.
+        for i, q in right.items():
+            q = torch.nan_to_num(q, 0.0, 0.0, 0.0)
+            self.kept[f"factor{i}"] = torch.where(q.any(0), q, self.kept[f"factor{i}"])
         if self.observer:
             missing = rows - wanted + self._lost(wanted.clone(), left, own)
             self.observer.loses(missing, [group], whole=self.layout.ranks == 1)

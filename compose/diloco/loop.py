@@ -42,7 +42,8 @@ from compose.diloco.messages import (
     ended,
     outer_dtype,
 )
-from compose.ops.tensors import gathered, local_tensor
+from compose.ops.tensors import gathered, local_region, local_tensor
+from compose.optim.rounding import random_bits, store
 from compose.parallel.data_parallel import cuts_stacks
 from compose.train.hooks import Hook
 from compose.train.processes import TrainingError
@@ -101,7 +102,8 @@ class OuterLoop(Hook):
         self.code: Code = code_of(options, self.dtype)
         # Earlier versions cut parameters and stacks in other places: with a mark theirs is not read.
         marks = {"rows": bool(options.fragments), "stacks": cuts_stacks(composition.model)}
-        self.fingerprint = (asdict(options), *(mark for mark, has in marks.items() if has))
+        same = asdict(replace(options, offload=True))  # where they are kept changes no value
+        self.fingerprint = (same, *(mark for mark, has in marks.items() if has))
 
     def start(self, done: int) -> None:
         """Let the outer weights be the model's, the same on all workers, unless they were loaded."""
@@ -186,9 +188,9 @@ class OuterLoop(Hook):
         if took_part:
             self._set_averaged(sums / len(arrived))
         for span, values in self._spread(fragment, mean.to(theta.dtype)):
-            self._step(span, values, pending.mix if took_part else None)
+            self._step(span, values, pending.mix if took_part else None, step)
 
-    def _step(self, span: Span, mean: Tensor, mix: float | None) -> None:
+    def _step(self, span: Span, mean: Tensor, mix: float | None, step: int) -> None:
         """Take the outer step of a span; with ``mix`` None this worker keeps its own weights."""
         theta = self.weights[span.parameter.name]
         wide, mean = span.take(theta).double(), mean.to(theta.device).double()
@@ -205,7 +207,13 @@ class OuterLoop(Hook):
         for parameter in span.parameter.copies:
             local = local_tensor(parameter).detach()
             common = span.take(theta).to(local.device)
-            span.put(local, torch.lerp(common, span.take(local).to(common.dtype), mix))
+            new = torch.lerp(common, span.take(local).to(common.dtype), mix)
+            if local.dtype == torch.bfloat16:  # to the nearest small changes would be lost
+                place = local_region(parameter) or (slice(0, 1),), parameter.shape or (1,)
+                bits = random_bits(0, f"{span.parameter.name}/{step}/outer", *place, local)
+                common, new = new, torch.empty_like(new, dtype=local.dtype)
+                store(new, common, span.take(bits))
+            span.put(local, new)
 
     def _own(self, fragment: int, of: dict[str, Tensor] | None) -> Tensor:
         """Return the vector that this rank sends of a fragment, from ``of`` or from the model."""

@@ -37,16 +37,18 @@ def test_rows_lose_what_is_expected(kind: Any, width: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_strange_rows(kind: Any) -> None:
     code = RowCode(kind, 16)
-    rows = torch.randn(6, 24)
-    rows[0] = 0
+    rows = torch.randn(7, 24)
+    rows[0] = rows[6] = 0
     rows[1] *= 1e-30
     rows[2] *= 1e30
     rows[3, 5] = torch.inf
     rows[4, 5] = torch.nan
+    rows[6, 5] = 1e-37  # the inverse of its scale is infinite
     result = code.decode(code.encode(rows), 24)
     assert torch.equal(result[0], rows[0])
     for i in (1, 2, 5):
         assert (result[i] - rows[i]).double().norm() < 0.05 * rows[i].double().norm()
+    assert result[6].abs().max() < 2e-37
     # A step with such values is skipped, so they must stay such.
     assert not result[3].isfinite().all()
     assert not result[4].isfinite().all()

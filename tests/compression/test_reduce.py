@@ -114,3 +114,25 @@ def test_residuals_are_restored(pool: Pool, kind: str) -> None:
     for expected, result, without in pool.run(_third_sum, 2, kind):
         assert torch.equal(expected, result)
         assert not torch.equal(expected, without)
+
+
+def _after_zeros() -> list[float]:
+    """What two sums of gradients of rank 4 lack, whose first rows are zeros, after a sum of zeros."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    layout, out = UnitLayout.of([(96, 64)], ranks), torch.empty(96 * 64 // ranks)
+    code = GRADIENT_CODES["powersgd"](Settings(Comm(gradients="powersgd"), Traffic()), layout, 0)
+    code.reduce_scatter(torch.zeros(ranks, layout.numel), group, 1.0, out)
+    matrix = drawn("normal", 96 * 4).view(96, 4) @ drawn("normal", 4 * 64, 1).view(4, 64)
+    matrix[:4] = 0
+    right, lacks = ranks * matrix.view(ranks, -1)[dist.get_rank()], []
+    for _ in range(2):
+        code.reduce_scatter(matrix.view(ranks, -1), group, 1.0, out)
+        lacks.append(float((out - right).norm() / right.norm()))
+    return lacks
+
+
+def test_gradients_of_zero_leave_what_powersgd_begins_with(pool: Pool) -> None:
+    """As those under a projection of zeros. Else nothing would ever be sent."""
+    for lacks in pool.run(_after_zeros, 2):
+        assert max(lacks) < 1e-4

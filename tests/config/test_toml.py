@@ -93,6 +93,7 @@ MESSAGES = {
     "[optimizer]\neps = 1e-400": "optimizer.eps: 1e-400 is too near 0 for a float, which would be 0",
     "[data]\nweights = [1.0, 1e-999]": "data.weights: 1e-999 is too near 0 for a float, which would"
     " be 0",
+    "[optimizer]\neps = 0.0": "optimizer.eps: 0.0 should be greater than 0",
     "[optimizer]\neps = 1e-50": "optimizer.eps: 1e-50 is 0 in float32, which has nothing below 1.2e-38",
     "[model]\nnorm_eps = 1e-50": "model.norm_eps: 1e-50 is 0 in float32, which has nothing below"
     " 1.2e-38",

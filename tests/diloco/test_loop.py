@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from compose.train.processes import TrainingError
 from compose.train.step import forward_backward
 from compose.train.workers import Worker, this_worker
 from tests.diloco.cases import BATCH, INSIDE, STREAMING, loop_of, outer, proof
-from tests.support.helpers import Keys, built, parallel, ranks_in, tiered
+from tests.support.helpers import HALF, Keys, built, parallel, ranks_in, tiered
 from tests.support.mutation import mutated
 from tests.support.pool import Pool
 from tests.support.training import keys_for, trainer_of
@@ -105,6 +106,27 @@ def test_the_mesh_inside_islands_changes_nothing(pool: Pool, inside: str, fragme
     for rank, values in enumerate(result):
         for name, value in values.items():
             torch.testing.assert_close(value, right[rank * 2 // ranks][name], rtol=1e-6, atol=1e-6)
+
+
+def _after_a_quarter() -> Tensor:
+    """All weights after an outer step of a quarter of the distance to the next number in bfloat16."""
+    job, composition = built(BATCH | HALF | INSIDE["replicas"])
+    loop = loop_of(job, composition, Outer(every=1, lr=0.25, momentum=0.0), this_worker(), 3)
+    parameters = [p.detach() for _, p in composition.named_parameters()]
+    for place in (0, 1):  # of weights in bfloat16 from 1 on
+        for parameter in parameters:
+            parameter.fill_(1 + place * 2**-7)
+        loop.start(0)
+    loop.after_update(1)
+    loop.close(failed=False)
+    return torch.cat([whole(p).flatten() for _, p in composition.named_parameters()])
+
+
+def test_weights_in_bfloat16_are_right_on_average(pool: Pool) -> None:
+    """To the nearest they would stay at 1; all islands and replicas draw the same bits."""
+    first, *others = pool.run(_after_a_quarter, 4, islands=2)
+    assert float((first - 1).mean() * 2**7) == pytest.approx(0.25, rel=0.02)
+    assert all(torch.equal(first, other) for other in others)
 
 
 MEAN = outer(every=2, lr=1.0, momentum=0.0)
@@ -218,6 +240,8 @@ def _home_of_what_is_loaded(keys: Keys) -> list[str]:
     job, composition = built(keys)
     options = Outer(every=2, fragments=1, dtype="top_k", offload=False)
     loop = loop_of(job, composition, options, Worker(), 2)
+    elsewhere = loop_of(job, composition, replace(options, offload=True), Worker(), 2)
+    assert elsewhere.fingerprint == loop.fingerprint, "state of the one is of use to the other"
     loop.weights = {name: weight.to("meta") for name, weight in loop.weights.items()}
     shape, dtype = loop._forms(0)["lost.1"]
     loop.load({"outer.lost.1": torch.zeros(shape, dtype=dtype)}, (), 0)
