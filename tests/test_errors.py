@@ -38,9 +38,26 @@ def test_a_number_of_many_digits(problem: str) -> None:
     assert refusal(main, NUMBERS[problem]) == f"command line: {problem}"
 
 
-def test_a_rank_of_many_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("WORLD_SIZE", DIGITS)
-    said = f"environment: WORLD_SIZE is '{'9' * 199}... start ranks with torchrun"
-    assert refusal(launched_ranks) == said
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("WORLD_SIZE", DIGITS, f"'{'9' * 199}..."),
+        ("MASTER_PORT", "65536", "'65536';"),
+        ("LOCAL_WORLD_SIZE", "abc", "'abc';"),
+        ("GROUP_WORLD_SIZE", "", "'';"),
+    ],
+    ids=["many digits", "no port", "no number", "empty"],
+)
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_wrong_variable_of_a_rank(
+    name: str, value: str, shown: str, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the launcher need not set is read by a run alone too."""
+    of_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for each in of_rank:
+        monkeypatch.setenv(each, "0") if launched else monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    if launched or name not in of_rank:
+        assert refusal(launched_ranks) == f"environment: {name} is {shown} start ranks with torchrun"
+    else:
+        assert launched_ranks() == 1

@@ -1,6 +1,7 @@
 """The common part of all command lines: parsing, help, early checks and exit codes."""
 
 import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from compose.errors import (
     did_you_mean,
     local_path,
     noted,
+    or_say,
     read_own,
     whole_number,
     written,
@@ -118,7 +120,7 @@ def number_of(given: Words, flag: str, counted: str, default: int = 0) -> int:
     if flag not in given.flags:
         return default
     if not 1 <= (number := whole_number(given.flags[flag])) < 2**31:
-        raise flag_error(flag, f"{given.flags[flag]} is not a number of {counted}")
+        raise flag_error(flag, f"{given.flags[flag] or 'an empty one'} is not a number of {counted}")
     return number
 
 
@@ -139,12 +141,15 @@ def check_out(flag: str, path: Path) -> None:
 
 def launched_ranks() -> int:
     """Return the number of ranks that torchrun has started; 1 without torchrun."""
-    if "RANK" not in os.environ:
-        return 1
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        value = os.environ.get(name, "")
-        if not value or (name != "MASTER_ADDR" and whole_number(value) < 0):
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    needed = needed if "RANK" in os.environ else ()
+    for name in (*needed, "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        value = os.environ.get(name, "" if name in needed else "1")
+        most = 2**16 if name == "MASTER_PORT" else 2**31
+        if not value or (name != "MASTER_ADDR" and not 0 <= whole_number(value) < most):
             raise ConfigError(f"environment: {name} is {value!r}; start ranks with torchrun")
+    if not needed:
+        return 1
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= size:
         raise ConfigError(f"environment: RANK is {rank} of {size} ranks; start them with torchrun")
@@ -351,6 +356,11 @@ def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
     For a ConfigError the program prints its lines on standard error, once for all ranks, and exits with
     code 2.
     """
+    # A stream that was closed is None, and a file would get its number.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (open to the end)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    # What the encoding lacks is escaped, as on standard error.
+    typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     code = _outcome(main)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -362,7 +372,10 @@ def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
 
 def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     try:
-        return main(sys.argv[1:]) or 0
+        code = main(sys.argv[1:]) or 0
+        with or_say("standard output"), contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _refused(error.problems)
     except SystemExit as request:

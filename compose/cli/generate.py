@@ -36,7 +36,7 @@ from compose.data.chat_messages import Chat, read_chat
 from compose.data.documents import JSON_LINES, parsed_json
 from compose.data.generation_config import end_ids, repetition_penalty
 from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
-from compose.errors import ConfigError, noted, there
+from compose.errors import ConfigError, noted, or_say, there
 from compose.object_storage import as_path
 from compose.parallel.mesh import init_mesh
 from compose.train.processes import process_group
@@ -151,11 +151,10 @@ def _generate_text(source: Path, words: Words) -> None:
                 print(f"generate: a prompt of {len(ids):,} tokens", file=sys.stderr, flush=True)
             pieces = text_of(tokenizer, ids, sample(composition, ids, sampling, ends))
             next(pieces)  # the prompt, with what the tokenizer has added
-            for piece in itertools.chain([] if chat else [str(prompt)], pieces):
+            for piece in itertools.chain([] if chat else [str(prompt)], pieces, ["\n"]):
                 if speaks:
-                    print(piece, end="", flush=True)
-            if speaks:
-                print(flush=True)
+                    with or_say("standard output"):
+                        print(piece, end="", flush=True)
 
 
 def _sampling(flags: Mapping[str, str]) -> Sampling:

@@ -33,7 +33,7 @@ def train(arguments: Sequence[str], program: str = "compose train") -> None:
     # A command line that is refused, and --help, need nothing of these.
     from compose.train.processes import outlive, process_group, stand_by
 
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         outlive(stream)
     ranks = command.job.world_size * command.job.islands
     if ranks <= int(os.environ.get("RANK", "0")):  # of a run that chooses its mesh

@@ -229,6 +229,9 @@ def _exports(module: str, where: str) -> tuple[Mapping[str, Any], Mapping[str, s
         folder = importlib.import_module(module)
         if getattr(folder, "__file__", "") is not None:
             return vars(folder), dict.fromkeys(_PARTS, f"{where}/__init__.py")
+        lacking = [f for f in ("model", "plan") if not importlib.util.find_spec(f"{module}.{f}")]
+        if lacking:
+            raise ConfigError(*(f"{where}/{file}.py: no such file" for file in lacking))
         parts = {part: "plan" if part == "plan" else "model" for part in _PARTS}
         files = {each: vars(importlib.import_module(f"{module}.{each}")) for each in ("model", "plan")}
     except (ImportError, SyntaxError) as error:

@@ -143,9 +143,10 @@ def _misfit(degrees: dict[str, int], fixed: int, world_size: int) -> str:
         options = [d for d in range(1, most + 1) if most % d == 0] if free else [most]
         best = min((d for d in options if d != degree), key=lambda d: abs(d - degree), default=None)
         if best is not None:
-            cures.append((abs(best - degree), degree == 1, f"parallel.{axis} = {best}"))
-    # Prefer changing an axis that is in use, then the smallest change.
-    cure = min(cures, key=lambda c: (c[1], c[0]))[2] if cures else f"{fixed} ranks"
+            order = degree == 1, abs(best - degree), axis != "dp_shard"
+            cures.append((order, f"parallel.{axis} = {best}"))
+    # Prefer changing an axis that is in use, then the smallest change, then the axis of all models.
+    cure = min(cures, key=lambda c: c[0])[1] if cures else f"{fixed} ranks"
     return (
         f"parallel: the degrees' product {product}{f' = {fixed}' if ' x ' in product else ''}"
         f" {relation} the world size {world_size}; nearest: {cure}"

@@ -312,7 +312,8 @@ class Stragglers:
         if not seen:
             return ""
         _, step, phase, when, rank = min(seen)
-        return behind(rank, time.time() - when, f"{_PHASES[phase]} of step {step}")
+        # Clocks of nodes differ, and may be set.
+        return behind(rank, max(0.0, time.time() - when), f"{_PHASES[phase]} of step {step}")
 
     def silent(self, rank: int, seconds: float) -> str:
         """Say that nothing was heard of ``rank`` for so many seconds."""

@@ -245,7 +245,7 @@ class TensorBoard(Sink):
         self.events: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
         for path in (folder / name for name in DESCRIPTIONS):
             if path.suffix in (".toml", ".txt") and path.is_file():
-                self.events.add_text(path.stem, f"```\n{path.read_text()}\n```", done)
+                self.events.add_text(path.stem, f"```\n{path.read_text('utf-8')}\n```", done)
             elif path.suffix == ".png" and path.is_file():
                 from PIL import Image
 

@@ -47,6 +47,12 @@ _OF_A_NODE += ("checkpoint.load_hf", "model.lora.load")
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (*_SENT, LAUNCHER_DIED)
+# Of programs that start tasks and make no ranks of them: variables of how many and which one, a name.
+_OF_TASKS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "mpirun"),
+)
 _ECHO = 2.0  # seconds within which a second signal is the first one, passed on by torchrun
 _JOINED = 2.0  # seconds until the torchruns of all nodes know that a node has joined
 
@@ -272,10 +278,14 @@ def _report_silent(
 def _rendezvous(config: Config) -> tuple[dist.Store, int, int]:
     """Return the store where ranks find each other, this rank's number, and the number of ranks."""
     if "RANK" not in os.environ:
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
-            alone = f"environment: srun has {tasks} tasks, and RANK is not set: each task runs alone"
-            print(f"{alone}; torchrun makes ranks of them", file=sys.stderr, flush=True)
+        for count, place, name in _OF_TASKS:
+            tasks = os.environ.get(count, "1")
+            if tasks != "1" and os.environ.get(place) == "0":
+                alone = (
+                    f"environment: {name} has {tasks} tasks, and RANK is not set: each task runs alone"
+                )
+                print(f"{alone}; torchrun makes ranks of them", file=sys.stderr, flush=True)
+                break
         return dist.HashStore(), 0, 1
     limit = config.comm.first_step_timeout
     try:

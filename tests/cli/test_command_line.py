@@ -1,14 +1,17 @@
 """Command lines of train.py and python -m compose: their help, and what is wrong in one line."""
 
 import errno
+import os
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import _outcome
+from compose.cli.command_line import _outcome, run
 from compose.config.tables import TABLES
 from compose.errors import docs
 from compose.train.sampling import Sampling
@@ -77,6 +80,7 @@ def test_help_of_generate_has_the_defaults() -> None:
     [
         (["--world-size=8"], "--world-size: goes with --dry-run; else torchrun sets it"),
         (["--dry-run", "--world-size=x"], "--world-size: x is not a number of ranks"),
+        (["--dry-run", "--world-size="], "--world-size: an empty one is not a number of ranks"),
         (["--dry-rn=1"], "--dry-rn: unknown option; did you mean --dry-run?"),
         (["--dry-rn"], "--dry-rn: unknown option; did you mean --dry-run?"),
         (["--seed=3"], "--seed: unknown option; did you mean train.seed?"),
@@ -134,3 +138,29 @@ def test_a_folder_without_the_right_to_look_into_it(capsys: pytest.CaptureFixtur
 
     assert _outcome(main) == 2
     assert capsys.readouterr().err == "/home/other/data: Permission denied\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "kept", "said"),
+    [
+        ("", 0, "", ""),
+        ("file", 0, "caf\\xe9\n", ""),
+        ("/dev/full", 2, "", "standard output: No space left on device\n"),
+    ],
+    ids=["closed", "an encoding without the letter", "a full disk"],
+)
+def test_what_standard_output_cannot_take(
+    place: str, code: int, kept: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A closed stream and a letter end no command; output that is lost is no success."""
+    path = tmp_path / place
+    output = open(path, "w", encoding="ascii") if place else None  # noqa: SIM115
+    with (
+        mock.patch.object(sys, "stdout", output),
+        mock.patch.object(os, "_exit", side_effect=SystemExit) as end,
+        pytest.raises(SystemExit),
+    ):
+        run(lambda words: print("caf\xe9"))
+    assert end.call_args.args == (code,)
+    assert capsys.readouterr().err == said
+    assert not kept or path.read_text() == kept

@@ -1,7 +1,11 @@
 """python -m compose generate: the text of a plain loop on every mesh, and refusals in one line."""
 
+import contextlib
 import copy
+import errno
+import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +129,23 @@ def test_the_end_token_ends_it(pool: Pool, runs: Runs) -> None:
     end = expected[5]
     result = pool.run(_continued, 1, run, newest(run), {"one": {}}, [end])[0]["one"][0]
     assert result == expected[: expected.index(end)]
+
+
+def _unread(run: Path) -> str:
+    """What is said if the reader of standard output has ended."""
+    output = mock.Mock()
+    output.write.side_effect = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    with (
+        mock.patch.object(sys, "stdout", output),
+        mock.patch("compose.cli.generate.process_group", return_value=contextlib.nullcontext(CPU)),
+        mock.patch("compose.cli.generate.launched_ranks", return_value=1),
+    ):
+        return refusal(generate, [str(run), "--prompt=x", "--max-tokens=1"])
+
+
+def test_a_text_that_nobody_reads(pool: Pool, runs: Runs) -> None:
+    """As after ``| head``; a full disk is the same."""
+    assert pool.run(_unread, 1, runs["llama"][0]) == ["standard output: Broken pipe"]
 
 
 def _logits(run: Path, lengths: Sequence[int]) -> list[Tensor]:

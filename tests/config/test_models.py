@@ -118,8 +118,8 @@ MESSAGES = {
     'path = "my-model.v2"\nname = "llama"': 'model.path: "my-model.v2" stands beside model.name ='
     ' "llama"; remove one of them',
     'name = "/a/b"': 'model.name: "/a/b" is a folder; set model.path to it',
-    'path = "empty"': "{}/empty: cannot be imported: ModuleNotFoundError: No module named '{}'",
-    'path = "wrong"': "{}/wrong: cannot be imported: SyntaxError: invalid syntax (model.py, line 1)",
+    'path = "empty"': "{0}/empty/model.py: no such file\ntrain.toml: {0}/empty/plan.py: no such file",
+    'path = "wrong"': "{0}/wrong: cannot be imported: SyntaxError: invalid syntax (model.py, line 1)",
 }
 
 
@@ -128,9 +128,9 @@ def test_message(mine: Path, text: str, line: str) -> None:
     Path("empty").mkdir()
     Path("wrong").mkdir()
     Path("wrong/model.py").write_text("x =")
+    Path("wrong/plan.py").touch()
     Path("train.toml").write_text(f"[model]\n{text}")
-    name = f"{compose.models.module_name('empty')}.model"
-    assert refusal(load, "train.toml") == f"train.toml: {line.format(mine.parent, name)}"
+    assert refusal(load, "train.toml") == f"train.toml: {line.format(mine.parent)}"
 
 
 def test_a_folder_beside_the_file(mine: Path) -> None:

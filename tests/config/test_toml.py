@@ -368,6 +368,8 @@ TOGETHER = {
     " the world size 8; nearest: parallel.dp_shard = 4",
     "1 parallel.dp_shard=2": "parallel: the degrees' product dp_shard 2 is not the world size 1;"
     " nearest: parallel.dp_shard = 1",
+    "8 parallel.dp_shard=1": "parallel: the degrees' product 1 is not the world size 8; nearest:"
+    " parallel.dp_shard = 8",
     "8 parallel.tp=0": "parallel.tp: 0 is not a degree (1 or more, or -1 for what is left)",
     "8 parallel.tp=-1": "parallel.dp_shard and parallel.tp: only one degree may be -1",
     "16 parallel.cp=16 parallel.cp_method=ulysses": "parallel.cp_method: ulysses cannot divide 8 query"

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import locale
 import math
 import os
 import resource
@@ -125,17 +126,22 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path) -> None:
     """Its page sorts names, capitals first; texts and a picture say what is run."""
     from PIL import Image
 
-    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")  # in which a text file without an encoding is ASCII
+    (tmp_path / "config.toml").write_text('[run]\ndir = "runs/é"\n', "utf-8")
     Image.new("RGB", (4, 3)).save(tmp_path / "timeline.png")
     more = {"checkpoint": {"stall": 1.0}}
-    _written(tmp_path, dataclasses.replace(STEP, validation_loss=0.5, more=more))
+    try:
+        _written(tmp_path, dataclasses.replace(STEP, validation_loss=0.5, more=more))
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
     events = _events(tmp_path)
     assert sorted(events.Tags()["scalars"])[:2] == ["Loss/train", "Loss/validation"]
     assert events.Scalars("Loss/train")[0].value == events.Scalars("loss")[0].value
     assert events.Scalars("Loss/validation")[0].value == 0.5
     assert events.Tags()["images"] == ["timeline"]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
-    assert text == b"```\n[train]\nsteps = 7\n\n```"
+    assert text.decode() == '```\n[run]\ndir = "runs/é"\n\n```'
 
 
 def test_without_tensorboard(tmp_path: Path) -> None:

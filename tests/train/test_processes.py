@@ -107,7 +107,11 @@ def test_signals_are_of_the_main_thread() -> None:
 @pytest.mark.parametrize(
     ("task", "tasks", "says"), [("0", "4", True), ("1", "4", False), ("0", "1", False)]
 )
-def test_tasks_of_slurm_are_no_ranks(
+@pytest.mark.parametrize(("count", "place", "program"), processes._OF_TASKS)
+def test_tasks_are_no_ranks(
+    count: str,
+    place: str,
+    program: str,
     task: str,
     tasks: str,
     says: bool,
@@ -115,11 +119,11 @@ def test_tasks_of_slurm_are_no_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One of them says so for all."""
-    monkeypatch.setenv("SLURM_PROCID", task)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv(place, task)
+    monkeypatch.setenv(count, tasks)
     assert _rendezvous(make_config(1))[1:] == (0, 1)
-    line = "environment: srun has 4 tasks, and RANK is not set: each task runs alone; torchrun makes"
-    assert capsys.readouterr().err == f"{line} ranks of them\n" * says
+    line = f"environment: {program} has 4 tasks, and RANK is not set: each task runs alone; torchrun"
+    assert capsys.readouterr().err == f"{line} makes ranks of them\n" * says
 
 
 @pytest.mark.parametrize("rank", [0, 1])
