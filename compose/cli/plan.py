@@ -76,21 +76,22 @@ def plan(arguments: Sequence[str]) -> int:
     _check_flags(given)
     if "--against" in given.flags:
         return _against(given)
-    largest = given.flags.get("--objective") == "params"
-    question, searched = _largest(given) if largest else (read_question(given), None)
+    largest, began = given.flags.get("--objective") == "params", time.monotonic()
+    question, searched = _largest(given, began) if largest else (read_question(given), None)
     if "--as-is" not in given.flags:
         question = for_devices(given, question)
     space, answer, batches, firsts = _space(given, question), {}, [], []
-    began, refused = time.monotonic(), list[ConfigError]()
+    cut, refused = list[str](), list[ConfigError]()
     if searched:
-        results = searched.candidates
+        results, cut = searched.candidates, [_looked_at(searched)] * searched.capped
     elif "--as-is" in given.flags:
         with refused_in(question.where):
             results = [own(space)]
     elif space.objective == "devices":
         space, results = _fewest(given, question, space)
     else:
-        for number, batch in enumerate(question.batches or (space.config.train.global_batch,)):
+        asked, left = question.batches or (space.config.train.global_batch,), ()
+        for number, batch in enumerate(asked):
             keys = {"train.global_batch": batch}
             one = replace(question, config=with_keys(question.config, keys)) if number else question
             if number and "--model" in given.flags:
@@ -98,7 +99,12 @@ def plan(arguments: Sequence[str]) -> int:
                 one = replace(one, words=question_words(model, count, one.config, batch_given=True))
             here = _space(given, one) if number else space
             try:
-                batches.append((one, here, _search(given, one, here)))
+                batches.append((one, here, _search(given, one, here, began)))
+            except KeyboardInterrupt:
+                if not batches:
+                    raise
+                left = asked[number:]
+                break
             except ConfigError as error:
                 if len(question.batches) < 2:
                     raise
@@ -106,9 +112,12 @@ def plan(arguments: Sequence[str]) -> int:
                 refused.append(error)
                 continue
             if batches[-1][2].capped:
+                cut = [_looked_at(batches[-1][2]) + f" of batch {batch}" * (len(asked) > 1)]
+                left = asked[number + 1 :]
                 break
         if not batches:
             raise refused[-1]
+        cut += [f"batch {', '.join(map(str, left))} left out"] if left else []
         firsts = [(space, one.candidates[0]) for _, space, one in batches]
         rates = [(fits(*row), row[1].recorded.tokens_per_second_per_device) for row in firsts]
         question, space, searched = batches[rates.index(max(rates))]
@@ -116,7 +125,7 @@ def plan(arguments: Sequence[str]) -> int:
     best = results[0]
     if "--as-is" not in given.flags:
         late = time.monotonic() - began > amount(given, "--seconds", math.inf)
-        made = not (searched and searched.capped) and not late and not space.kinds
+        made = not cut and not late and not space.kinds
         answer = _answer(given, question, space, results, made)
     if len(batches) > 1:
         print(batch_table(firsts, answer["tokens"]), "", sep="\n")
@@ -125,8 +134,8 @@ def plan(arguments: Sequence[str]) -> int:
         print("", *_between_islands(question, space, best), sep="\n")
     if words := "--as-is" not in given.flags and pinned_words(space.config, pinned(given, question)):
         print("", words, sep="\n")
-    if searched and searched.capped:
-        print(f"capped: {_looked_at(searched)}; without the cap the answer may be another")
+    if cut:
+        print(f"capped: {', and '.join(cut)}; without the cap the answer may be another")
     if not fits(space, best):
         print(_short(space, best, searched))
     if "--explain" in given.flags:
@@ -157,6 +166,9 @@ def _check_flags(given: Words) -> None:
     for flag in _OF_A_SEARCH if "--as-is" in flags else ():
         if flag in flags:
             raise flag_error("--as-is", f"searches nothing; remove {flag}")
+    for flag in ("--candidates", "--seconds") if objective == "devices" else ():
+        if flag in flags:
+            raise flag_error("--objective", f"devices searches by its own rule; remove {flag}")
     if "--days" in flags and objective != "devices":
         raise flag_error("--days", "goes with --objective devices")
     other = "--as-is" if "--as-is" in flags else f"--objective {objective}"
@@ -291,19 +303,20 @@ def _between_islands(question: Question, space: Space, best: Candidate) -> list[
     ]
 
 
-def _largest(given: Words) -> tuple[Question, Searched]:
+def _largest(given: Words, began: float) -> tuple[Question, Searched]:
     """Search the standard sizes from the largest on, and return the first that fits."""
     for what in [*given.plain, *(flag for flag in ("--model",) if flag in given.flags)]:
         raise flag_error("--objective", f"params looks for a standard size; it goes without {what}")
     if "--gpus" not in given.flags:
         raise flag_error("--objective", "params needs --gpus, as 16xa100_40gb")
-    given.overrides.append(("parallel.offload", "none"))
     for name in reversed([*STANDARD]):
         given.flags["--model"] = name
         question = read_question(given)
+        pinned_by = {"parallel.offload": "--objective params", **question.given}
+        question = replace(question, given=pinned_by)
         space = _space(given, question)
         if next(candidates(space, shape_for(space)), None):
-            searched = _search(given, question, space)
+            searched = _search(given, question, space, began)
             if fits(space, searched.candidates[0]):
                 return question, searched
         _progress(time.monotonic(), f"{name} does not fit")
@@ -325,9 +338,9 @@ def _progress(began: float, text: str) -> None:
     print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def _search(given: Words, question: Question, space: Space) -> Searched:
+def _search(given: Words, question: Question, space: Space, began: float) -> Searched:
     most = number_of(given, "--candidates", "candidates", MOST)
-    seconds = amount(given, "--seconds", math.inf)
+    seconds = amount(given, "--seconds", math.inf) - (time.monotonic() - began)
     with refused_in(question.where):
         result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:
