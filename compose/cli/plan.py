@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, check_out, flag_error, number_of, read_arguments
@@ -34,7 +34,6 @@ from compose.config.toml import COMMAND_LINE, files_of, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole, written
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
-    Compared,
     batch_table,
     composition_in_words,
     example_tokens,
@@ -64,6 +63,7 @@ from compose.planner.record_cache import default_folder
 from compose.planner.report import as_data, command_line, in_words, table, write_toml
 from compose.planner.search import MOST, Searched, fewest, own, search
 
+T = TypeVar("T")
 _OBJECTIVES = ("time", "memory", "devices", "params")
 _ONE_BATCH = ("--as-is", "--objective devices", "--objective params")
 _WRITTEN = ("--json", "--report", "--write")
@@ -125,8 +125,7 @@ def plan(arguments: Sequence[str]) -> int:
     best = results[0]
     if "--as-is" not in given.flags:
         late = time.monotonic() - began > amount(given, "--seconds", math.inf)
-        made = not cut and not late and not space.kinds
-        answer = _answer(given, question, space, results, made)
+        answer = _answer(given, question, space, results, not (cut or late or space.kinds))
     if len(batches) > 1:
         print(batch_table(firsts, answer["tokens"]), "", sep="\n")
     print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
@@ -139,8 +138,10 @@ def plan(arguments: Sequence[str]) -> int:
     if not fits(space, best):
         print(_short(space, best, searched))
     if "--explain" in given.flags:
-        print("", "Beside the first one:", *explain(space, results), sep="\n")
-        print(*(further_in_words(best, one) for one in further(space, best)), sep="\n")
+        lines = _unless_stopped(lambda: explain(space, results))
+        variants = None if lines is None else _unless_stopped(lambda: further(space, best))
+        print("", "Beside the first one:", *(lines or []), sep="\n")
+        print(*(further_in_words(best, one) for one in variants or []), sep="\n")
     if "--write" not in given.flags and fits(space, best):
         file = "" if question.keys else given.file
         print("", "To run it, with --data.path for the data (--write keeps it in a file):", sep="\n")
@@ -218,7 +219,7 @@ def _answer(
     }
 
 
-def _unless_stopped(compare: Callable[[], list[Compared]]) -> list[Compared] | None:
+def _unless_stopped(compare: Callable[[], list[T]]) -> list[T] | None:
     """Return comparisons; None after Ctrl-C, since the search has its answer."""
     try:
         return compare()
@@ -312,8 +313,8 @@ def _largest(given: Words, began: float) -> tuple[Question, Searched]:
     for name in reversed([*STANDARD]):
         given.flags["--model"] = name
         question = read_question(given)
-        pinned_by = {"parallel.offload": "--objective params", **question.given}
-        question = replace(question, given=pinned_by)
+        origins = {"parallel.offload": "--objective params", **question.given}
+        question = replace(question, given=origins)
         space = _space(given, question)
         if next(candidates(space, shape_for(space)), None):
             searched = _search(given, question, space, began)

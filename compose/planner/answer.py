@@ -158,12 +158,11 @@ def _recorded_with(
     here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
     left = list(candidates(here, shape_for(space), anyway=True))
     why = f"no mesh of it divides {batch} and the model's layers"
-    if not left:
-        try:
-            alone = {"parallel.cp": 1, "parallel.tp": 1, "parallel.ep": 1, **keys}
-            units_of_rank(shape_for(space), with_keys(space.config, alone), space.cluster)
-        except ConfigError as error:
-            why = error.problems[0]
+    try:  # what no candidate with these degrees can do
+        alone = {"parallel.cp": 1, "parallel.tp": 1, "parallel.ep": 1, **keys}
+        units_of_rank(shape_for(space), with_keys(space.config, alone), space.cluster)
+    except ConfigError as error:
+        why = error.problems[0]
     for _ in range(_TRIES):
         if not left:
             break
@@ -207,6 +206,9 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
         _variant("twice the devices", more, best, [c for one in wider for c in _around(space, one)]),
         _variant("twice the memory", roomy, best, _around(space, config)),
     ]
+    step = results[1].step
+    if fits(space, best) and step and step > best.recorded.step_seconds:
+        results[1] = Compared("twice the memory", best)  # which more memory does not take away
     if space.world_size > 1:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
         results.append(_variant(name, replace(space, cluster=fast), best, [config]))

@@ -256,14 +256,15 @@ def test_a_batch_that_no_mesh_divides_is_a_line(
     assert "128 samples a step" in shown.out.splitlines()[0]
 
 
+@pytest.mark.parametrize("part", ["sensitivities", "explain", "further"])
 def test_ctrl_c_ends_the_comparisons_alone(
-    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     def interrupted(*unused: Any) -> list[Any]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "sensitivities", interrupted)
-    assert command.plan(QUESTION) == 0
+    monkeypatch.setattr(command, part, interrupted)
+    assert command.plan([*QUESTION, "--explain"]) == 0
     shown = capsys.readouterr()
     assert "interrupted: some comparisons are left out" in shown.err
     assert "To run it" in shown.out

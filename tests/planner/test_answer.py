@@ -248,6 +248,13 @@ def test_half_a_batch_may_not_be_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.further_in_words(best, half) == f"with half the batch: {problem}"
 
 
+def test_more_memory_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that looks faster by its quick estimate may be slower by its record."""
+    monkeypatch.setattr(answer, "record_all", Records(2.5, 10.0))
+    results = {one.name: one.step for one in answer.sensitivities(SPACE, BEST)}
+    assert (results["twice the devices"], results["twice the memory"]) == (2.5, 2.0)
+
+
 @pytest.mark.parametrize("pinned", [[], ["train.micro_batch", "activation_checkpoint.mode"]])
 def test_what_could_be_bought(monkeypatch: pytest.MonkeyPatch, pinned: list[str]) -> None:
     made = Records(1.0, 10.0)
