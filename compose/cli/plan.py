@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import Words, check_out, flag_error, number_of, read_arguments
@@ -34,7 +34,6 @@ from compose.config.toml import COMMAND_LINE, files_of, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole, written
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
-    Compared,
     batch_table,
     composition_in_words,
     example_tokens,
@@ -64,6 +63,7 @@ from compose.planner.record_cache import default_folder
 from compose.planner.report import as_data, command_line, in_words, table, write_toml
 from compose.planner.search import MOST, Searched, fewest, own, search
 
+T = TypeVar("T")
 _OBJECTIVES = ("time", "memory", "devices", "params")
 _ONE_BATCH = ("--as-is", "--objective devices", "--objective params")
 _WRITTEN = ("--json", "--report", "--write")
@@ -76,21 +76,22 @@ def plan(arguments: Sequence[str]) -> int:
     _check_flags(given)
     if "--against" in given.flags:
         return _against(given)
-    largest = given.flags.get("--objective") == "params"
-    question, searched = _largest(given) if largest else (read_question(given), None)
+    largest, began = given.flags.get("--objective") == "params", time.monotonic()
+    question, searched = _largest(given, began) if largest else (read_question(given), None)
     if "--as-is" not in given.flags:
         question = for_devices(given, question)
     space, answer, batches, firsts = _space(given, question), {}, [], []
-    began, refused = time.monotonic(), list[ConfigError]()
+    cut, refused = list[str](), list[ConfigError]()
     if searched:
-        results = searched.candidates
+        results, cut = searched.candidates, [_looked_at(searched)] * searched.capped
     elif "--as-is" in given.flags:
         with refused_in(question.where):
             results = [own(space)]
     elif space.objective == "devices":
         space, results = _fewest(given, question, space)
     else:
-        for number, batch in enumerate(question.batches or (space.config.train.global_batch,)):
+        asked, left = question.batches or (space.config.train.global_batch,), ()
+        for number, batch in enumerate(asked):
             keys = {"train.global_batch": batch}
             one = replace(question, config=with_keys(question.config, keys)) if number else question
             if number and "--model" in given.flags:
@@ -98,7 +99,12 @@ def plan(arguments: Sequence[str]) -> int:
                 one = replace(one, words=question_words(model, count, one.config, batch_given=True))
             here = _space(given, one) if number else space
             try:
-                batches.append((one, here, _search(given, one, here)))
+                batches.append((one, here, _search(given, one, here, began)))
+            except KeyboardInterrupt:
+                if not batches:
+                    raise
+                left = asked[number:]
+                break
             except ConfigError as error:
                 if len(question.batches) < 2:
                     raise
@@ -106,9 +112,12 @@ def plan(arguments: Sequence[str]) -> int:
                 refused.append(error)
                 continue
             if batches[-1][2].capped:
+                cut = [_looked_at(batches[-1][2]) + f" of batch {batch}" * (len(asked) > 1)]
+                left = asked[number + 1 :]
                 break
         if not batches:
             raise refused[-1]
+        cut += [f"batch {', '.join(map(str, left))} left out"] if left else []
         firsts = [(space, one.candidates[0]) for _, space, one in batches]
         rates = [(fits(*row), row[1].recorded.tokens_per_second_per_device) for row in firsts]
         question, space, searched = batches[rates.index(max(rates))]
@@ -116,8 +125,7 @@ def plan(arguments: Sequence[str]) -> int:
     best = results[0]
     if "--as-is" not in given.flags:
         late = time.monotonic() - began > amount(given, "--seconds", math.inf)
-        made = not (searched and searched.capped) and not late and not space.kinds
-        answer = _answer(given, question, space, results, made)
+        answer = _answer(given, question, space, results, not (cut or late or space.kinds))
     if len(batches) > 1:
         print(batch_table(firsts, answer["tokens"]), "", sep="\n")
     print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
@@ -125,13 +133,15 @@ def plan(arguments: Sequence[str]) -> int:
         print("", *_between_islands(question, space, best), sep="\n")
     if words := "--as-is" not in given.flags and pinned_words(space.config, pinned(given, question)):
         print("", words, sep="\n")
-    if searched and searched.capped:
-        print(f"capped: {_looked_at(searched)}; without the cap the answer may be another")
+    if cut:
+        print(f"capped: {', and '.join(cut)}; without the cap the answer may be another")
     if not fits(space, best):
         print(_short(space, best, searched))
     if "--explain" in given.flags:
-        print("", "Beside the first one:", *explain(space, results), sep="\n")
-        print(*(further_in_words(best, one) for one in further(space, best)), sep="\n")
+        lines = _unless_stopped(lambda: explain(space, results))
+        variants = None if lines is None else _unless_stopped(lambda: further(space, best))
+        print("", "Beside the first one:", *(lines or []), sep="\n")
+        print(*(further_in_words(best, one) for one in variants or []), sep="\n")
     if "--write" not in given.flags and fits(space, best):
         file = "" if question.keys else given.file
         print("", "To run it, with --data.path for the data (--write keeps it in a file):", sep="\n")
@@ -157,6 +167,9 @@ def _check_flags(given: Words) -> None:
     for flag in _OF_A_SEARCH if "--as-is" in flags else ():
         if flag in flags:
             raise flag_error("--as-is", f"searches nothing; remove {flag}")
+    for flag in ("--candidates", "--seconds") if objective == "devices" else ():
+        if flag in flags:
+            raise flag_error("--objective", f"devices searches by its own rule; remove {flag}")
     if "--days" in flags and objective != "devices":
         raise flag_error("--days", "goes with --objective devices")
     other = "--as-is" if "--as-is" in flags else f"--objective {objective}"
@@ -206,7 +219,7 @@ def _answer(
     }
 
 
-def _unless_stopped(compare: Callable[[], list[Compared]]) -> list[Compared] | None:
+def _unless_stopped(compare: Callable[[], list[T]]) -> list[T] | None:
     """Return comparisons; None after Ctrl-C, since the search has its answer."""
     try:
         return compare()
@@ -291,19 +304,20 @@ def _between_islands(question: Question, space: Space, best: Candidate) -> list[
     ]
 
 
-def _largest(given: Words) -> tuple[Question, Searched]:
+def _largest(given: Words, began: float) -> tuple[Question, Searched]:
     """Search the standard sizes from the largest on, and return the first that fits."""
     for what in [*given.plain, *(flag for flag in ("--model",) if flag in given.flags)]:
         raise flag_error("--objective", f"params looks for a standard size; it goes without {what}")
     if "--gpus" not in given.flags:
         raise flag_error("--objective", "params needs --gpus, as 16xa100_40gb")
-    given.overrides.append(("parallel.offload", "none"))
     for name in reversed([*STANDARD]):
         given.flags["--model"] = name
         question = read_question(given)
+        origins = {"parallel.offload": "--objective params", **question.given}
+        question = replace(question, given=origins)
         space = _space(given, question)
         if next(candidates(space, shape_for(space)), None):
-            searched = _search(given, question, space)
+            searched = _search(given, question, space, began)
             if fits(space, searched.candidates[0]):
                 return question, searched
         _progress(time.monotonic(), f"{name} does not fit")
@@ -325,9 +339,9 @@ def _progress(began: float, text: str) -> None:
     print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def _search(given: Words, question: Question, space: Space) -> Searched:
+def _search(given: Words, question: Question, space: Space, began: float) -> Searched:
     most = number_of(given, "--candidates", "candidates", MOST)
-    seconds = amount(given, "--seconds", math.inf)
+    seconds = amount(given, "--seconds", math.inf) - (time.monotonic() - began)
     with refused_in(question.where):
         result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:

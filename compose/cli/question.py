@@ -323,12 +323,10 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
         raise flag_error("--keep", f"--free names {both[0]} too; remove one of them")
     result: dict[str, str] = {}
     for key in (*(key for key in KNOWN if key not in FREED), *kept):
-        origin = question.given.get(key, "")
-        if key in kept:
-            result[key] = "--keep"
-        elif origin == COMMAND_LINE:
-            result[key] = COMMAND_LINE
-        elif origin and key not in (*DEGREES, *_FOLLOW) and values[key] != defaults[key]:
+        origin = "--keep" if key in kept else question.given.get(key, "")
+        asked = origin == COMMAND_LINE or origin.startswith("--")
+        own = key not in (*DEGREES, *_FOLLOW) and values[key] != defaults[key]
+        if asked or (origin and own):
             result[key] = origin
     return {key: by for key, by in result.items() if key not in free}
 

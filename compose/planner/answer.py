@@ -10,6 +10,7 @@ from compose.errors import ConfigError
 from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.planner.candidates import (
     DEGREES,
+    FREED,
     PLAIN,
     TEXTBOOK,
     TIGHT,
@@ -28,6 +29,7 @@ from compose.planner.candidates import (
 from compose.planner.cluster import Collective, load_cluster
 from compose.planner.explain import neighbours, promise
 from compose.planner.quick_memory import micro_batches
+from compose.planner.quick_units import units_of_rank
 from compose.planner.report import GIB, in_columns, recomputation, seconds
 from compose.planner.search import record_all
 
@@ -97,6 +99,9 @@ def composition_in_words(space: Space, candidate: Candidate) -> str:
         text += ", with parameters and optimizer in host memory"
     elif config.optimizer.offload != "none":
         text += ", with the optimizer in host memory"
+    for key in FREED:
+        if (value := value_of(config, key)) != value_of(space.config, key):
+            text += f", {key} {value}"
     return text
 
 
@@ -144,12 +149,20 @@ def _recorded_with(
     if space.world_size % product:
         needs = " x ".join(f"{key.partition('.')[2]} {n}" for key, n in degrees.items() if n > 1)
         return Compared(name, note=f"{needs} does not divide {space.world_size:,} devices")
-    data = keys.get("parallel.dp_shard", 1)
-    if space.config.train.global_batch % data:
-        batch = f"{space.config.train.global_batch:,} samples a step"
-        return Compared(name, note=f"{batch} cannot be dealt to {data:,} devices")
+    data, train = keys.get("parallel.dp_shard", 1), space.config.train
+    micro = train.micro_batch if "train.micro_batch" in space.fixed else 1
+    batch = f"{train.global_batch:,} samples a step"
+    if train.global_batch % (data * micro):
+        to = f" to {data:,} devices" * (data > 1) + f" in micro-batches of {micro:,}" * (micro > 1)
+        return Compared(name, note=f"{batch} cannot be dealt{to}")
     here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
-    left, why = list(candidates(here, shape_for(space), anyway=True)), "the model cannot be cut so"
+    left = list(candidates(here, shape_for(space), anyway=True))
+    why = f"no mesh of it divides {batch} and the model's layers"
+    try:  # what no candidate with these degrees can do
+        alone = {"parallel.cp": 1, "parallel.tp": 1, "parallel.ep": 1, **keys}
+        units_of_rank(shape_for(space), with_keys(space.config, alone), space.cluster)
+    except ConfigError as error:
+        why = error.problems[0]
     for _ in range(_TRIES):
         if not left:
             break
@@ -193,6 +206,9 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
         _variant("twice the devices", more, best, [c for one in wider for c in _around(space, one)]),
         _variant("twice the memory", roomy, best, _around(space, config)),
     ]
+    step = results[1].step
+    if fits(space, best) and step and step > best.recorded.step_seconds:
+        results[1] = Compared("twice the memory", best)  # which more memory does not take away
     if space.world_size > 1:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
         results.append(_variant(name, replace(space, cluster=fast), best, [config]))

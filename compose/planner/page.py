@@ -273,8 +273,9 @@ RATE = "tokens_per_second_per_device"
 def headline(result: Mapping[str, Any]) -> str:
     """Return the head of the page: the best mesh, and its four figures."""
     ranks, capacity, best = result["world_size"], result["capacity"], result["candidates"][0]
+    batch = best["keys"].get("train.global_batch", result["global_batch"])  # if it is free
     job = (
-        f"{result['model']} on {ranks:,} {TIMES} {result['cluster']}, {result['global_batch']:,}"
+        f"{result['model']} on {ranks:,} {TIMES} {result['cluster']}, {batch:,}"
         f" samples of {result['seq_len']:,} tokens a step"
     )
     used, rate = best["memory"]["reserved"], best[RATE]

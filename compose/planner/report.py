@@ -194,7 +194,7 @@ def in_words(space: Space, best: Candidate) -> str:
             f" {p.reserved / GIB:.1f}{parts and f' ({parts})'}"
         )
     if len(estimate.peaks) > _SHOWN:
-        lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold less")
+        lines.append(f"  the other {len(estimate.peaks) - _SHOWN} pipeline ranks hold no more")
     if estimate.host_bytes:
         has = for_ranks(space.cluster, space.world_size).host_memory
         of = f"of {has / GIB:,.1f} GiB" if has else "GiB; what it has is unknown"
@@ -231,23 +231,24 @@ def _of_islands(space: Space) -> dict[str, int]:
 def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
     """Return the command that runs the best candidate on all nodes; ``file``: a TOML file, or ""."""
     ranks, node = space.all_ranks, space.cluster.node // space.cluster.machines
-    nodes = next(n for n in range(-(-ranks // node), ranks + 1) if ranks % n == 0)
-    several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    several = f" --nnodes {-(-ranks // node)} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     changed = {key: value for key, value in best.keys.items() if value_of(space.config, key) != value}
     words = [
         shlex.quote(f"--{key}={value if isinstance(value, str) else toml_value(value)}")
         for key, value in {**overrides, **changed, **_of_islands(space)}.items()
     ]
     program = "train.py" if Path("train.py").exists() else "-m compose train"
-    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {ranks // nodes} {program}"
-    return " ".join([start, *([shlex.quote(file)] if file else []), *words])
+    each, rest = min(ranks, node), ranks % node if ranks > node else 0
+    start = f"torchrun{several if ranks > node else ''} --nproc-per-node {each} {program}"
+    note = [f" # --nproc-per-node {rest} on the last node"] if rest else []
+    return " ".join([start, *([shlex.quote(file)] if file else []), *words, *note])
 
 
 def reasons(space: Space, best: Candidate) -> dict[str, str]:
     """Return a reason for each key of the best candidate, by the key."""
     parallel, node = best.config.parallel, space.node
     room = capacity(space.cluster) / GIB
-    within = node % parallel.tp == 0
+    within, most = node % parallel.tp == 0, "leanest" if space.objective == "memory" else "fastest"
     return {
         "parallel.tp": "inside a node of " + str(node) if within else f"over nodes of {node}",
         "parallel.cp": "ranks that share a sequence",
@@ -255,8 +256,8 @@ def reasons(space: Space, best: Candidate) -> dict[str, str]:
         "parallel.dp_shard": "what is left, so that the state is shared",
         "parallel.dp_replicate": "copies of the sharded state",
         "parallel.ep": "ranks that share the experts",
-        "parallel.zero": "the fastest stage that fits",
-        "parallel.pp_schedule": "the fastest of those that fit",
+        "parallel.zero": f"the {most} stage that fits",
+        "parallel.pp_schedule": f"the {most} of those that fit",
         "activation_checkpoint.mode": f"{best.reserved / GIB:.1f} of {room:.1f} GiB are used",
         **({"parallel.offload": "nothing else fits"} if parallel.offload != "none" else {}),
         "train.micro_batch": "samples of one forward",

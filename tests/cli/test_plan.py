@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Search:
         ),
         (["--objective=params", "--batch=1,2"], "--batch: --objective params takes one number"),
         ([*QUESTION, "--days=3"], "--days: goes with --objective devices"),
+        (
+            [*QUESTION, "--objective=devices", "--seconds=3"],
+            "--objective: devices searches by its own rule; remove --seconds",
+        ),
         ([*QUESTION, "--tokens=1TT"], "--tokens: 1TT is not a number above 0, as 15e12 or 1T"),
     ],
 )
@@ -181,6 +187,57 @@ def test_batches_are_compared(made: Search, capsys: pytest.CaptureFixture[str]) 
     assert any(f"{1e9 / (128 * 64 / 2) / 86400:.3g} days" in line for line in lines[:4])
 
 
+@pytest.mark.parametrize(
+    ("when", "line"),
+    [
+        ("in its quick estimates", "capped: batch 128, 32 left out; "),
+        (
+            "in its records",
+            "capped: 2 of 40 candidates that may fit were looked at of batch 128, and batch 32 left"
+            " out; ",
+        ),
+    ],
+)
+def test_batches_that_a_cap_leaves_out_are_told(
+    made: Search,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    when: str,
+    line: str,
+) -> None:
+    """Ctrl-C or --seconds ends the second of three batches, and the first one is the answer."""
+
+    def search(space: Space, *rest: Any) -> Searched:
+        result = made(space, *rest)
+        if len(made.spaces) == 1:
+            return result
+        if when == "in its quick estimates":
+            raise KeyboardInterrupt
+        slow = [recorded(space, 9.0, 20.0, parallel__zero=2)]
+        return replace(result, candidates=[*slow, *result.candidates[1:]], capped=True)
+
+    monkeypatch.setattr(command, "search", search)
+    words = ["--model=llama:debug", "--gpus=16xa100_40gb", "--seq-len=64", "--batch=64,128,32"]
+    assert command.plan(words) == 0
+    shown = capsys.readouterr().out
+    assert "64 samples a step" in shown.splitlines()[0]
+    assert f"\n{line}without the cap the answer may be another\n" in shown
+
+
+def test_the_cap_is_of_all_batches(made: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def search(space: Space, most: int, seconds: float, *_: Any) -> Searched:
+        given.append(seconds)
+        time.sleep(0.2)
+        return made(space)
+
+    monkeypatch.setattr(command, "search", search)
+    words = ["--model=llama:debug", "--gpus=16xa100_40gb", "--seq-len=64", "--batch=64,128"]
+    assert command.plan([*words, "--seconds=100"]) == 0
+    assert given[1] <= given[0] - 0.2
+
+
 def test_a_batch_that_no_mesh_divides_is_a_line(
     made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,14 +256,15 @@ def test_a_batch_that_no_mesh_divides_is_a_line(
     assert "128 samples a step" in shown.out.splitlines()[0]
 
 
+@pytest.mark.parametrize("part", ["sensitivities", "explain", "further"])
 def test_ctrl_c_ends_the_comparisons_alone(
-    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Search, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     def interrupted(*unused: Any) -> list[Any]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "sensitivities", interrupted)
-    assert command.plan(QUESTION) == 0
+    monkeypatch.setattr(command, part, interrupted)
+    assert command.plan([*QUESTION, "--explain"]) == 0
     shown = capsys.readouterr()
     assert "interrupted: some comparisons are left out" in shown.err
     assert "To run it" in shown.out
@@ -254,6 +312,7 @@ def test_the_largest_size_that_fits(
     assert shown.out.startswith("1b: 1.24B parameters")
     refused = [line.split()[2] for line in shown.err.splitlines() if "does not fit" in line]
     assert refused == ["8b", "3b"]
+    assert '\npinned: parallel.offload = "none" (--objective params); ' in shown.out
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ def told(
             "FSDP (ZeRO-3) over 4 devices, 2 replicas, a pipeline of 2 (1F1B); no recomputation,"
             " micro-batches of 2, with parameters and optimizer in host memory",
         ),
+        (
+            {"train__global_batch": 128, "comm__gradients": "int8"},  # which --free may change
+            "FSDP (ZeRO-3) over 16 devices; no recomputation, micro-batches of 2, train.global_batch"
+            " 128, comm.gradients int8",
+        ),
     ],
 )
 def test_a_composition_in_words(keys: dict[str, Any], words: str) -> None:
@@ -187,6 +192,22 @@ def test_what_is_expected_is_tried_until_it_fits(monkeypatch: pytest.MonkeyPatch
     [
         (["parallel.tp"], 64, ["", "parallel.tp is pinned to 1"]),
         ([], 24, ["24 samples a step cannot be dealt to 16 devices", ""]),
+        (
+            ["train.micro_batch"],
+            63,
+            [
+                "63 samples a step cannot be dealt to 16 devices in micro-batches of 2",
+                "63 samples a step cannot be dealt in micro-batches of 2",
+            ],
+        ),
+        (
+            [],
+            1,
+            [
+                "1 samples a step cannot be dealt to 16 devices",
+                "no mesh of it divides 1 samples a step and the model's layers",
+            ],
+        ),
     ],
 )
 def test_what_is_expected_may_not_be_possible(
@@ -212,6 +233,8 @@ def test_why_what_is_expected_is_not_possible(monkeypatch: pytest.MonkeyPatch) -
     pinned = space_of(pinned=["parallel.pp"])
     pinned = replace(pinned, config=answer.with_keys(pinned.config, {"parallel.pp": 4}))
     assert expected(pinned, [])[1].note == "pp 4 x tp 8 does not divide 16 devices"
+    heads = "parallel.tp: 3 does not divide 8 query heads with 2 key/value heads"
+    assert expected(space_of(3), [])[1].note == f"{heads} (allowed: 1, 2, 4, 8)"
     uncut = replace(shape_for(SPACE), axes=frozenset({"pp"}))
     monkeypatch.setattr(answer, "shape_for", lambda space: uncut)
     assert expected(SPACE, [])[1].note == "the plan of llama cannot cut tp"
@@ -223,6 +246,13 @@ def test_half_a_batch_may_not_be_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     half, *_ = answer.further(SPACE, best)
     problem = "8 samples cannot be dealt to these devices"
     assert answer.further_in_words(best, half) == f"with half the batch: {problem}"
+
+
+def test_more_memory_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that looks faster by its quick estimate may be slower by its record."""
+    monkeypatch.setattr(answer, "record_all", Records(2.5, 10.0))
+    results = {one.name: one.step for one in answer.sensitivities(SPACE, BEST)}
+    assert (results["twice the devices"], results["twice the memory"]) == (2.5, 2.0)
 
 
 @pytest.mark.parametrize("pinned", [[], ["train.micro_batch", "activation_checkpoint.mode"]])

@@ -166,6 +166,7 @@ def test_no_network() -> None:
 def test_headline() -> None:
     result = result_of(3)
     keys = {"parallel.tp": 8, "parallel.pp": 4, "parallel.dp_shard": 16, "parallel.cp": 1}
+    keys["train.global_batch"] = 1024  # which is free
     result["candidates"][0].update(keys=keys, fits=True, step_seconds=9.87654, mfu=0.4321)
     result["candidates"][0]["tokens_per_second_per_device"] = 1234.4
     result["candidates"][0]["memory"] = memory_of(71.2 * GIB, weights=GIB)
@@ -173,8 +174,10 @@ def test_headline() -> None:
     text = Reader(page_of(result)).text
     for words in [
         *result["sentences"],
+        "llama3 70b on 512 \u00d7 h100_sxm, 1,024 samples of 8,192 tokens a step",
         "Best: pp 4 \u00d7 dp_shard 16 \u00d7 tp 8",
-        "4 pipeline stages, 16 data-parallel shards, 8 tensor-parallel ranks.",
+        "4 pipeline stages, 16 data-parallel shards, 8 tensor-parallel ranks;"
+        " train.global_batch = 1024.",
         "9.88 s",
         "43.2%",
         "1,234",

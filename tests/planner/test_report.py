@@ -79,14 +79,17 @@ def test_tp_that_does_not_divide_a_node_is_told() -> None:
     [
         (4, "a100_40gb", "--nproc-per-node 4"),
         (16, "a100_40gb", f"--nnodes 2 {SEVERAL} --nproc-per-node 8"),
-        (12, "a100_40gb", f"--nnodes 2 {SEVERAL} --nproc-per-node 6"),
+        (12, "a100_40gb", f"--nnodes 2 {SEVERAL} --nproc-per-node 8"),
         (64, "gb200", f"--nnodes 16 {SEVERAL} --nproc-per-node 4"),
     ],
 )
 def test_the_command_names_what_differs(ranks: int, cluster: str, start: str) -> None:
     where = space_of(ranks, cluster)
     best = recorded(where, 1.0, 1.0, parallel__zero=3, parallel__tp=2, train__micro_batch=4)
-    words = shlex.split(command_line(where, best, "a b.toml", {"model.name": "llama"}))
+    text = command_line(where, best, "a b.toml", {"model.name": "llama"})
+    # A tp of the plan's nodes stays in a node, as it would not in nodes of 6.
+    assert text.partition("  # ")[2] == ("--nproc-per-node 4 on the last node" if ranks == 12 else "")
+    words = shlex.split(text, comments=True)
     assert " ".join(words).startswith(f"torchrun {start}")
     keys = [word for word in words if word.startswith("--") and "=" in word]
     assert words[words.index("train.py") + 1] == "a b.toml"
@@ -96,6 +99,20 @@ def test_the_command_names_what_differs(ranks: int, cluster: str, start: str) ->
         f"--parallel.dp_shard={ranks // 2}",
         "--train.micro_batch=4",
     ]
+
+
+@pytest.mark.parametrize(("objective", "most"), [("time", "fastest"), ("memory", "leanest")])
+def test_reasons_are_those_of_the_objective(tmp_path: Path, objective: str, most: str) -> None:
+    best = recorded(SPACE, 1.0, 1.0, parallel__zero=3)
+    text = write_toml(replace(SPACE, objective=objective), best, "", {}, tmp_path)
+    assert f"\nzero = 3  # the {most} stage that fits\n" in text
+
+
+def test_equal_pipeline_ranks_do_not_hold_less() -> None:
+    one = recorded(SPACE, 1.0, 1.0)
+    assert one.estimate
+    equal = replace(one, estimate=replace(one.estimate, peaks=one.estimate.peaks * 6))
+    assert "  the other 2 pipeline ranks hold no more" in in_words(SPACE, equal).splitlines()
 
 
 @pytest.mark.parametrize(("offload", "reason"), [("none", ""), ("cpu", "  # nothing else fits")])
