@@ -37,10 +37,10 @@ def test_rows_are_those_of_torchao(base: Base) -> None:
     assert rows.shape == (6, 132 if base == "int8" else 72)
     assert torch.equal(rows[1:4], packed(weight[1:4], base))
     assert not values[2].any()
-    model = torch.nn.Sequential(torch.nn.Linear(128, 6))  # with values, as in a loop of a user's own
-    model[0].weight.data.copy_(weight)
-    quantize(model, ["0"], base)
-    assert torch.equal(model[0].weight, rows)
+    layer = torch.nn.Linear(128, 6)  # with values, as in a loop of a user's own
+    layer.weight.data.copy_(weight)
+    quantize(torch.nn.ModuleDict({"layer": layer}), ["layer"], base)
+    assert torch.equal(layer.weight, rows)
     if base == "int8":
         assert torch.equal(values, Int8Tensor.from_hp(weight, PerRow()).dequantize())
     else:  # with scales of 8 bits

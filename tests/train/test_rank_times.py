@@ -103,7 +103,8 @@ def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
 def test_ranks_are_compared_within_their_stage() -> None:
     """Stages have unequal work; a rank that has its stage alone is compared with all."""
     hook, said = RankTimes.__new__(RankTimes), list[str]()
-    hook.mesh, hook.say = mock.Mock(mesh_dim_names=("pp",), size=lambda axis: 2), said.append
+    hook.mesh = mock.Mock(mesh_dim_names=("pp",), size=lambda axis: 2)
+    hook.say = lambda text: said.append(text)
     hook.factor, hook.patience = 1.5, 1
     for row in ([1.0, 1.0, 3.0, 3.0], [1.0, 1.0, 3.0, 9.0], [1.0, 3.0]):
         hook.places = {rank: divmod(rank, len(row) // 2) for rank in range(len(row))}
