@@ -59,7 +59,7 @@ class LocalInput(PlainActivations, SendsActivations, PrepareModuleInput):
         """Take the layout of the first input, and how many inputs the module takes by position."""
         others = (None,) * (inputs - 1)
         super().__init__(input_layouts=(stream, *others), desired_input_layouts=(Replicate(), *others))
-        self.stream, self.inputs = stream, inputs
+        self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward, backward = ("gather", "scatter") if self.stream.is_shard() else ("keep", "sum")

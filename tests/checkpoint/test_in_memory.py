@@ -483,17 +483,19 @@ def test_only_what_dead_runs_have_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_what_another_container_has_left_stays_for_an_hour(tmp_path: Path) -> None:
-    """Its processes have numbers of their own, so nobody here knows whether they live."""
+    """Its processes have numbers of their own, so nobody here knows whether they live. An hour after
+    the last copy was written, they are taken for dead."""
     here = os.stat("/proc/self/ns/pid").st_ino
     owners = {"dead": (NOBODY, here), "lives": (os.getpid(), here)}
     owners |= {"old": (os.getpid(), here + 1), "young": (NOBODY, here + 1)}
+    owners["written"] = NOBODY, here + 1
     for name, (process, space) in owners.items():
         copies = tmp_path / f"dtensor-compose-{name}" / f"{process}.{space}-abc-00000-0"
         copies.parent.mkdir()
         copies.touch()
-        for path in (copies, copies.parent) if name in ("lives", "old") else ():
+        for path in [copies.parent, copies][: {"lives": 2, "old": 2, "written": 1}.get(name, 0)]:
             os.utime(path, (0, time.time() - 3700))
-    assert leftovers(tmp_path) == ["dtensor-compose-lives", "dtensor-compose-young"]
+    assert leftovers(tmp_path) == [f"dtensor-compose-{name}" for name in ("lives", "written", "young")]
 
 
 def test_a_node_of_spares_keeps_nothing_of_a_run_that_has_ended(tmp_path: Path) -> None:

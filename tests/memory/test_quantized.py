@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from compose.build import fill_weights
-from compose.memory.quantized import Base, count_parameters, packed, quantized_layers, rounded
+from compose.memory.quantized import (
+    Base,
+    count_parameters,
+    packed,
+    quantize,
+    quantized_layers,
+    rounded,
+)
 from tests.support.faults import with_fault
 from tests.support.helpers import Keys, agreed, make_job, prove_case, proved, refusals, tiered
 from tests.support.mutation import mutated
@@ -30,6 +37,10 @@ def test_rows_are_those_of_torchao(base: Base) -> None:
     assert rows.shape == (6, 132 if base == "int8" else 72)
     assert torch.equal(rows[1:4], packed(weight[1:4], base))
     assert not values[2].any()
+    layer = torch.nn.Linear(128, 6)  # with values, as in a loop of a user's own
+    layer.weight.data.copy_(weight)
+    quantize(torch.nn.ModuleDict({"layer": layer}), ["layer"], base)
+    assert torch.equal(layer.weight, rows)
     if base == "int8":
         assert torch.equal(values, Int8Tensor.from_hp(weight, PerRow()).dequantize())
     else:  # with scales of 8 bits

@@ -14,7 +14,7 @@ from torch import nn
 
 from compose.parallel.mesh import Parallel, deal
 from compose.pipeline.split import fewest_at_most
-from compose.train.rank_times import ForwardClock, speeds_of
+from compose.train.rank_times import ForwardClock, RankTimes, speeds_of
 from models.llama.model import Attention
 from tests.support import training
 from tests.support.helpers import Keys, keys_in, parallel, refusals
@@ -88,13 +88,30 @@ def test_a_measured_slow_rank_gets_fewer_samples(
 
 
 def test_the_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
-    """After the two first steps and as many as it must be slow; once."""
+    """After the two first steps and as many as it must be slow; once. Validation takes no part."""
+    file = tmp_path / "validation.txt"
+    file.write_text("some words " * 20)
     more = {"metrics__slow_rank": 1.5, "metrics__slow_steps": 3, "train__stop_after": 7}
-    steps, lines = _run(pool, tmp_path, (1.0, 3.0), sleeps=False, **more)
+    more |= {"data__validation": file, "train__validate_every": 2}
+    steps, lines = _run(pool, tmp_path / "run", (1.0, 3.0), sleeps=False, **more)
     for step in steps:
         assert step["rank_seconds"] == pytest.approx({"0": 6 * FAST, "1": 18 * FAST})
     said = [line for line in lines if line.startswith("slow for")]
     assert said == ["slow for 3 steps: rank 1 takes 3.0 times the median"]
+
+
+def test_ranks_are_compared_within_their_stage() -> None:
+    """Stages have unequal work; a rank that has its stage alone is compared with all."""
+    hook, said = RankTimes.__new__(RankTimes), list[str]()
+    hook.mesh = mock.Mock(mesh_dim_names=("pp",), size=lambda axis: 2)
+    hook.say = lambda text: said.append(text)
+    hook.factor, hook.patience = 1.5, 1
+    for row in ([1.0, 1.0, 3.0, 3.0], [1.0, 1.0, 3.0, 9.0], [1.0, 3.0]):
+        hook.places = {rank: divmod(rank, len(row) // 2) for rank in range(len(row))}
+        hook.slow = dict.fromkeys(hook.places, 0)
+        hook._name(row)
+    words = "slow for 1 steps: rank {} (stage 1) takes 3.0 times the median"
+    assert said == [words.format(3), words.format(1)]
 
 
 def test_the_clock_adds_up_forwards() -> None:
@@ -113,8 +130,8 @@ def test_speeds_are_rows_per_second_within_a_stage() -> None:
     """Stage 1 has more work than stage 0; its second data rank takes twice as long."""
     places = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
     assert speeds_of([[1.0, 1.0, 3.0, 6.0]], places, [4, 4]) == [1.0, 0.5]
-    # With half the rows in the same time it is half as fast, and one odd step does not count.
-    steps = [[1.0, 1.0], [9.0, 1.0], [1.0, 1.0]]
+    # With half the rows in the same time it is half as fast, and odd steps do not count.
+    steps = [[1.0, 1.0], [9.0, 1.0], [0.1, 1.0]]
     assert speeds_of(steps, {0: (0, 0), 1: (0, 1)}, [4, 2]) == [1.0, 0.5]
 
 
