@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torch import nn
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -19,7 +20,7 @@ from compose.parallel.name_patterns import inside
 from compose.parallel.stream_messages import SendsActivations
 from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
-from compose.pipeline.split import check_layers, check_stages, layer_names
+from compose.pipeline.split import check_layers, check_stages, layer_names, stages_of
 
 if TYPE_CHECKING:  # a job holds a setup
     from compose.config.job import Job
@@ -127,6 +128,26 @@ def _dropouts(setup: Setup) -> Iterator[str]:
             " rank; list it in replicate if all, or give it SequenceParallel(sequence_dim=n,"
             " use_local_output=True) if a part of dim n"
         )
+
+
+@MESH.add(
+    "with pp, no nn.Dropout is in two layers",
+    "its masks depend on how often it has run, and a stage does not see the others",
+)
+def _shared_dropouts(setup: Setup) -> Iterator[str]:
+    model, pipeline, first = setup.model, setup.resolved.pipeline, dict[int, tuple[str, str]]()
+    if setup.degrees.pp == 1 or pipeline is None:
+        return
+    for part in stages_of(model, pipeline, [1] * len(layer_names(model, pipeline))):
+        inner = model.get_submodule(part).named_modules(prefix=part, remove_duplicate=False)
+        for name, module in inner:
+            place, other = first.setdefault(id(module), (part, name))
+            if type(module) is nn.Dropout and module.p > 0 and place != part:
+                yield (
+                    f"plan.pipeline: {other} and {name} are one nn.Dropout, whose masks depend on how"
+                    " often it has run; give each layer its own, or use parallel.pp = 1"
+                )
+                return
 
 
 @MESH.add(

@@ -34,6 +34,7 @@ from compose.errors import ConfigError, Fraction, Positive, ReadWith, did_you_me
 from compose.memory.segments import Forward, Prepare
 from compose.ops.attention import attention_forward
 from compose.ops.batch import Sample, on_meta
+from compose.ops.tensors import held_tensors
 from compose.ops.torch_versions import bypass_saved_tensors_hooks
 
 _MATMULS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
@@ -187,7 +188,7 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[
     costs = {name: UnitCost() for name in units}
     tensors = {
         name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
-        for name, t in (*model.named_parameters(), *model.named_buffers())
+        for name, t in held_tensors(model).items()
     }
     counter = _Counter(tensors.values())
     saving = torch.autograd.graph.saved_tensors_hooks(counter.saved, lambda tensor: tensor)
@@ -200,7 +201,7 @@ def unit_costs(model: nn.Module, units: Sequence[str], seq_len: Sample) -> dict[
             module = model.get_submodule(name)
             hooks.enter_context(module.register_forward_pre_hook(partial(counter.enter, cost)))
             hooks.enter_context(module.register_forward_hook(counter.leave))
-        torch.func.functional_call(model, tensors, *on_meta(seq_len), tie_weights=True)
+        torch.func.functional_call(model, tensors, *on_meta(seq_len), tie_weights=False)
     return costs
 
 

@@ -226,6 +226,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
+def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, one for each place of a module that holds one.
+
+    They are for ``torch.func.functional_call`` without ``tie_weights``, which does not bring back the
+    tensors of a module with two names.
+    """
+    return {
+        f"{path}.{name}".removeprefix("."): tensor
+        for path, module in model.named_modules()
+        for kind in (module.named_parameters, module.named_buffers)
+        for name, tensor in kind(recurse=False, remove_duplicate=False)
+    }
+
+
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the names of every tied parameter, which has more than one; the first name comes first.
 

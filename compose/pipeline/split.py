@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
-from compose.ops.tensors import arrived, local_tensor, tied_names
+from compose.ops.tensors import arrived, held_tensors, local_tensor, tied_names
 from compose.parallel.name_patterns import parent
 from compose.pipeline.stand_ins import Elsewhere, NoRows, Skipped, outputs_of_layers, stage_forward
 
@@ -142,8 +142,7 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
     first_of: dict[Any, str] = {}
     equal = {name: first_of.setdefault(kind_of(model.get_submodule(name)), name) for name in layers}
     tensors = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        name: torch.empty_like(tensor, device="meta") for name, tensor in held_tensors(model).items()
     }
     try:
         with ExitStack() as hooks, counter, torch.no_grad():
@@ -156,7 +155,7 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
                     module.forward = _pass_on
                     hooks.callback(vars(module).update, own)
                     hooks.callback(delattr, module, "forward")
-            torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=True)
+            torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=False)
     except Exception:  # not every model runs on meta, nor on any number of tokens
         spent = {name: _weights(model.get_submodule(name)) for name in spent}
     spent |= {name: spent[equal[name]] for name in layers}
@@ -228,6 +227,7 @@ def split(
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
     """Give each stage its own copy of a parameter that several stages hold."""
+    _give_own_modules(model, stage_of)
     ties = []
     for names in tied_names(model):
         by_stage: dict[int, list[str]] = {}
@@ -246,6 +246,19 @@ def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
         holders = tuple((stage, held[0]) for stage, held in sorted(by_stage.items()))
         ties.append(Tied(names[0], holders))
     return ties
+
+
+def _give_own_modules(model: nn.Module, stage_of: dict[str, int]) -> None:
+    """Let stages hold copies of a module that several of them run, with the same parameters."""
+    first: dict[int, int] = {}
+    for part, stage in stage_of.items():
+        inner = model.get_submodule(part).named_modules(prefix=part, remove_duplicate=False)
+        for name, module in [*inner]:
+            if first.setdefault(id(module), stage) != stage:
+                own, (path, _, leaf) = copy.copy(module), name.rpartition(".")
+                for key, value in vars(module).items():
+                    vars(own)[key] = value.copy() if isinstance(value, dict) else value
+                model.get_submodule(path)._modules[leaf] = own
 
 
 def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:

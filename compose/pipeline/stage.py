@@ -1,10 +1,11 @@
 """The form of a stage for PyTorch's pipeline runtime, and what goes from one stage to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from compose.errors import ConfigError
@@ -86,6 +87,31 @@ class RuntimeStage(StageOverrides, PipelineStage):
             return result
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            groups = bwd_kwargs["param_groups"]
+            # Where a weight enters the stream twice, its group runs through what others need.
+            again = any(len(group["intermediates"]) > 1 for group in groups)
+            stage_backward_weight(self.submod.parameters(), groups, retain_graph=again)
+            result = (), None
+        else:
+            grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            result = grads, _disjoint(groups)
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
+
+
+def _disjoint(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of weights, with the places where they enter the stream, joined where they overlap.
+
+    PyTorch adds a weight's gradient once for each group that has it.
+    """
+    results: list[dict[str, Any]] = []
+    for group in groups:
+        params, grads = group["params"], dict(zip(group["intermediates"], group["grads"], strict=True))
+        for other in [one for one in results if not params.isdisjoint(one["params"])]:
+            results.remove(other)
+            params |= other["params"]
+            grads |= zip(other["intermediates"], other["grads"], strict=True)
+        one = {"params": params, "intermediates": [*grads], "grads": [*grads.values()]}
+        results.append(one)
+    return results

@@ -259,6 +259,9 @@ def test_to_hugging_face_and_back_through_a_store(run: Path, tmp_path: Path) -> 
     assert there.read_bytes() == here.read_bytes()
     assert convert([str(run.parent / "hf"), str(run.parent / "again")]) == 0
     assert store.problems(run.parent / "again/checkpoints" / store.name_of(0)) == []
+    with Broken(".safetensors"):
+        assert "down" in refusal(convert, [str(run.parent / "hf"), str(run.parent / "cut")])
+    assert not (run.parent / "cut/checkpoints" / store.name_of(0) / store.MANIFEST).exists()
     again = refusal(convert, [str(run), str(run.parent / "hf")])
     assert again == f"{run.parent / 'hf'}: exists already; choose another target"
 

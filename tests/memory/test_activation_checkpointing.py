@@ -198,6 +198,14 @@ def test_experts_in_one_product_cost_as_much() -> None:
     assert results[0] == results[1]
 
 
+def test_a_module_with_two_names_keeps_its_weights() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, layer)
+    unit_costs(model, ["0"], lambda: {"input": torch.empty(1, 4, device="meta")})
+    assert isinstance(layer.weight, nn.Parameter)
+    assert not layer.weight.is_meta
+
+
 class Silent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:

@@ -485,6 +485,16 @@ def _functions_refused() -> list[str]:
     return refused(forward_backward, composition, batch, loss_function=_summed, dropout=DropoutKey(0))
 
 
+def test_stages_that_share_a_dropout() -> None:
+    model = Model()
+    model.layers[1].outer = model.layers[0].outer
+    stages = Options(Parallel(pp=2, dp_shard=1))
+    assert refused(check_setup, Setup(model, resolve(PLAN, model), stages, 2, "cpu")) == [
+        "plan.pipeline: layers.0.outer and layers.1.outer are one nn.Dropout, whose masks depend on how"
+        " often it has run; give each layer its own, or use parallel.pp = 1"
+    ]
+
+
 def test_a_function_under_tensor_parallel(pool: Pool) -> None:
     line = (
         "dropout: with tp, Twice calls torch.nn.functional.dropout, and no style says on which part of"

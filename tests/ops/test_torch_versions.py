@@ -108,6 +108,7 @@ INSTEAD = {
         torch.distributed.pipelining.schedules._PipelineScheduleRuntime._prepare_schedule_with_comms
     """,
     "a loop of our own": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+    "torch.autograd.grad, as it does": "torch.distributed.pipelining._backward.stage_backward_weight",
     "gradients taken aside before a step": """
         torch.distributed.pipelining.PipelineStage._post_metadata_inference_cleanup
     """,

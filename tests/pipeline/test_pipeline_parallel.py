@@ -276,6 +276,59 @@ def test_own_model_with_layers_that_share_a_weight(
     proved(pool.run(_own_model, 4, schedule, layers))
 
 
+class Layer(nn.Module):
+    """All layers have one norm. Weights enter the stream once or several times, alone or together."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = norm, nn.Linear(6, 6)
+        self.one, self.two, self.both = (nn.Parameter(torch.rand(6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(self.norm(x) + (self.one + self.both)).tanh() * self.one.sigmoid()
+        return x + self.inner(x + (self.two + self.both))
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(6)
+        self.into, self.layers = nn.Linear(5, 6), nn.ModuleList(Layer(norm) for _ in range(4))
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _shared(schedule: str) -> tuple[Report, float]:
+    """The proof, and the greatest error of a gradient against plain PyTorch."""
+    torch.manual_seed(0)
+    model, batch = Shared(), {"x": torch.randn(4, 5), "targets": torch.arange(4)}
+    plan = Plan(pipeline=Pipeline(["into"], "layers", ["head"]))
+    options, mesh = Options(Parallel(pp=2, pp_schedule=schedule)), make_mesh(Parallel(pp=2))
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    report = verify(model, plan, mesh, batch, options, Trial(micro_batch=1, loss_function=loss))
+    plain = copy.deepcopy(model)
+    (loss(plain(batch["x"]), batch["targets"]) / 4).backward()
+    composition = apply(model, plan, mesh, options)
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    errors = [
+        float((full(p.grad) - plain.get_parameter(name).grad).abs().max())
+        for name, p in composition.named_parameters()
+    ]
+    return report, max(errors)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_that_share_a_module_and_weights_used_twice(pool: Pool, schedule: str) -> None:
+    results = pool.run(_shared, 2, schedule)
+    proved([report for report, _ in results])
+    assert max(error for _, error in results) < 1e-6
+
+
 def _refusals() -> list[str]:
     config, degrees = _small(), Parallel(pp=2)
     mesh = make_mesh(degrees)
