@@ -7,7 +7,7 @@ to call layers as the first stage does. Otherwise a later stage fails, or is wro
 
 import copy
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
-from compose.ops.tensors import arrived, held_tensors, local_tensor, tied_names
+from compose.ops.tensors import held_tensors, local_tensor, tied_names
 from compose.parallel.name_patterns import parent
-from compose.pipeline.stand_ins import Elsewhere, NoRows, Skipped, outputs_of_layers, stage_forward
+from compose.pipeline.stand_ins import Elsewhere, NoRows, Skipped, calls, outputs_of_layers, stage_forward
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -306,7 +306,7 @@ def try_first_stage(
     with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
         if layer is None or first.is_meta:
             return stage(first, **inputs)
-        output, ((stream, call, result), *_) = _noted(layer, lambda: stage(first, **inputs))
+        output, ((stream, call, result), *_) = calls(layer, lambda: stage(first, **inputs))
     if type(stream) is not Tensor:
         return output
     from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
@@ -337,11 +337,11 @@ def try_first_stage(
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
         alone = plain_stream(run())
         container.update(stands)
-        _, ((_, later, _), *_) = _noted(next(iter(stands.values())), run)
-        _, ((_, behind, _), *_) = _noted(stands[second], run)
+        _, ((_, later, _), *_) = calls(next(iter(stands.values())), run)
+        _, ((_, behind, _), *_) = calls(stands[second], run)
         container.clear()
         container.update({**held, second: stands[second]})
-        _, ((_, begins, _), *_) = _noted(stands[second], run)
+        _, ((_, begins, _), *_) = calls(stands[second], run)
     container.clear()
     container.update(held)
     if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
@@ -375,23 +375,6 @@ def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
             line = f"plan.pipeline: a forward looks up {layers} by number or name, and a stage holds"
             raise ConfigError(f"{line} only some; iterate over all of them, {_CURE}") from None
         raise
-
-
-def _noted(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """Return what ``run`` returns; and stream, other arguments and output of each call of ``layer``."""
-    names, calls = list(signature(layer.forward).parameters), list[list[Any]]()
-
-    def begin(module: nn.Module, args: Any, named: Any) -> None:
-        call = {**dict(zip(names, args, strict=False)), **named}
-        stream = call.pop(names[0], None)
-        others = {key: "the stream" if value is stream else value for key, value in call.items()}
-        calls.append([arrived(stream), others])
-
-    with (
-        layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-        layer.register_forward_hook(lambda *given: calls[-1].append(given[-1])),
-    ):
-        return run(), calls
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -95,7 +95,7 @@ class RuntimeStage(StageOverrides, PipelineStage):
             result = (), None
         else:
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            result = grads, _disjoint(groups)
+            result = grads, _disjoint(groups or [])
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compose.ops.tensors import arrived
+
 
 class Elsewhere(nn.Identity):
     """The identity in place of a module that another stage holds: it returns its first input."""
@@ -115,3 +117,20 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
     told: Any = forward
     told.__signature__, told.outputs = inspect.signature(module.forward), 0
     return told
+
+
+def calls(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
+    """Return what ``run`` returns; and stream, other arguments and output of each call of ``layer``."""
+    names, seen = list(inspect.signature(layer.forward).parameters), list[list[Any]]()
+
+    def begin(module: nn.Module, args: Any, named: Any) -> None:
+        call = {**dict(zip(names, args, strict=False)), **named}
+        stream = call.pop(names[0], None)
+        others = {key: "the stream" if value is stream else value for key, value in call.items()}
+        seen.append([arrived(stream), others])
+
+    with (
+        layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+        layer.register_forward_hook(lambda *given: seen[-1].append(given[-1])),
+    ):
+        return run(), seen
