@@ -23,7 +23,14 @@ from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import held_tensors, local_tensor, tied_names
 from compose.parallel.name_patterns import parent
-from compose.pipeline.stand_ins import Elsewhere, NoRows, Skipped, calls, outputs_of_layers, stage_forward
+from compose.pipeline.stand_ins import (
+    Elsewhere,
+    NoRows,
+    Skipped,
+    calls,
+    outputs_of_layers,
+    stage_forward,
+)
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
