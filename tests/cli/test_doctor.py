@@ -374,7 +374,7 @@ def links(patch: Patch, rate: float, latency: float, cluster: str = "", stride: 
     """What is said of two ranks that reach so many bytes per second, after so many seconds."""
     inverse = 1 / rate / 2  # an all-gather of two ranks sends half of its bytes
     row = Collective("all_gather", 2, stride, latency, inverse, 0.0, (1.0,), (1.0,))
-    patch.setattr(doctor, "measure_collectives", lambda sweep, until: [row])
+    patch.setattr(doctor, "measure_collectives", lambda sweep: [row])
     patch.setenv("LOCAL_WORLD_SIZE", "2")
     given = doctor.load_cluster(cluster) if cluster else None
     return [str(line) for line in doctor._links(given, torch.device("cpu"), 1.0)]
@@ -409,7 +409,7 @@ def test_links_of_a_known_gpu(monkeypatch: Patch) -> None:
 
 
 def test_links_that_fail(monkeypatch: Patch) -> None:
-    def fail(sweep: object, until: float) -> list[Collective]:
+    def fail(sweep: object) -> list[Collective]:
         raise dist.DistNetworkError("Connection refused\nmore")
 
     monkeypatch.setattr(doctor, "measure_collectives", fail)
