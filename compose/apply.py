@@ -68,9 +68,6 @@ def apply(
     resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
     check_setup(Setup(model, resolved, options, mesh.size(), mesh.device_type))
     choice = select_layers(model, resolved, tp, precision.float8, mesh.device_type)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_contiguous():  # neither messages nor FSDP take it
-            tensor.data = tensor.data.contiguous()
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -199,6 +196,10 @@ def _check_types(model: nn.Module, master: torch.dtype) -> None:
 
 
 def _broadcast(model: nn.Module, device_type: str) -> None:
+    """Make all tensors contiguous, and equal to those of the first rank."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_contiguous():  # neither messages nor FSDP take it
+            tensor.data = tensor.data.contiguous()
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # there are no weights yet, and buffers are the same on every rank
     for tensor in (*model.parameters(), *model.buffers()):

@@ -359,7 +359,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
     # A stream that was closed is None, and a file would get its number.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (open to the end)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    # What the encoding lacks is escaped, as on standard error.
+    # Escape letters that the encoding lacks, as standard error does.
     typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     code = _outcome(main)
     for stream in (sys.stdout, sys.stderr):

@@ -89,7 +89,7 @@ class RuntimeStage(StageOverrides, PipelineStage):
         self.data.gather()
         if backward_type == "weight":
             groups = bwd_kwargs["param_groups"]
-            # Where a weight enters the stream twice, its group runs through what others need.
+            # Where a weight enters the stream twice, other groups need a part of the same graph.
             again = any(len(group["intermediates"]) > 1 for group in groups)
             stage_backward_weight(self.submod.parameters(), groups, retain_graph=again)
             result = (), None

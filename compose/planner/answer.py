@@ -208,7 +208,7 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     ]
     step = results[1].step
     if fits(space, best) and step and step > best.recorded.step_seconds:
-        results[1] = Compared("twice the memory", best)  # which more memory does not take away
+        results[1] = Compared("twice the memory", best)  # it runs with more memory too
     if space.world_size > 1:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
         results.append(_variant(name, replace(space, cluster=fast), best, [config]))

@@ -47,7 +47,7 @@ _OF_A_NODE += ("checkpoint.load_hf", "model.lora.load")
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
 _ASKS = (*_SENT, LAUNCHER_DIED)
-# Of programs that start tasks and make no ranks of them: variables of how many and which one, a name.
+# Programs start tasks without making them ranks: the number of tasks, a task's own number, the program.
 _OF_TASKS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),
