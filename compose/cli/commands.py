@@ -1,6 +1,7 @@
 """The commands verify, schedule, legal, convert and tokenize; a command imports what it alone needs."""
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -31,12 +32,14 @@ from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
 from compose.errors import ConfigError, printable, refused_in, written
 from compose.object_storage import as_path
-from compose.parallel.mesh import AXES, init_mesh
+from compose.parallel.mesh import AXES, init_mesh, meshes
 from compose.train.processes import process_group
 from compose.train.workers import this_worker
 
 if TYPE_CHECKING:
     from compose.data.token_set_writing import Counts
+
+_MESHES = 2000  # they take about a minute
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -94,6 +97,9 @@ def legal(arguments: Sequence[str]) -> int:
     world_size = world_size_of(given)
     if not world_size:
         raise flag_error("legal", "needs --world-size N, the number of ranks")
+    if len([*itertools.islice(meshes(world_size), _MESHES + 1)]) > _MESHES:
+        many = f"{world_size} ranks have more than {_MESHES:,} meshes, the most that legal checks"
+        raise flag_error("--world-size", f"{many}; python -m compose plan looks for the best ones")
     config = load(given.file, given.overrides)
     legal, refused = [], Counter[str]()
     for degrees, problems in rules.survey(config, world_size):

@@ -11,6 +11,7 @@ from compose.config.models import ModelFolder, find_model, max_seq_len, model_na
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, given_keys, load, nearest_key, values_of, without_file
 from compose.errors import did_you_mean, toml_value, whole_number
+from compose.parallel.mesh import divisors
 from compose.planner.candidates import DEGREES, FREED, REFINED, TRIED, with_keys
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
 from compose.planner.estimate import weakest
@@ -272,7 +273,7 @@ def default_batch(count: float, seq_len: int, world_size: int) -> int:
     if samples >= world_size:
         unit = world_size * max(n for n in (1, 2, 4, 8) if n * world_size <= samples)
         return round(samples / unit) * unit
-    return max(n for n in range(1, samples + 1) if world_size % n == 0)
+    return max(n for n in divisors(world_size) if n <= samples)
 
 
 def _batches(given: Words) -> tuple[int, ...]:

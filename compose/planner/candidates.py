@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.tables import Config, value_of
-from compose.parallel.mesh import AXES, Parallel
+from compose.parallel.mesh import AXES, Parallel, divisors
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.costs import for_ranks
@@ -355,7 +355,7 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
         if f"parallel.{axis}" in fixed and own != -1:
             return [own]
         upto = min(most[axis], space.world_size)
-        return [d for d in range(1, upto + 1) if space.world_size % d == 0]
+        return [d for d in divisors(space.world_size) if d <= upto]
 
     for pp, dp_replicate, cp, tp in itertools.product(
         *map(allowed, ("pp", "dp_replicate", "cp", "tp"))
