@@ -29,8 +29,6 @@ def read_leaves(path: Path) -> Leaves:
     """Return the leaves of a file; a ConfigError names the file, and the line where there is one."""
     try:
         text = read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {unreadable(error)}") from None
     if not text.strip():

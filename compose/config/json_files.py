@@ -119,6 +119,8 @@ def parse_json(content: bytes, kind: type[T]) -> T:
 
 def unreadable(error: Exception) -> str:
     """Return why a text file cannot be read, in words."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 (byte {error.start}); save it as UTF-8"
     return f"cannot read it: {getattr(error, 'strerror', None) or error}"

@@ -183,3 +183,14 @@ def _complete(parameters: Sequence[nn.Parameter]) -> None:
         flat = _flat(partial_sums)
         dist.all_reduce(flat, group=mesh.get_group())
         _put(partial_sums, flat, complete=True)
+
+
+def cast_inputs(
+    dtype: torch.dtype, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give floats among a model's inputs its parameters' type, as FSDP2 does."""
+
+    def cast_one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}

@@ -284,8 +284,6 @@ def load_cluster(name_or_path: str) -> Cluster:
         shown = f"clusters/{file.name}"
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"{shown}: no such file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown}: TOML syntax: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
