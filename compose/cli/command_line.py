@@ -7,11 +7,10 @@ import sys
 import tempfile
 import time
 import traceback
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, cast
 
 from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage, help_text
 from compose.config import rules
@@ -350,7 +349,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
+def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Call ``main`` with the command line, and exit with the code that it returns.
 
     For a ConfigError the program prints its lines on standard error, once for all ranks, and exits with
@@ -360,7 +359,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (open to the end)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     # Escape letters that the encoding lacks, as standard error does.
-    typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     code = _outcome(main)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -159,7 +159,7 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
                 hooks.enter_context(module.register_forward_hook(partial(count, name, 1)))
                 if equal.get(name, name) != name:  # one of equal layers runs for all
                     own = {key: one for key, one in vars(module).items() if key == "forward"}
-                    module.forward = _pass_on
+                    module.forward = lambda stream, *args, **kwargs: stream
                     hooks.callback(vars(module).update, own)
                     hooks.callback(delattr, module, "forward")
             torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=False)
@@ -168,10 +168,6 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
     spent |= {name: spent[equal[name]] for name in layers}
     first, last = (sum(spent[name] for name in part) for part in (pipeline.first, pipeline.last))
     return first, [spent[name] for name in layers], last
-
-
-def _pass_on(stream: Tensor, *unused: Any, **unused_too: Any) -> Tensor:
-    return stream
 
 
 def _weights(module: nn.Module) -> float:
@@ -262,10 +258,16 @@ def _give_own_modules(model: nn.Module, stage_of: dict[str, int]) -> None:
         inner = model.get_submodule(part).named_modules(prefix=part, remove_duplicate=False)
         for name, module in [*inner]:
             if first.setdefault(id(module), stage) != stage:
-                own, (path, _, leaf) = copy.copy(module), name.rpartition(".")
-                for key, value in vars(module).items():
-                    vars(own)[key] = value.copy() if isinstance(value, dict) else value
-                model.get_submodule(path)._modules[leaf] = own
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._modules[leaf] = _copy_of(module)
+
+
+def _copy_of(module: nn.Module, shared: Sequence[str] = ()) -> nn.Module:
+    """Return a module with the same parameters and children, in dicts of its own but for ``shared``."""
+    own = copy.copy(module)
+    copied = {k: v.copy() for k, v in vars(module).items() if isinstance(v, dict) and k not in shared}
+    vars(own).update(copied)
+    return own
 
 
 def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
@@ -287,11 +289,8 @@ def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
 
 def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
     """Return a second ``module`` with the same children, except those on the way to ``changing``."""
-    twin = copy.copy(module)
-    for key, value in vars(module).items():
-        # The twin has its own hooks and children. It shares parameters and buffers with the original.
-        if isinstance(value, dict) and key not in ("_parameters", "_buffers"):
-            vars(twin)[key] = value.copy()
+    # It has its own hooks and children, and shares parameters and buffers with the original.
+    twin = _copy_of(module, ("_parameters", "_buffers"))
     for name, child in module.named_children():
         full = f"{path}{name}."
         if any(f"{other}.".startswith(full) for other in changing):
