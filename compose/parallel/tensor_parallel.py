@@ -220,9 +220,7 @@ def sequence_ranks(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]
 
 
 def apply_tensor_parallel(
-    model: nn.Module,
-    styles: Iterable[tuple[str, ParallelStyle]],
-    mesh: DeviceMesh,
+    model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], mesh: DeviceMesh
 ) -> None:
     """Apply each style to the module of that name; tied parameters stay tied.
 

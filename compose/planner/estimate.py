@@ -76,10 +76,7 @@ def schedule_rows(job: Job) -> list[list[Action]]:
 
 
 def estimate(
-    job: Job,
-    cluster: Cluster,
-    other: OtherProgram | None = None,
-    cache: Path | None = None,
+    job: Job, cluster: Cluster, other: OtherProgram | None = None, cache: Path | None = None
 ) -> Estimate:
     """Return the memory and the time of a job's step on a cluster.
 

@@ -228,10 +228,7 @@ def rank_costs(
 
 
 def costs_of_ranks(
-    plans: Sequence[JobRecords],
-    cluster: Cluster,
-    other: OtherProgram | None,
-    cache: Path | None,
+    plans: Sequence[JobRecords], cluster: Cluster, other: OtherProgram | None, cache: Path | None
 ) -> Iterator[tuple[int, list[RankCosts] | ConfigError]]:
     """Yield the place of each job with the costs of its pipeline ranks, as they end."""
     left = set(range(len(plans)))

@@ -12,12 +12,7 @@ from compose.checkpoint.rank_state import HasState
 from compose.config.addons import brought
 from compose.config.tables import Config
 from compose.memory.compilation import graphs_compiled
-from compose.ops.tensors import (
-    column_sums,
-    gathered_objects,
-    local_tensor,
-    persistent_buffers,
-)
+from compose.ops.tensors import column_sums, gathered_objects, local_tensor, persistent_buffers
 from compose.parallel.message_checks import MessageChecks
 from compose.train.held_state import (
     buffers_of,
