@@ -111,30 +111,14 @@ def batch_of(seq_len: int, prime: int) -> tuple[int, int]:
 def config_of_probe(config: Config, degrees: tuple[int, ...], prime: int) -> Config:
     """Return ``config`` on a mesh of tp, cp and ep, without what a probe does not look at."""
     tp, cp, ep = degrees
-    parallel = replace(
-        config.parallel,
-        pp=1,
-        dp_replicate=1,
-        dp_shard=ep,
-        cp=cp,
-        tp=tp,
-        ep=ep,
-        zero=3,
-        zero3_reshard=0,
-        offload="none",
-        pp_layers=(),
-    )
+    parallel = replace(config.parallel, pp=1, dp_replicate=1, dp_shard=ep, cp=cp, tp=tp, ep=ep)
+    parallel = replace(parallel, zero=3, zero3_reshard=0, offload="none", pp_layers=())
     samples, seq_len = batch_of(config.train.seq_len, prime)
     train = replace(
         config.train, seq_len=seq_len, micro_batch=samples, global_batch=samples * ep, loss_chunk=0
     )
-    return replace(
-        config,
-        parallel=parallel,
-        train=train,
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=replace(config.compile, mode="off", async_tp=False),
-    )
+    config = replace(config, compile=replace(config.compile, mode="off", async_tp=False))
+    return replace(config, parallel=parallel, train=train, activation_checkpoint=ActivationCheckpoint())
 
 
 def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluster: Cluster) -> Figures:

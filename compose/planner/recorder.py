@@ -195,21 +195,9 @@ class Recorder(TorchDispatchMode):
             copy = torch.empty_like(tensor)
         self.to_host([copy], category)
         size, dtype = tensor_bytes(tensor), str(tensor.dtype).removeprefix("torch.")
-        shape, place = tuple(tensor.shape), self._places([tensor])
-        self.record_of.work.append(
-            Operator(
-                self._segment(),
-                self.stream,
-                "aten.copy_",
-                "memory",
-                0.0,
-                size,
-                dtype,
-                shape,
-                place,
-                linked=size,
-            )
-        )
+        where, place = (self._segment(), self.stream), self._places([tensor])
+        what = ("aten.copy_", "memory", 0.0, size, dtype, tuple(tensor.shape), place)
+        self.record_of.work.append(Operator(*where, *what, linked=size))
         return copy
 
     def on_host(self, tensor: Tensor) -> bool:
@@ -342,19 +330,8 @@ class Recorder(TorchDispatchMode):
         elif self._host and self.kernels == "cuda":
             ways = ([t for t in side if self.on_host(t)] for side in (read, written))
             linked = max(sum(map(tensor_bytes, way)) for way in ways)
-        return Operator(
-            self._segment(),
-            self.stream,
-            name,
-            kind,
-            flops,
-            size,
-            dtype,
-            shape,
-            self._places(read),
-            self._places(written),
-            linked,
-        )
+        where, places = (self._segment(), self.stream), (self._places(read), self._places(written))
+        return Operator(*where, name, kind, flops, size, dtype, shape, *places, linked)
 
     def _places(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
         places = (self._place_of.get(t.untyped_storage()._cdata) for t in tensors)
