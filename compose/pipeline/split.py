@@ -23,14 +23,7 @@ from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import held_tensors, local_tensor, tied_names
 from compose.parallel.name_patterns import parent
-from compose.pipeline.stand_ins import (
-    Elsewhere,
-    NoRows,
-    Skipped,
-    calls,
-    outputs_of_layers,
-    stage_forward,
-)
+from compose.pipeline import stand_ins
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -218,7 +211,7 @@ def split(
         module = _twin(model, "", {pipeline.layers, *map(parent, stage_of)})
         _remove(module, absent, pipeline)
         if pipeline.whole_forward:
-            module.forward = stage_forward(module, pipeline.layers, later, hands_on)
+            module.forward = stand_ins.stage_forward(module, pipeline.layers, later, hands_on)
         return module
 
     stages = []
@@ -277,11 +270,11 @@ def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
         if path == pipeline.layers and not pipeline.whole_forward:
             holder._modules.pop(leaf, None)
             continue
-        module, kind = holder.get_submodule(leaf), Elsewhere
+        module, kind = holder.get_submodule(leaf), stand_ins.Elsewhere
         if path == pipeline.layers:
-            kind = Skipped
-        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, NoRows)):
-            holder._modules[leaf] = NoRows(module.embedding_dim)
+            kind = stand_ins.Skipped
+        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, stand_ins.NoRows)):
+            holder._modules[leaf] = stand_ins.NoRows(module.embedding_dim)
             continue
         # A new one each time: the loss replaces forward of the model's own.
         holder._modules[leaf] = kind(module)
@@ -312,7 +305,7 @@ def try_first_stage(
     with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
         if layer is None or first.is_meta:
             return stage(first, **inputs)
-        output, ((stream, call, result), *_) = calls(layer, lambda: stage(first, **inputs))
+        output, ((stream, call, result), *_) = stand_ins.calls(layer, lambda: stage(first, **inputs))
     if type(stream) is not Tensor:
         return output
     from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
@@ -325,7 +318,7 @@ def try_first_stage(
     container = shell.get_submodule(layers)._modules
     if not whole:
         container.clear()
-    outputs_of_layers(shell, outputs_of_layers(stage))
+    stand_ins.outputs_of_layers(shell, stand_ins.outputs_of_layers(stage))
     taken = signature(shell.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
@@ -333,7 +326,7 @@ def try_first_stage(
     other, held = stream + 1, dict(container)  # another stream shows what forward computes from it
     stands = dict[str, Any]()
     for key, part in [*cast(Any, stage.get_submodule(layers)._modules.items())][:2]:
-        stands[key] = Skipped(part)
+        stands[key] = stand_ins.Skipped(part)
         stands[key].forward = wraps(part.forward)(lambda *args, **named: result)
     *_, second = stands
 
@@ -343,11 +336,11 @@ def try_first_stage(
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
         alone = plain_stream(run())
         container.update(stands)
-        _, ((_, later, _), *_) = calls(next(iter(stands.values())), run)
-        _, ((_, behind, _), *_) = calls(stands[second], run)
+        _, ((_, later, _), *_) = stand_ins.calls(next(iter(stands.values())), run)
+        _, ((_, behind, _), *_) = stand_ins.calls(stands[second], run)
         container.clear()
         container.update({**held, second: stands[second]})
-        _, ((_, begins, _), *_) = calls(stands[second], run)
+        _, ((_, begins, _), *_) = stand_ins.calls(stands[second], run)
     container.clear()
     container.update(held)
     if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
