@@ -128,9 +128,14 @@ def _statements(text: str) -> Iterator[list[str]]:
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
     lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    try:
+        tokens = [*lexer]
+    except ValueError as error:
+        text = f"cannot be read as a shell script: {error}; a config ends in .json, .yaml or .toml"
+        raise ValueError(text) from None
     words: list[str] = []
     deep = 0
-    for token in lexer:
+    for token in tokens:
         if not token or token.strip("\n;|&()<>"):
             words.append(token)
             continue

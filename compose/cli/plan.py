@@ -112,7 +112,7 @@ def plan(arguments: Sequence[str]) -> int:
                 refused.append(error)
                 continue
             if batches[-1][2].capped:
-                cut = [_looked_at(batches[-1][2]) + f" of batch {batch}" * (len(asked) > 1)]
+                cut = [f"batch {batch}: " * (len(asked) > 1) + _looked_at(batches[-1][2])]
                 left = asked[number + 1 :]
                 break
         if not batches:
@@ -354,8 +354,10 @@ def _search(given: Words, question: Question, space: Space, began: float) -> Sea
 
 
 def _looked_at(searched: Searched) -> str:
-    many = len(searched.candidates)
-    return f"{many} of {searched.let_through} candidates that may fit were looked at"
+    many, fit = len(searched.candidates), searched.let_through
+    if many > fit:
+        return f"no candidate may fit, and {many} of those that need least memory were looked at"
+    return f"{many} of {fit} candidates that may fit were looked at"
 
 
 def _short(space: Space, best: Candidate, searched: Searched | None) -> str:

@@ -252,8 +252,9 @@ class _Pool:
     def take(self, size: int) -> tuple[int, int]:
         """Return address and size of a block for a request of ``size`` bytes, a multiple of 512."""
         place = bisect_left(self._free, size << _ADDRESS_BITS)
-        if self._expandable and place < len(self._free) - 1 and self._ends_last(self._free[place]):
-            place += 1
+        if self._expandable and place < len(self._free) - 1:
+            key = self._free[place]
+            place += (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end  # not the last one
         if place < len(self._free):
             key = self._free.pop(place)
             address, result = key & _ADDRESS, key >> _ADDRESS_BITS
@@ -280,9 +281,6 @@ class _Pool:
             self._drop(address + size, after)
             size += after
         self._keep(address, size)
-
-    def _ends_last(self, key: int) -> bool:
-        return (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         if size <= SMALL:
