@@ -73,8 +73,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
 
     A program that trains also reads the data, writes ``run.dir``, and has the flags of TRAIN.
     """
-    usage = TRAIN if trains else COMMANDS["verify"]
-    given = read_arguments(arguments, program, usage)
+    given = read_arguments(arguments, program, TRAIN if trains else COMMANDS["verify"])
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
