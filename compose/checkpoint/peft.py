@@ -139,10 +139,8 @@ def adapter_problems(job: Job) -> list[str]:
             problems.append(f"{path}: {key} is {values.get(key)}, not model.lora.{name} = {here:g}")
     for name, flag in (("rslora", lora.rslora), ("dora", lora.dora)):
         if (values.get(f"use_{name}") or False) != flag:
-            there = toml_value(values.get(f"use_{name}") or False)
-            problems.append(
-                f"{path}: use_{name} is {there}, not model.lora.{name} = {toml_value(flag)}"
-            )
+            has = toml_value(values.get(f"use_{name}") or False)
+            problems.append(f"{path}: use_{name} is {has}, not model.lora.{name} = {toml_value(flag)}")
     if problems:
         return problems
     expected = {name: tensor.shape for name, tensor in named_adapters(job.model, hf_name)}

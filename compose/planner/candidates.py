@@ -176,9 +176,8 @@ def _promising(
     for number, degrees in enumerate(meshes):
         free = _free(space, degrees, offload)
         few = {key: [v for v in values if v in _FEW[key]] or values for key, values in free.items()}
-        best = min(
-            (order(space, c) for c in _of_mesh(space, shape, degrees, few, anyway)), default=None
-        )
+        own = _of_mesh(space, shape, degrees, few, anyway)
+        best = min((order(space, candidate) for candidate in own), default=None)
         if best:
             named = {key.partition(".")[2]: degree for key, degree in degrees.items()}
             known = known_as(space, replace(space.config.parallel, zero=3, offload="none", **named))
@@ -357,9 +356,8 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
         upto = min(most[axis], space.world_size)
         return [d for d in divisors(space.world_size) if d <= upto]
 
-    for pp, dp_replicate, cp, tp in itertools.product(
-        *map(allowed, ("pp", "dp_replicate", "cp", "tp"))
-    ):
+    tried = map(allowed, ("pp", "dp_replicate", "cp", "tp"))
+    for pp, dp_replicate, cp, tp in itertools.product(*tried):
         dp_shard, rest = divmod(space.world_size, pp * dp_replicate * cp * tp)
         if rest or dp_shard not in allowed("dp_shard"):
             continue

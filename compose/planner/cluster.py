@@ -395,6 +395,5 @@ def _nearest(place: tuple[int | str, ...]) -> str:
     for table, kind in tables.items():
         if place[-1] in {each.name for each in dataclasses.fields(kind)}:
             return f"; did you mean {table}{place[-1]}?"
-    return did_you_mean(
-        field_name(place), [field_name((*place[:-1], key)) for key in _types(place[:-1])]
-    )
+    known = [field_name((*place[:-1], key)) for key in _types(place[:-1])]
+    return did_you_mean(field_name(place), known)

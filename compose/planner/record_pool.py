@@ -185,10 +185,8 @@ class JobRecords:
             self._equal.setdefault(_kind(runs, mine, last), []).append(rank)
         # The longest of those that are equal is recorded, so that fewer layers may stand for all.
         self._chosen = {
-            kind: max(
-                ranks, key=lambda r: sum(runs.layers()[s] for s in self._stages[r]) if runs else 0
-            )
-            for kind, ranks in self._equal.items()
+            kind: max(own, key=lambda r: sum(runs.layers()[s] for s in self._stages[r]) if runs else 0)
+            for kind, own in self._equal.items()
         }
         self.kept = {
             rank: _kept(runs, self._stages[rank], len(self._equal[kind]))

@@ -188,9 +188,7 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
     What is exposed may shrink with a layer. It does not fall below 0.
     """
     results = {name: max(0.0, value) for name, value in linear(base, longer).items()}
-    results["all"] = sum(
-        v for name, v in results.items() if name != "all" and not name.startswith("sent ")
-    )
+    results["all"] = sum(v for n, v in results.items() if n != "all" and not n.startswith("sent "))
     return results
 
 

@@ -110,9 +110,8 @@ def trace(step: RankStep) -> Traced:
             with _few(job, micro_batches), OnMeta(kernels=device_type):
                 forward_and_backward(composition, batch, job, DropoutKey(0))
                 optimizer.zero_grad()
-            recorder.note(
-                cast("Compression", composition.compression).state().values(), "communication"
-            )
+            compression = cast("Compression", composition.compression)
+            recorder.note(compression.state().values(), "communication")
         marked = marks(recorder, composition, resolved)
         order = _few(job, micro_batches)
         with marked, order, OnMeta(kernels=device_type, recorder=recorder), recorder:
