@@ -141,9 +141,8 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
 
     first_of: dict[Any, str] = {}
     equal = {name: first_of.setdefault(kind_of(model.get_submodule(name)), name) for name in layers}
-    tensors = {
-        name: torch.empty_like(tensor, device="meta") for name, tensor in held_tensors(model).items()
-    }
+    held = held_tensors(model).items()
+    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in held}
     try:
         with ExitStack() as hooks, counter, torch.no_grad():
             for name in spent:
