@@ -43,7 +43,7 @@ class Words(NamedTuple):
     flags: dict[str, str]
     """The flags with their values; "" for a flag without one."""
     given: list[tuple[str, str]]
-    """The flags in their order. One may stand there several times."""
+    """The flags that take a value, in their order; a flag may be given several times."""
 
     @property
     def file(self) -> str:
@@ -327,9 +327,9 @@ def _run_dir(config: Config) -> list[str]:
 
 
 def _may_begin_again(folder: Path) -> bool:
-    """Whether the files in a folder are of a run that has not trained, or keeps what to go on from.
+    """Tell whether the files in a folder are of a run that has not trained yet, or that saves.
 
-    Anything else is a person's own file, or what a run has left for good. A run that was killed as it
+    Other files are a person's own, or the results of a run that has ended. A run that was killed as it
     began has its lock and no metrics.
     """
     try:

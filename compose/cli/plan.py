@@ -150,7 +150,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _check_flags(given: Words) -> None:
-    """Raise ConfigError for flags that another one leaves without use, and for files that are read."""
+    """Raise ConfigError for flags without an effect beside another, and for outputs that are inputs."""
     flags, objective = given.flags, given.flags.get("--objective")
     files = [flag for flag in _WRITTEN if flag in flags]
     for flag in files:

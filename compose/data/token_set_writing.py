@@ -91,7 +91,7 @@ class Counts:
 def describe_job(
     tokenizer: JsonTokenizer, kind: str, field: str, end: int, files: Iterable[Path], unit: int = UNIT
 ) -> TokenizeJob:
-    """Return the job of tokenizing ``files``; bad rows end it."""
+    """Return the job of tokenizing ``files``, which stops at the first bad row."""
     problems, result, paths = list[str](), [], list[Path]()
     for path in files:
         with noted(problems):

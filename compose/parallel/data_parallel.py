@@ -57,7 +57,7 @@ class UnitMessages(Protocol):
     """Its gathers of weights, by the units' first modules."""
 
     def see(self, model: nn.Module, units: Sequence[Sequence[str]]) -> None:
-        """Note the units before they are cut, a unit within another before it."""
+        """Note the units before they are cut; a unit inside another one comes before it."""
         ...
 
     def attach(

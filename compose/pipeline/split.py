@@ -124,7 +124,7 @@ def balanced(
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
     output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
-    its matrices count in their place. A stage's are divided by its speed, if ``speeds`` are given.
+    its matrices count in their place. A stage's sum is divided by its speed, if ``speeds`` are given.
     """
     first, layers, last = _costs(model, pipeline, seq_len)
     return fewest_at_most(first, layers, last, stages, speeds)

@@ -131,7 +131,7 @@ def action_key(action: tuple[int, str, int], micro_batches: int) -> Key:
 def place_of(number: int, micro_batches: int) -> str:
     """Return whether a micro-batch is the first, the last, or one between.
 
-    The only one counts as the last: what a step does once is done with the last.
+    A single one counts as the last: what a step does once is done with the last.
     """
     if number == micro_batches - 1:
         return "last"
@@ -153,7 +153,7 @@ def stand_ins(key: Key, known: Container[Key]) -> list[Key]:
 
 
 def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[list[tuple[str, ...]]]:
-    """Return for each segment what it has in common with a segment of a record with more layers."""
+    """Return the keys of each segment, by which it is found in a record with more layers."""
     counts: Counter[tuple[object, ...]] = Counter()
     keys: list[list[tuple[str, ...]]] = []
     action, unit = None, ""

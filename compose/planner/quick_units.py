@@ -57,7 +57,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A config, which is equal to another of the same model and data."""
+    """A config that compares equal to any other with the same model and data."""
 
     key: str
     config: Config = field(compare=False)

@@ -265,7 +265,7 @@ def costs_of_ranks(
 
 
 def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:
-    """Return what ranks have in common of which one record serves all."""
+    """Return a key that is equal for ranks of which one record serves all."""
     if runs is None:
         return tuple(stages)
     # A run that is too short to leave layers out is another kind of stage.
@@ -379,7 +379,7 @@ def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
 
 
 def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:
-    """Return what a record takes of its devices."""
+    """Return the properties of the devices on which a record depends."""
     target, capability = cluster.target, cluster.device.capability
     return {
         "device_type": target.device_type,

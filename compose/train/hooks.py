@@ -121,7 +121,7 @@ class KeptBuffers(Hook):
 class Graphs(Hook):
     """Reports how many graphs torch.compile has made.
 
-    A graph that is compiled after the first two steps is said: shapes or types have changed.
+    It says so when a graph is compiled after the first two steps, since shapes or types have changed.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
