@@ -45,15 +45,9 @@ class SaveReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the values for metrics.jsonl."""
-        rate = self.bytes / self.seconds if self.seconds else 0.0
-        return {
-            "step": self.step,
-            "stall": self.stall,
-            "seconds": self.seconds,
-            "bytes": self.bytes,
-            "bytes_per_second": rate,
-            "failed": float(bool(self.problem)),
-        }
+        values, rate = asdict(self), self.bytes / self.seconds if self.seconds else 0.0
+        failed = float(bool(values.pop("problem")))
+        return {**values, "bytes_per_second": rate, "failed": failed}
 
 
 class Checkpointer:

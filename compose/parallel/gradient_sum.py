@@ -43,10 +43,10 @@ class GradientSum:
         """Take a stage, or the whole model, which may still be on meta.
 
         ``units`` are the names of each unit's modules, in order of use. Parameters of no unit form the
-        last one. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum goes
-        over one after the other. If a gradient is None on one rank, it must be None on all. ``reduce``
-        makes another sum over the first group. With ``scalars`` only parameters without dims are
-        summed, since FSDP shards all others.
+        last one. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum
+        goes over one after the other. If a gradient is None on one rank, it must be None on all.
+        ``reduce`` makes another sum over the first group. With ``scalars`` only parameters without dims
+        are summed, since FSDP shards all others.
         """
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.

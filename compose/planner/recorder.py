@@ -37,19 +37,7 @@ from compose.planner.record import (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _OVER = ("copy_", "zero_", "fill_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat")
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
-# The names of messages, by the end of their operators' names.
-_MESSAGES = {
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "p2p",
-    "recv": "p2p",
-}
+_MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class Recorder(TorchDispatchMode):
@@ -330,9 +318,9 @@ class Recorder(TorchDispatchMode):
         space, _, short = name.partition(".")
         if space not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return None
-        plain = short.strip("_")
-        kind = next((kind for word, kind in _MESSAGES.items() if plain.startswith(word)), None)
-        if kind is None:
+        plain = short.replace("_", "")  # allgather and all_gather are one
+        kind = next((kind for kind in _MESSAGES if plain.startswith(kind.replace("_", ""))), "p2p")
+        if kind == "p2p" and not plain.startswith(("send", "recv")):
             return None
         group = figures.group_of(args, kwargs)
         sizes = [figures.tensor_bytes(t) for t in given] + [figures.tensor_bytes(t) for t in made]
