@@ -123,7 +123,7 @@ _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<shor
 
 
 def _statements(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a script; an array's are NAME=( and its words."""
+    """Yield the words of each command of a script; those of an array are NAME=( and its elements."""
     text = _COMMENT.sub(lambda part: part[1] or "", text).replace("\\\n", " ")
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
     lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
@@ -162,7 +162,7 @@ _OPERATIONS: dict[type, Callable[[int, int], int]] = {
 
 
 def _computed(sum: ast.expr) -> int:
-    """Return the value of a shell's arithmetic. Raises KeyError for what is none."""
+    """Return the value of a shell's arithmetic. Raises KeyError for any other expression."""
     match sum:
         case ast.Constant(value=int(number)):
             return number

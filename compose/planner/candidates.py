@@ -140,7 +140,7 @@ FREED: dict[str, tuple[Any, ...]] = {
     "comm.gradients": ("bfloat16", "int8"),
     "comm.activations": ("int8",),
 }
-# The values of them that tell which meshes are worth more.
+# The few of all these values by which many meshes are ranked before they are looked at in full.
 _FEW: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (3, 1),
     "parallel.offload": ("none", "cpu"),

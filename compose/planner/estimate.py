@@ -126,7 +126,7 @@ def weakest(kinds: Kinds) -> Cluster:
 
 
 def _common(clusters: Sequence[Cluster]) -> list[str]:
-    """Return the types that all devices multiply."""
+    """Return the types in which all devices can multiply."""
     first, *others = clusters
     return [dtype for dtype in first.device.peak if all(dtype in c.device.peak for c in others)]
 

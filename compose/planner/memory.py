@@ -183,8 +183,8 @@ def bytes_over_step(
 ) -> Iterator[tuple[int, Bytes, Bytes]]:
     """Yield the peak of each segment of a step in order: bytes, those before the action, what it adds.
 
-    With ``fullest`` only the first of each action's largest segments is yielded. The counters change
-    when the next are asked for.
+    With ``fullest`` only the first of each action's largest segments is yielded. The counters are used
+    again for the next item.
     """
     live = Counter(rank.start)
     for category, size in rank.buffers.items():

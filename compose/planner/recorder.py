@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
             record.changes.append((self._segment(), place, -allocation.bytes))
 
     def _take(self, size: int) -> None:
-        """Note memory that an operator has taken and left."""
+        """Note memory that an operator has allocated and freed again."""
         if size:
             key = -1 - len(self.record_of.allocations)  # no address
             self._place_of[key] = self._allocate(size)

@@ -47,7 +47,7 @@ COUNTED = {
     "tp": "tensor-parallel ranks",
     "ep": "expert-parallel ranks",
 }
-"""The things that a degree counts, in the order of a mesh's words."""
+"""The words for the ranks of each axis, in the order in which a mesh is told."""
 PHRASES = {
     "parallel.zero": "ZeRO-{}",
     "parallel.pp_schedule": "schedule {}",

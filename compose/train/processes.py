@@ -36,7 +36,7 @@ LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is 
 _OF_A_NODE = ("run.dir", "run.staging", "data.path", "data.validation", "optimizer.offload_dir")
 _OF_A_NODE += ("checkpoint.load_hf", "model.lora.load")
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-# Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
+# A signal's code is its place here, from 1. If ranks got different signals, the last of them counts.
 _ASKS = (*_SENT, LAUNCHER_DIED)
 # Programs start tasks without making them ranks: the number of tasks, a task's own number, the program.
 _OF_TASKS = (
