@@ -235,7 +235,7 @@ def read_flags(command: str, words: Sequence[str]) -> Words:
     if {"--help", "-h"} & set(words):
         print(usage.text, end="")
         raise SystemExit(0)
-    return read_words(words, usage.flags, keys=False, stores=command in ("convert", "generate"))
+    return read_words(words, usage.flags, keys=False, stores=command == "convert")
 
 
 def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:

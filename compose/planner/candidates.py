@@ -1,6 +1,5 @@
 """The compositions that the search may take, each with a quick estimate."""
 
-import copy
 import heapq
 import itertools
 import math
@@ -245,7 +244,8 @@ def _of_mesh(
             tried = tuple(mode for mode in modes if mode == "none")
         for mode in tried:
             for micro in micros:
-                one = _with(parallel, mode, micro)
+                named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
+                one = with_keys(parallel, named)
                 if micro in sure or not _divides(one, shape):
                     continue
                 rough = quick(shape, one, space.cluster, most)
@@ -255,7 +255,6 @@ def _of_mesh(
                     break  # a larger micro-batch takes more
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
-                named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
                 yield Candidate(one, keys | {k: v for k, v in named.items() if k in free}, rough)
 
 
@@ -269,18 +268,6 @@ def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
     if space.config.parallel.zero3_reshard:
         keys["parallel.zero3_reshard"] = 0
     return {key: value for key, value in keys.items() if key not in space.fixed}
-
-
-def _with(config: Config, mode: str, micro_batch: int) -> Config:
-    """Return ``config`` with these values, unchecked: it is checked before it is recorded."""
-    result = copy.copy(config)
-    for table, key, value in (
-        ("activation_checkpoint", "mode", mode),
-        ("train", "micro_batch", micro_batch),
-    ):
-        object.__setattr__(result, table, copy.copy(getattr(config, table)))
-        object.__setattr__(getattr(result, table), key, value)
-    return result
 
 
 def _divides(config: Config, shape: ModelShape) -> bool:
@@ -327,7 +314,7 @@ def complexity(candidate: Candidate) -> int:
 
 
 def with_keys(config: Config, keys: dict[str, Any]) -> Config:
-    """Return ``config`` with other values of some keys."""
+    """Return ``config`` with other values of some keys, which nothing checks here."""
     tables: dict[str, dict[str, Any]] = {}
     for name, value in keys.items():
         table, _, key = name.partition(".")
