@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
-    world_size = world_size_of(given) or launched_ranks()
+    world_size = number_of(given, "--world-size", "ranks") or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
     _say_source(config.checkpoint.load_hf)
     problems, of_data = list[str](), list[str]()
@@ -120,11 +120,6 @@ def number_of(given: Words, flag: str, counted: str, default: int = 0) -> int:
     if not 1 <= (number := whole_number(given.flags[flag])) < 2**31:
         raise flag_error(flag, f"{given.flags[flag] or 'an empty one'} is not a number of {counted}")
     return number
-
-
-def world_size_of(given: Words) -> int:
-    """Return the number after --world-size, or 0 if the flag is absent."""
-    return number_of(given, "--world-size", "ranks")
 
 
 def check_out(flag: str, path: Path) -> None:

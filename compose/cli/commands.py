@@ -27,7 +27,6 @@ from compose.cli.command_line import (
     parse,
     read_arguments,
     read_flags,
-    world_size_of,
 )
 from compose.config import rules
 from compose.config.hugging_face import left_out
@@ -76,7 +75,8 @@ def schedule(arguments: Sequence[str]) -> int:
         raise flag_error("--out", f"{out} is neither .svg nor .png")
     config = load(given.file, given.overrides)
     degrees = [getattr(config.parallel, axis) for axis in AXES]
-    world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
+    fewest = math.prod(max(1, degree) for degree in degrees)
+    world_size = number_of(given, "--world-size", "ranks", fewest)
     with refused_in(given.file):
         job = rules.check(config, world_size)
         if job.degrees.pp == 1:
@@ -97,7 +97,7 @@ def schedule(arguments: Sequence[str]) -> int:
 def legal(arguments: Sequence[str]) -> int:
     """List the legal meshes of N ranks."""
     given = read_arguments(arguments, "python -m compose legal", COMMANDS["legal"])
-    world_size = world_size_of(given)
+    world_size = number_of(given, "--world-size", "ranks")
     if not world_size:
         raise flag_error("legal", "needs --world-size N, the number of ranks")
     if len([*itertools.islice(meshes(world_size), _MESHES + 1)]) > _MESHES:

@@ -269,7 +269,7 @@ def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:
     if runs is None:
         return tuple(stages)
     # A run that is too short to leave layers out is another kind of stage.
-    shapes = [tuple(n if n < FEWEST else FEWEST for n in runs.lengths[s]) for s in stages]
+    shapes = [tuple(min(n, FEWEST) for n in runs.lengths[s]) for s in stages]
     # Stages that follow one another on a rank pass tensors without a message and its buffer.
     follow = tuple(s + 1 in stages for s in stages)
     return follow, *((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
