@@ -153,7 +153,7 @@ def stand_ins(key: Key, known: Container[Key]) -> list[Key]:
 
 
 def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[list[tuple[str, ...]]]:
-    """Return the keys of each segment, by which it is found in a record with more layers."""
+    """Return the keys of each segment, which are the same in a record with more layers."""
     counts: Counter[tuple[object, ...]] = Counter()
     keys: list[list[tuple[str, ...]]] = []
     action, unit = None, ""
