@@ -347,15 +347,12 @@ def _contradictions(cluster: Cluster) -> list[str]:
 _WANTED = {
     "bool_type": "bool",
     "dataclass_type": "a table",
-    "dict_type": "a table of types",
     "float_type": "float",
-    "int_from_float": "int",
-    "int_type": "int",
-    "mapping_type": "a table of types",
     "string_type": "str",
-    "too_long": "two numbers",
-    "too_short": "two numbers",
     "tuple_type": "a list",
+    **dict.fromkeys(("dict_type", "mapping_type"), "a table of types"),
+    **dict.fromkeys(("int_from_float", "int_type"), "int"),
+    **dict.fromkeys(("too_long", "too_short"), "two numbers"),
 }
 
 
