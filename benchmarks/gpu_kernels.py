@@ -77,10 +77,7 @@ def compared(
     for number, (one, other, right) in enumerate(zip(result, coarse, exact, strict=True)):
         size = right.norm() + 1e-30
         error, rounding = (((x.double() - right).norm() / size).item() for x in (one, other))
-        figures = {
-            "error": max(figures["error"], error),
-            "plain": max(figures["plain"], rounding),
-        }
+        figures = {"error": max(figures["error"], error), "plain": max(figures["plain"], rounding)}
         what = f"gradient {number}" if number else "the result"
         assert error <= SLACK * rounding + FLOOR, (
             f"{what} is {error:.1e} away from float64, and plain PyTorch in"

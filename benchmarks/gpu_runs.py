@@ -178,7 +178,7 @@ def named(place: Place) -> Figures:
         return {"after_seconds": time.monotonic() - start}
 
 
-MEASURE = "import sys; from compose.cli.measure import measure; measure(sys.argv[1:], {})"
+MEASURE = "import sys; from compose.cli.commands import measure; measure(sys.argv[1:], {})"
 
 
 def measured(place: Place) -> Figures:

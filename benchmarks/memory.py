@@ -160,11 +160,7 @@ def techniques(job: Job) -> list[Technique]:
         # And what stages 1 and 2 gather, but for the output, which is whole at the peak.
         zero(3, lambda s: 16 * s.P * (1 - 1 / s.n) - 4 * s.U),
         Technique(
-            "zero3_reshard",
-            {"parallel.zero3_reshard": 2},
-            lambda s: -4 * (s.P - s.U) / 2,
-            {},
-            alone="",
+            "zero3_reshard", {"parallel.zero3_reshard": 2}, lambda s: -4 * (s.P - s.U) / 2, {}, alone=""
         ),
         Technique(
             "parallel.offload", {"parallel.offload": "cpu"}, lambda s: 16 * s.P / s.n, {}, alone=""
@@ -203,10 +199,7 @@ def techniques(job: Job) -> list[Technique]:
         Technique("bfloat16 param", half, half_param, {}),
         Technique("bfloat16 master", {**half, "precision.master": "bfloat16"}, lambda s: 4 * s.P, half),
         Technique(
-            "bfloat16 optimizer_state",
-            {"precision.optimizer_state": "bfloat16"},
-            lambda s: 4 * s.P,
-            {},
+            "bfloat16 optimizer_state", {"precision.optimizer_state": "bfloat16"}, lambda s: 4 * s.P, {}
         ),
     ]
 

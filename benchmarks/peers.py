@@ -195,16 +195,10 @@ def made(length: int, share: int = 1, documents: bool = False) -> tuple[Batch, i
     return {name: batch[name] for name in kept}, size
 
 
-# Data parallel.
-
-
 def dp(length: int) -> tuple[Step, Step]:
     batch, size = made(length, share=2)
     ours = composed(Parallel(dp_replicate=2, zero=0), batch, size)
     return ours, loop(DistributedDataParallel(PeerModel()), batch, size)
-
-
-# Tensor parallel.
 
 
 def tp(length: int) -> tuple[Step, Step]:
@@ -221,9 +215,6 @@ def against_all_reduce(length: int, sequence: bool) -> tuple[Step, Step]:
     ours = composed(Parallel(tp=2, dp_shard=1, sequence=sequence), batch, size)
     # The hand-written clipping takes each rank's own norm: one message less than a right one has.
     return ours, loop(PeerModel(ranks=2), batch, size)
-
-
-# Pipeline parallel.
 
 
 def pp(length: int) -> tuple[Step, Step]:
@@ -287,9 +278,6 @@ def one_f_one_b(batch: Batch, size: int, length: int) -> Step:
     return step
 
 
-# Context parallel.
-
-
 def cp(length: int) -> tuple[Step, Step]:
     batch, size = made(length)
     ours = composed(Parallel(cp=2, dp_shard=1, zero=0), batch, size)
@@ -299,9 +287,6 @@ def cp(length: int) -> tuple[Step, Step]:
 
 
 AXES = {"dp": dp, "tp": tp, "tp_sequence": tp_sequence, "pp": pp, "cp": cp}
-
-
-# One process.
 
 
 def against_trainer(length: int, steps: int) -> Iterator[dict[str, object]]:

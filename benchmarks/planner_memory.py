@@ -127,6 +127,7 @@ def measure(keys: Keys, ranks: int) -> Peaks:
         batch = random_batch(count, train.seq_len, config.model.config.vocab_size, 0)
         batch["document_ids"].zero_()
         batch["positions"].copy_(torch.arange(train.seq_len).expand(count, -1))
+        loss = loss_function(config)
         for number in (1, 2):
             if number == 2:
                 gc.collect()
@@ -141,12 +142,7 @@ def measure(keys: Keys, ranks: int) -> Peaks:
                 noted.note(host, HOST)
                 seen.begin(host)
             with step_span(number):
-                forward_backward(
-                    composition,
-                    batch,
-                    micro_batch=train.micro_batch,
-                    loss_function=loss_function(config),
-                )
+                forward_backward(composition, batch, micro_batch=train.micro_batch, loss_function=loss)
                 gradients = (p.grad for _, p in composition.named_parameters() if p.grad is not None)
                 noted.note(gradients, HOST if config.parallel.offload == "cpu" else "gradients")
                 clip_grad_norm_(composition, train.max_norm)

@@ -210,11 +210,7 @@ def _broadcast(model: nn.Module, device_type: str) -> None:
 
 
 def _tensor(
-    model: nn.Module,
-    resolved: Resolved,
-    mesh: DeviceMesh,
-    choice: Choice,
-    messages: Messages | None,
+    model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice, messages: Messages | None
 ) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
     styles = float8_styles(resolved.tensor, resolved.float8, choice)

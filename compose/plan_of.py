@@ -24,12 +24,7 @@ from compose.errors import ConfigError
 from compose.ops.tensors import tied_names
 from compose.parallel.mesh import Parallel
 from compose.parallel.name_patterns import around, inside, matching, parent
-from compose.parallel.tensor_parallel import (
-    Conv1DColwise,
-    Conv1DRowwise,
-    HeadParallel,
-    SharedHeads,
-)
+from compose.parallel.tensor_parallel import Conv1DColwise, Conv1DRowwise, HeadParallel, SharedHeads
 from compose.parallel.vocabulary_parallel import LocalEmbedding
 from compose.plan import Pipeline, Plan
 
@@ -44,10 +39,7 @@ _STYLES: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
     "rowwise_split_input": (RowwiseParallel, {"input_layouts": Replicate()}),
     "embedding_rowwise": (LocalEmbedding, {"stream": Replicate()}),
     # A norm of each head, (B, L, heads, width): a rank has some heads, so the gradient is summed.
-    "replicated_with_grad_allreduce": (
-        SequenceParallel,
-        {"sequence_dim": 2, "use_local_output": True},
-    ),
+    "replicated_with_grad_allreduce": (SequenceParallel, {"sequence_dim": 2, "use_local_output": True}),
 }
 _HEAD_NORM = "replicated_with_grad_allreduce"
 # Layers of models whose config has no base_model_tp_plan, by config.model_type.
@@ -57,7 +49,7 @@ _PLANS = {
         "h.*.attn.c_proj": "rowwise_rep",
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
-    },
+    }
 }
 _TRANSPOSED: dict[type, type[ParallelStyle]] = {
     ColwiseParallel: Conv1DColwise,

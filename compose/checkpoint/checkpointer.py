@@ -19,18 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compose.checkpoint import rank_state, store
+from compose.checkpoint import loading, rank_state, store
 from compose.checkpoint.dcp_storage import save_parts
 from compose.checkpoint.in_memory import WHOLE, Copies
-from compose.checkpoint.loading import (
-    cause_of,
-    changes,
-    damage,
-    data_changes,
-    load,
-    load_beside,
-    saved_fields,
-)
 from compose.checkpoint.local_shards import LocalShard, named_tensors, parts, staged
 from compose.checkpoint.store import Progress
 from compose.checkpoint.uploads import Uploads
@@ -54,15 +45,9 @@ class SaveReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the values for metrics.jsonl."""
-        rate = self.bytes / self.seconds if self.seconds else 0.0
-        return {
-            "step": self.step,
-            "stall": self.stall,
-            "seconds": self.seconds,
-            "bytes": self.bytes,
-            "bytes_per_second": rate,
-            "failed": float(bool(self.problem)),
-        }
+        values, rate = asdict(self), self.bytes / self.seconds if self.seconds else 0.0
+        failed = float(bool(values.pop("problem")))
+        return {**values, "bytes_per_second": rate, "failed": failed}
 
 
 class Checkpointer:
@@ -99,7 +84,7 @@ class Checkpointer:
         everyone = gathered_objects(self.data, group)
         for other in (rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]):
             raise ConfigError(f"data.path: rank {other} reads other data than the first rank does")
-        self.fields = saved_fields(config) if self.rank == 0 else {}
+        self.fields = loading.saved_fields(config) if self.rank == 0 else {}
         self.fields |= {"data": self.data, "ranks": self.ranks}
         said, timeout = dump(config), config.comm.first_step_timeout
         self.copies = Copies(*copied, self.fields, said, timeout) if copied else None
@@ -138,15 +123,15 @@ class Checkpointer:
             reader = copied.reader if copied and folder == copied.folder else None
             problems: list[str] = []
             if not reader:
-                damaged = damage(folder, self.group)
+                damaged = loading.damage(folder, self.group)
                 problems = on_first_rank(self.peers.damage, damaged, group=self.group)
             if problems:
                 self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
                 continue
             model = self.config, self.composition, self.group, self.optimizer
-            known = load(folder, *model, reader)
-            filled = load_beside(folder, self.beside, self.group, reader)
-            if other := data_changes(folder, known, self.data):
+            known = loading.load(folder, *model, reader)
+            filled = loading.load_beside(folder, self.beside, self.group, reader)
+            if other := loading.data_changes(folder, known, self.data):
                 self._say(other)
             place = f"{run}: {copied}" if reader else str(folder)
             self._say(f"{place}: resumed after step {known.step}")
@@ -155,7 +140,7 @@ class Checkpointer:
                 self._say(dropped)
             if self.rank == 0:
                 self._set_aside(folders, known.step)
-                if known.step and (changed := changes(folder, self.config)):
+                if known.step and (changed := loading.changes(folder, self.config)):
                     self._say(f"{folder}: goes on with {', '.join(changed)}")
             if self.copies:
                 self.copies.settle(copied, read=bool(reader))
@@ -295,7 +280,7 @@ class Checkpointer:
         except Exception as error:
             if not report.problem:  # the checkpoint itself is whole
                 raise
-            report.problem, self.broken = cause_of(error), True
+            report.problem, self.broken = loading.cause_of(error), True
 
     def _write(
         self,
@@ -315,7 +300,7 @@ class Checkpointer:
             files = save_parts(target, state, self.group if self.ranks > 1 else None)
             files |= rank_state.write(target, self.rank, self.label, kept)
         except (Exception, CheckpointException) as error:  # DCP's own error is a BaseException
-            problem = cause_of(error)
+            problem = loading.cause_of(error)
         everyone = gathered_objects((problem, files), self.group)
         problem, size = next((words for words, _ in everyone if words), ""), 0
         if not problem:
@@ -341,7 +326,7 @@ class Checkpointer:
                 store.flush(self.root.parent / "metrics.jsonl")
             store.publish(target, everything, elsewhere=bool(self.uploads))
         except OSError as error:
-            return cause_of(error), 0
+            return loading.cause_of(error), 0
         with contextlib.suppress(OSError):  # the checkpoint is published in any case
             store.mark(self.root.parent)
         return "", sum(entry["size"] for entry in everything.values())
@@ -353,7 +338,7 @@ class Checkpointer:
         try:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
         except OSError as error:
-            problem = f"an old checkpoint could not be removed: {cause_of(error)}"
+            problem = f"an old checkpoint could not be removed: {loading.cause_of(error)}"
             self._say(f"{self.kept}: {problem}", own=True)
 
     def _begin(self, step: int) -> None:
@@ -365,7 +350,7 @@ class Checkpointer:
                 if self.uploads:
                     self.uploads.make_room(store.name_of(step))
             except OSError as error:
-                return cause_of(error)
+                return loading.cause_of(error)
             return ""
 
         if problem := on_first_rank(begun, group=self.group):

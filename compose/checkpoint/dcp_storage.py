@@ -64,14 +64,8 @@ def save_parts(
     A collective of ``group``; without one, this process writes alone.
     """
     writer = PartsWriter(folder)
-    with _no_warning_if(group is None):
-        dcp.save(
-            dict(parts),
-            storage_writer=writer,
-            planner=planner or ShardSavePlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+    with _over(group) as ranks:
+        dcp.save(dict(parts), storage_writer=writer, planner=planner or ShardSavePlanner(), **ranks)
     return writer.entries
 
 
@@ -79,25 +73,20 @@ def load_parts(
     reader: "PartsReader", parts: Mapping[str, LocalShard], group: dist.ProcessGroup | None = None
 ) -> None:
     """Fill the parts of every rank; a collective of ``group``, or of this process alone."""
-    with _no_warning_if(group is None):
-        dcp.load(
-            dict(parts),
-            storage_reader=reader,
-            planner=ShardLoadPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+    with _over(group) as ranks:
+        dcp.load(dict(parts), storage_reader=reader, planner=ShardLoadPlanner(), **ranks)
 
 
 @contextlib.contextmanager
-def _no_warning_if(alone: bool) -> Iterator[None]:
-    """Suppress DCP's warning that one process saves or loads by itself, if that is intended."""
-    if not alone:  # the filters are the process's, and training has another thread
-        yield
+def _over(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
+    """Yield what tells DCP its ranks, without its warning that one process is alone, if it is."""
+    ranks = {"process_group": group, "no_dist": group is None}
+    if group is not None:  # the filters of warnings are the process's, and training has another thread
+        yield ranks
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        yield ranks
 
 
 SUMS = "checksums"

@@ -19,26 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from compose.checkpoint import store
+from compose.checkpoint import local_shards, peft, store
 from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_folder import differences, fill_shard, kept_tokenizer, name_of, published
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.local_shards import (
-    LocalShard,
-    ShardSavePlanner,
-    local_shard_of,
-    mismatches,
-    named_tensors,
-)
-from compose.checkpoint.peft import (
-    adapted,
-    merged_weights,
-    peft_name,
-    table_of,
-    target_modules,
-    write_adapters,
-)
 from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
 from compose.checkpoint.uploads import put_folder
 from compose.config.hugging_face import config_problems, find_hf
@@ -79,7 +64,7 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
     if problems := differences(files, whole, hf_name):
         raise ConfigError(*problems)
     places = {f"model.{ours}": place for ours, place, _ in published(whole, hf_name)}
-    tensors = {ours: copies[0] for ours, copies in named_tensors(whole, None).items()}
+    tensors = {ours: copies[0] for ours, copies in local_shards.named_tensors(whole, None).items()}
 
     def read(key: str) -> Tensor:
         if key not in places:  # a buffer that is not published keeps its value in a new model
@@ -132,11 +117,11 @@ def export(
     expected = {ours: tensor for group in groups for ours, _, tensor in group}
     if known.lora:
         buffers = {name: b for name, b in expected.items() if not isinstance(b, nn.Parameter)}
-        expected = adapted(_on_meta(model), _ends_of(model), known.lora) | buffers
+        expected = peft.adapted(_on_meta(model), _ends_of(model), known.lora) | buffers
     _check_tensors(source, reader, expected)
     value_of = read
     if known.lora:
-        value_of = merged_weights(source, known, _on_meta(model), _ends_of(model), hf_name, read)
+        value_of = peft.merged_weights(source, known, _on_meta(model), _ends_of(model), hf_name, read)
 
     plan: list[list[Planned]] = []
     for group in groups:
@@ -215,12 +200,12 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
         raise ConfigError(f"{source}: holds the whole model, and no adapters")
     shape = config.model if config else _model_of(source, known)
     model, reader, hf_name = _on_meta(shape), PartsReader(source), name_of(shape.name, shape.config)
-    parameters = adapted(model, _ends_of(shape), known.lora)
+    parameters = peft.adapted(model, _ends_of(shape), known.lora)
     _check_tensors(source, reader, parameters)
-    tensors = {peft_name(name, hf_name): _read(reader, name, p) for name, p in parameters.items()}
+    tensors = {peft.peft_name(name, hf_name): _read(reader, name, p) for name, p in parameters.items()}
     with _new_folder(target) as aside:
-        words = target_modules(model, hf_name)
-        write_adapters(aside, table_of(known.lora), known.lora.load_hf, words, tensors)
+        words = peft.target_modules(model, hf_name)
+        peft.write_adapters(aside, peft.table_of(known.lora), known.lora.load_hf, words, tensors)
     return Converted(target, len(tensors), sum(t.nbytes for t in tensors.values()), 1)
 
 
@@ -233,11 +218,11 @@ def _whole_state(source: Path) -> store.State:
 
 def _check_tensors(source: Path, reader: PartsReader, expected: Mapping[str, Tensor]) -> None:
     parts = {f"model.{ours}": _whole(tensor, "meta") for ours, tensor in expected.items()}
-    if problems := mismatches(parts, reader.read_metadata()):
+    if problems := local_shards.mismatches(parts, reader.read_metadata()):
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
 
-class _Streamed(ShardSavePlanner):
+class _Streamed(local_shards.ShardSavePlanner):
     """Plans the writing of parts on meta; ``read`` makes each tensor when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
@@ -254,9 +239,9 @@ def _read(reader: PartsReader, name: str, like: Tensor) -> Tensor:
     return part.local
 
 
-def _whole(like: Tensor, device: str) -> LocalShard:
+def _whole(like: Tensor, device: str) -> local_shards.LocalShard:
     """Return an empty LocalShard for a whole tensor with the shape and dtype of ``like``."""
-    return local_shard_of(torch.empty(like.shape, dtype=like.dtype, device=device))
+    return local_shards.local_shard_of(torch.empty(like.shape, dtype=like.dtype, device=device))
 
 
 def _on_meta(model: Model) -> nn.Module:

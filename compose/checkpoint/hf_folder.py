@@ -154,10 +154,7 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
             continue
         names = [place.resolved(name, files.entries) for name in place.names(tensor.shape)]
         expected |= dict.fromkeys(names, place.shape(tensor.shape))
-    in_blocks = [
-        name for name in expected if name in files.entries and files.entries[name].dtype == E4M3
-    ]
-    for name in in_blocks:
+    for name in [n for n in expected if n in files.entries and files.entries[n].dtype == E4M3]:
         quantized.add(scales_of(name))
         results += scale_problems(files, name)
     tied = set[str]()

@@ -36,28 +36,14 @@ from compose.ops.tensors import gathered_objects
 from compose.optim.optimizers import make_state
 from compose.pipeline.schedules import ASYNCHRONOUS
 
-# Keys that do not change what is trained, or that the message about the data covers.
+# Keys that do not change what is trained, or that the message about the data covers. A model's name is
+# compared with its shape, in its short form.
 _SAME_TRAINING = {
-    "model.name",  # compared with the shape, in its short form
-    "model.path",
-    "model.preset",
-    "train.stop_after",
-    "train.seq_len",
-    "train.seed",
-    "train.micro_batch",
-    "train.validate_every",
-    "train.loss_chunk",
-    "optimizer.implementation",
-    "optimizer.offload",
-    "optimizer.offload_dir",
-    "outer.offload",
-    "comm.timeout",
-    "comm.start_timeout",
-    "comm.prefetch",
-    "comm.check_every",
-    "comm.check_state",
-    "comm.check_messages",
-    "comm.measure_every",
+    "model": "name path preset",
+    "train": "stop_after seq_len seed micro_batch validate_every loss_chunk",
+    "optimizer": "implementation offload offload_dir",
+    "outer": "offload",
+    "comm": "timeout start_timeout prefetch check_every check_state check_messages measure_every",
 }
 
 
@@ -305,7 +291,7 @@ def changes(folder: Path, config: Config) -> list[str]:
             same = key not in before or before[key] == value
             if table == "parallel":  # of the mesh only what trains with older weights is looked at
                 same = same or key != "pp_schedule" or not {value, before[key]} & {*ASYNCHRONOUS}
-            if not same and f"{table}.{key}" not in _SAME_TRAINING:
+            if not same and key not in _SAME_TRAINING.get(table, "").split():
                 shown = toml_value(value), toml_value(before[key])
                 result.append(f"{table}.{key} = {shown[0]} (was {shown[1]})")
     return result

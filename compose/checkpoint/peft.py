@@ -139,10 +139,8 @@ def adapter_problems(job: Job) -> list[str]:
             problems.append(f"{path}: {key} is {values.get(key)}, not model.lora.{name} = {here:g}")
     for name, flag in (("rslora", lora.rslora), ("dora", lora.dora)):
         if (values.get(f"use_{name}") or False) != flag:
-            there = toml_value(values.get(f"use_{name}") or False)
-            problems.append(
-                f"{path}: use_{name} is {there}, not model.lora.{name} = {toml_value(flag)}"
-            )
+            has = toml_value(values.get(f"use_{name}") or False)
+            problems.append(f"{path}: use_{name} is {has}, not model.lora.{name} = {toml_value(flag)}")
     if problems:
         return problems
     expected = {name: tensor.shape for name, tensor in named_adapters(job.model, hf_name)}
@@ -226,7 +224,13 @@ def merged_weights(
     if base_identity(base, known.seed) != lora.base:
         now = name_of_base(base, known.seed)
         raise ConfigError(f"{folder}: holds adapters of other weights than {now} now has")
-    drawn = {} if base else _drawn(model, known.seed)
+    drawn = dict[str, Tensor]()
+    if not base:
+        whole = model.to_empty(device="cpu")
+        init_weights(
+            whole, cast(InitialisedModel, model).init_parameter, known.seed, torch.device("cpu")
+        )
+        drawn = {name: p.detach().clone() for name, p in whole.named_parameters()}
     layers = linear_layers(model, ends) if lora.kept != "full" else ()
     quantized = {f"{layer}.weight" for layer in layers}
     adapters, scale = adapted(model, ends, lora), table_of(lora).scale
@@ -247,9 +251,3 @@ def merged_weights(
         return part
 
     return weight
-
-
-def _drawn(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    whole = model.to_empty(device="cpu")
-    init_weights(whole, cast(InitialisedModel, model).init_parameter, seed, torch.device("cpu"))
-    return {name: p.detach().clone() for name, p in whole.named_parameters()}

@@ -223,7 +223,8 @@ def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     try:
         path = folder / MANIFEST
         files = _readable(folder, MANIFEST, lambda: read_json(path, _Manifest, own=True)).files
-        outside = [name for name in files if not _is_plain(name)]
+        reserved = (MANIFEST, "", ".", "..")
+        outside = [name for name in files if not name.isprintable() or name in reserved or "/" in name]
         if outside:
             return [f"{MANIFEST} names {outside[0]!a}, which is no file of the folder's own"]
         if share[0] == 0:
@@ -267,10 +268,6 @@ def listed(folder: Path) -> dict[str, int]:
     """Return the size of each file that a checkpoint's manifest lists."""
     files = read_json(folder / MANIFEST, _Manifest, own=True).files
     return {name: entry.size for name, entry in files.items()}
-
-
-def _is_plain(name: str) -> bool:
-    return name.isprintable() and name not in ("", ".", "..", MANIFEST) and "/" not in name
 
 
 def _problem(path: Path, entry: FileEntry) -> str:

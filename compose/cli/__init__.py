@@ -236,7 +236,7 @@ exit code is 2.
 """,
     ),
     "measure": _without_file(
-        "measure",
+        "commands",
         "Measure this machine for the planner: [torchrun] -m compose measure --out FILE.toml.",
         """\
 python -m compose measure --out FILE.toml

@@ -7,11 +7,10 @@ import sys
 import tempfile
 import time
 import traceback
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, cast
 
 from compose.cli import COMMANDS, PATH_FLAGS, STORE_FLAGS, TRAIN, Usage, help_text
 from compose.config import rules
@@ -44,7 +43,7 @@ class Words(NamedTuple):
     flags: dict[str, str]
     """The flags with their values; "" for a flag without one."""
     given: list[tuple[str, str]]
-    """The flags in their order. One may stand there several times."""
+    """The flags that take a value, in their order; a flag may be given several times."""
 
     @property
     def file(self) -> str:
@@ -74,12 +73,11 @@ def parse(arguments: Sequence[str], program: str, trains: bool = False) -> Comma
 
     A program that trains also reads the data, writes ``run.dir``, and has the flags of TRAIN.
     """
-    usage = TRAIN if trains else COMMANDS["verify"]
-    given = read_arguments(arguments, program, usage)
+    given = read_arguments(arguments, program, TRAIN if trains else COMMANDS["verify"])
     dry_run = "--dry-run" in given.flags
     if "--world-size" in given.flags and not dry_run:
         raise flag_error("--world-size", "goes with --dry-run; else torchrun sets it")
-    world_size = world_size_of(given) or launched_ranks()
+    world_size = number_of(given, "--world-size", "ranks") or launched_ranks()
     config, job, data = load(given.file, given.overrides), None, None
     _say_source(config.checkpoint.load_hf)
     problems, of_data = list[str](), list[str]()
@@ -122,11 +120,6 @@ def number_of(given: Words, flag: str, counted: str, default: int = 0) -> int:
     if not 1 <= (number := whole_number(given.flags[flag])) < 2**31:
         raise flag_error(flag, f"{given.flags[flag] or 'an empty one'} is not a number of {counted}")
     return number
-
-
-def world_size_of(given: Words) -> int:
-    """Return the number after --world-size, or 0 if the flag is absent."""
-    return number_of(given, "--world-size", "ranks")
 
 
 def check_out(flag: str, path: Path) -> None:
@@ -237,7 +230,7 @@ def read_flags(command: str, words: Sequence[str]) -> Words:
     if {"--help", "-h"} & set(words):
         print(usage.text, end="")
         raise SystemExit(0)
-    return read_words(words, usage.flags, keys=False, stores=command in ("convert", "generate"))
+    return read_words(words, usage.flags, keys=False, stores=command == "convert")
 
 
 def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
@@ -329,9 +322,9 @@ def _run_dir(config: Config) -> list[str]:
 
 
 def _may_begin_again(folder: Path) -> bool:
-    """Whether the files in a folder are of a run that has not trained, or keeps what to go on from.
+    """Tell whether the files in a folder are of a run that has not trained yet, or that saves.
 
-    Anything else is a person's own file, or what a run has left for good. A run that was killed as it
+    Other files are a person's own, or the results of a run that has ended. A run that was killed as it
     began has its lock and no metrics.
     """
     try:
@@ -350,7 +343,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
+def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Call ``main`` with the command line, and exit with the code that it returns.
 
     For a ConfigError the program prints its lines on standard error, once for all ranks, and exits with
@@ -360,7 +353,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> typing.NoReturn:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (open to the end)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     # Escape letters that the encoding lacks, as standard error does.
-    typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
     code = _outcome(main)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

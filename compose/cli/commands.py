@@ -1,6 +1,7 @@
-"""The commands verify, schedule, legal, convert and tokenize; a command imports what it alone needs."""
+"""The commands verify, schedule, legal, measure, convert and tokenize; each imports what it needs."""
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -17,26 +18,30 @@ import torch.distributed as dist
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import (
+    check_out,
     flag_error,
+    is_first_rank,
+    launched_ranks,
     model_path,
     number_of,
     parse,
     read_arguments,
     read_flags,
-    world_size_of,
 )
 from compose.config import rules
 from compose.config.hugging_face import left_out
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, load
-from compose.errors import ConfigError, printable, refused_in, written
+from compose.errors import ConfigError, printable, refused_in, write_whole, written
 from compose.object_storage import as_path
-from compose.parallel.mesh import AXES, init_mesh
+from compose.parallel.mesh import AXES, init_mesh, meshes
 from compose.train.processes import process_group
 from compose.train.workers import this_worker
 
 if TYPE_CHECKING:
     from compose.data.token_set_writing import Counts
+
+_MESHES = 2000  # they take about a minute
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -70,7 +75,8 @@ def schedule(arguments: Sequence[str]) -> int:
         raise flag_error("--out", f"{out} is neither .svg nor .png")
     config = load(given.file, given.overrides)
     degrees = [getattr(config.parallel, axis) for axis in AXES]
-    world_size = world_size_of(given) or math.prod(max(1, degree) for degree in degrees)
+    fewest = math.prod(max(1, degree) for degree in degrees)
+    world_size = number_of(given, "--world-size", "ranks", fewest)
     with refused_in(given.file):
         job = rules.check(config, world_size)
         if job.degrees.pp == 1:
@@ -91,9 +97,12 @@ def schedule(arguments: Sequence[str]) -> int:
 def legal(arguments: Sequence[str]) -> int:
     """List the legal meshes of N ranks."""
     given = read_arguments(arguments, "python -m compose legal", COMMANDS["legal"])
-    world_size = world_size_of(given)
+    world_size = number_of(given, "--world-size", "ranks")
     if not world_size:
         raise flag_error("legal", "needs --world-size N, the number of ranks")
+    if len([*itertools.islice(meshes(world_size), _MESHES + 1)]) > _MESHES:
+        many = f"{world_size} ranks have more than {_MESHES:,} meshes, the most that legal checks"
+        raise flag_error("--world-size", f"{many}; python -m compose plan looks for the best ones")
     config = load(given.file, given.overrides)
     legal, refused = [], Counter[str]()
     for degrees, problems in rules.survey(config, world_size):
@@ -108,6 +117,30 @@ def legal(arguments: Sequence[str]) -> int:
     print(f"{len(legal)} meshes of {world_size} ranks are legal, {refused.total()} are not{end}")
     for problem, count in refused.most_common():
         print(f"{count:>4}  {problem}")
+    return 0
+
+
+def measure(arguments: Sequence[str], seconds: float = 0.0) -> int:
+    """Measure this machine for the planner, within ``seconds``; 0: as long as a person waits."""
+    from compose.planner import measure as machine
+    from compose.planner.cluster import load_cluster
+
+    given = read_flags("measure", arguments)
+    if given.plain:
+        raise flag_error("measure", f"takes no {given.plain[0]}; --out names the file")
+    if not given.flags.get("--out"):
+        raise flag_error("measure", "needs --out FILE.toml, the file to write")
+    out = Path(given.flags["--out"])
+    launched_ranks()
+    if is_first_rank():
+        if out.suffix != ".toml":
+            raise flag_error("--out", f"{out} is no .toml file")
+        check_out("--out", out)
+    with process_group(Config()) as device:
+        cluster = machine.measure(device, machine.makers_peaks(device), seconds or machine.SECONDS)
+        if dist.get_rank() == 0:
+            write_whole(out, machine.as_toml(cluster, machine.notes_of(cluster)))
+            print(f"{out}: {machine.in_words(load_cluster(str(out)))}", flush=True)
     return 0
 
 

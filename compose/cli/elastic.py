@@ -20,7 +20,7 @@ from compose.config.job import Job
 from compose.config.models import find_model
 from compose.config.tables import Config
 from compose.errors import ConfigError
-from compose.parallel.mesh import AXES, Parallel, meshes
+from compose.parallel.mesh import AXES, Parallel, divisors, meshes
 from compose.pipeline.schedules import ASYNCHRONOUS
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def _by_distance(wanted: Parallel, ranks: int) -> Iterator[list[Parallel]]:
             wanted, **degrees, ep=ep, pp_layers=wanted.pp_layers if degrees["pp"] == wanted.pp else ()
         )
         for degrees in meshes(ranks)
-        for ep in range(1, wanted.ep + 1)
-        if wanted.ep % ep == 0
+        for ep in divisors(wanted.ep)
     ]
 
     def distance(parallel: Parallel) -> tuple[int, int, Fraction, bool]:

@@ -187,10 +187,7 @@ def _check_length(prompt: int, more: int, most: int | None) -> None:
 
 
 def job_of(
-    source: Path,
-    folders: Sequence[Path],
-    overrides: Sequence[tuple[str, str]],
-    grows: bool = True,
+    source: Path, folders: Sequence[Path], overrides: Sequence[tuple[str, str]], grows: bool = True
 ) -> Job:
     """Return the checked job of the model in ``source``, for this launch's ranks.
 

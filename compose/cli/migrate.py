@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from compose.cli.command_line import flag_error, number_of, read_flags, world_size_of
+from compose.cli.command_line import flag_error, number_of, read_flags
 from compose.cli.migrate_files import Leaves, read_leaves, shown
 from compose.cli.migrate_meaning import work_out
 from compose.cli.migrate_tables import FORMATS, Entry, Facts, Format, load_formats
@@ -48,8 +48,8 @@ def migrate(arguments: Sequence[str]) -> int:
     given = read_flags("migrate", arguments)
     if not given.plain:
         raise flag_error("migrate", "needs FILE...; see --help")
-    steps = number_of(given, "--steps", "steps")
-    text, entries = migrated([Path(name) for name in given.plain], world_size_of(given), steps)
+    world, steps = number_of(given, "--world-size", "ranks"), number_of(given, "--steps", "steps")
+    text, entries = migrated([Path(name) for name in given.plain], world, steps)
     print(report(entries), file=sys.stderr)
     if refused := [entry.line for entry in entries if entry.kind == "refused"]:
         raise ConfigError(*refused)

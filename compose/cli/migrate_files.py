@@ -29,8 +29,6 @@ def read_leaves(path: Path) -> Leaves:
     """Return the leaves of a file; a ConfigError names the file, and the line where there is one."""
     try:
         text = read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {unreadable(error)}") from None
     if not text.strip():
@@ -125,14 +123,19 @@ _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<shor
 
 
 def _statements(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a script; an array's are NAME=( and its words."""
+    """Yield the words of each command of a script; those of an array are NAME=( and its elements."""
     text = _COMMENT.sub(lambda part: part[1] or "", text).replace("\\\n", " ")
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
     lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    try:
+        tokens = [*lexer]
+    except ValueError as error:
+        text = f"cannot be read as a shell script: {error}; a config ends in .json, .yaml or .toml"
+        raise ValueError(text) from None
     words: list[str] = []
     deep = 0
-    for token in lexer:
+    for token in tokens:
         if not token or token.strip("\n;|&()<>"):
             words.append(token)
             continue
@@ -159,7 +162,7 @@ _OPERATIONS: dict[type, Callable[[int, int], int]] = {
 
 
 def _computed(sum: ast.expr) -> int:
-    """Return the value of a shell's arithmetic. Raises KeyError for what is none."""
+    """Return the value of a shell's arithmetic. Raises KeyError for any other expression."""
     match sum:
         case ast.Constant(value=int(number)):
             return number

@@ -37,8 +37,7 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
         named += "" if "optimizer.warmup~given" in facts else " optimizer.schedule"
         facts.waiting = dict.fromkeys(set(named.split()) - set(facts.values), f"auto: {_AUTO}")
     if "precision.float8~value" in facts and not facts.get("precision.float8~on"):
-        text = "is read with its converter alone"
-        facts.note("changed in meaning", text, "precision.float8~value")
+        facts.changed("is read with its converter alone", "precision.float8~value")
     _switched_on(facts)
     for title, program in facts.programs.items():
         _defaults(facts, title, program["defaults"], set())
@@ -95,7 +94,7 @@ def _defaults(
         if not any(name in facts for name in both) and key not in {*facts.waiting, *left}:
             facts.put(key, value, text=f"{title}'s default")
             if key in notes:
-                facts.note("changed in meaning", notes[key], key)
+                facts.changed(notes[key], key)
 
 
 def _options(facts: Facts) -> None:
@@ -104,7 +103,7 @@ def _options(facts: Facts) -> None:
     if facts.get("optimizer.warmup~given") == "WarmupLR" and "optimizer.lr~instead" not in given:
         text = "scheduler.params.warmup_max_lr is in no file; it is optimizer.params.lr in new"
         text += " DeepSpeed, and 0.001 in old, whatever optimizer.params.lr is: set optimizer.lr"
-        facts.note("changed in meaning", text, "optimizer.warmup~given")
+        facts.changed(text, "optimizer.warmup~given")
     for name in [name for name in facts.values if name.endswith("~instead")]:
         facts.put(name.removesuffix("~instead"), facts.get(name), name)
     if not facts.get("model.lora.rank"):
@@ -115,7 +114,7 @@ def _options(facts: Facts) -> None:
         facts.put("train.seq_len", 2 * facts.get("train.seq_len"), text=text)
     if facts.get("dpo.beta") and facts.get("model.lora.dropout"):
         text = "dpo.beta goes without dropout, here and in TRL; it is left out"
-        facts.note("changed in meaning", text, "model.lora.dropout")
+        facts.changed(text, "model.lora.dropout")
         facts.pop("model.lora.dropout")
     every = facts.get("metrics.console_every~steps", 0)
     if every >= 1:  # below it is a part of all steps
@@ -159,8 +158,7 @@ def _model(facts: Facts, tables: Iterable[Format]) -> None:
         _shape(facts)
     lost = any(key.startswith("model.n_") for key in facts.values) and "model.name" not in facts
     if lost or ("model.experts~" in facts and not name):
-        text = "the model's name and shape are not taken over; set model.name and its fields"
-        facts.note("changed in meaning", text)
+        facts.changed("the model's name and shape are not taken over; set model.name and its fields")
         for key in [key for key in facts.values if key.startswith("model.")]:
             facts.pop(key)
 
@@ -197,8 +195,7 @@ def _shape(facts: Facts) -> None:
     if "model.vocab_size" not in facts:
         size = 50304 if facts.get("model.name") == "gpt2" else 32000
         facts.put("model.vocab_size", size, text="assumed")
-        text = "--vocab-size is that of the tokenizer; model.vocab_size is assumed, set it"
-        facts.note("changed in meaning", text)
+        facts.changed("--vocab-size is that of the tokenizer; model.vocab_size is assumed, set it")
 
 
 def _product(facts: Facts, *axes: str) -> int:
@@ -274,7 +271,7 @@ def _steps(facts: Facts, given: int) -> None:
             if key == "train.steps~schedule" and count != int(count):
                 text = f"the schedule of {samples} samples has {count:g} steps, and ours are whole:"
                 count = max(1, round(count))
-                facts.note("changed in meaning", f"{text} {count}")
+                facts.changed(f"{text} {count}")
             facts.put(key, int(count) if count == int(count) else count, text=f"{samples} samples")
     if given:
         facts.pop("train.epochs")
@@ -316,8 +313,7 @@ def _schedule(facts: Facts) -> None:
         warmup = math.ceil(ratio * steps) if kind == "zero" else round(ratio * steps, 6)
     whole = max(1, round(warmup)) if warmup else 0  # of a shorter one the first step has a rate of 0
     if warmup != whole:
-        text = f"warm-up is {warmup:g} steps, and ours are whole: {whole}"
-        facts.note("changed in meaning", text)
+        facts.changed(f"warm-up is {warmup:g} steps, and ours are whole: {whole}")
     warmup, curve = whole, facts.get("optimizer.schedule", "linear")
     decay, end = facts.get("optimizer.decay~schedule", 0), facts.get("train.steps~schedule", 0)
     share = facts.get("optimizer.decay~ratio")
@@ -357,12 +353,11 @@ def _precision(facts: Facts, world: int) -> None:
         if shards == 1 and _product(facts, "tp", "pp") > 1:
             facts.put("precision.param", "float32")
             text = "torchtitan has mixed precision with FSDP alone, so that this run is in float32"
-            facts.note("changed in meaning", text, "precision.param")
+            facts.changed(text, "precision.param")
     elif kind == "param" and facts.get("parallel.zero", 3) > 0 and "precision.reduce" not in facts:
         facts.put("precision.reduce", "float32" if param == "float16" else param, "precision.param")
         if param == "float16":
-            text = "gradients are reduced in float32, not in float16"
-            facts.note("changed in meaning", text, "precision.param")
+            facts.changed("gradients are reduced in float32, not in float16", "precision.param")
 
 
 def _zero(facts: Facts) -> None:
@@ -376,10 +371,9 @@ def _zero(facts: Facts) -> None:
     if offload and stage == 3:
         facts.put("parallel.offload", offload, "parallel.offload~param")
         if not facts.pop("optimizer.offload"):
-            text = "gradients and the optimizer are in host memory too"
-            facts.note("changed in meaning", text, "parallel.offload")
+            facts.changed("gradients and the optimizer are in host memory too", "parallel.offload")
     elif offload:
         text = f"offloads parameters, which needs stage 3 here and there; at stage {toml_value(stage)}"
-        facts.note("changed in meaning", f"{text} it is left out")
+        facts.changed(f"{text} it is left out")
     if facts.get("optimizer.weight_decay", 0) == 0 and "optimizer.weight_decay" not in facts.waiting:
         facts.pop("optimizer.weight_decay_scale")

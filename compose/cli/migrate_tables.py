@@ -199,6 +199,10 @@ class Facts:
         place = f"{self.values[key].origin}: " if key in self.values else ""
         self.entries.append(Entry(kind, place + text))
 
+    def changed(self, text: str, key: str = "") -> None:
+        """Note that something has another meaning here."""
+        self.note("changed in meaning", text, key)
+
     def read(self, file: str, table: Format, leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}

@@ -26,12 +26,12 @@ from compose.cli.question import (
     question_words,
     read_question,
 )
-from compose.config.addons import brought
-from compose.config.job import check_dealt, make_job
+from compose.config.job import check_dealt
 from compose.config.models import find_model, folder_name
 from compose.config.tables import TABLES, without_add_ons
 from compose.config.toml import COMMAND_LINE, files_of, values_of
 from compose.errors import ConfigError, did_you_mean, refused_in, write_whole, written
+from compose.planner import report
 from compose.planner.against_run import against, comparison_table, corrected
 from compose.planner.answer import (
     batch_table,
@@ -60,7 +60,6 @@ from compose.planner.explain import explain
 from compose.planner.measure import as_toml
 from compose.planner.page import page_of
 from compose.planner.record_cache import default_folder
-from compose.planner.report import as_data, command_line, in_words, table, write_toml
 from compose.planner.search import MOST, Searched, fewest, own, search
 
 T = TypeVar("T")
@@ -112,7 +111,7 @@ def plan(arguments: Sequence[str]) -> int:
                 refused.append(error)
                 continue
             if batches[-1][2].capped:
-                cut = [_looked_at(batches[-1][2]) + f" of batch {batch}" * (len(asked) > 1)]
+                cut = [f"batch {batch}: " * (len(asked) > 1) + _looked_at(batches[-1][2])]
                 left = asked[number + 1 :]
                 break
         if not batches:
@@ -128,9 +127,9 @@ def plan(arguments: Sequence[str]) -> int:
         answer = _answer(given, question, space, results, not (cut or late or space.kinds))
     if len(batches) > 1:
         print(batch_table(firsts, answer["tokens"]), "", sep="\n")
-    print(table(space, results), legend(space), in_words(space, best), sep="\n\n")
+    print(report.table(space, results), legend(space), report.in_words(space, best), sep="\n\n")
     if space.islands > 1:
-        print("", *_between_islands(question, space, best), sep="\n")
+        print("", *report.between_islands(space, question.config.outer, best), sep="\n")
     if words := "--as-is" not in given.flags and pinned_words(space.config, pinned(given, question)):
         print("", words, sep="\n")
     if cut:
@@ -145,13 +144,13 @@ def plan(arguments: Sequence[str]) -> int:
     if "--write" not in given.flags and fits(space, best):
         file = "" if question.keys else given.file
         print("", "To run it, with --data.path for the data (--write keeps it in a file):", sep="\n")
-        print(command_line(space, best, file, _set_there(given, question)))
+        print(report.command_line(space, best, file, _set_there(given, question)))
     _write(given, question, space, results, answer)
     return 0
 
 
 def _check_flags(given: Words) -> None:
-    """Raise ConfigError for flags that another one leaves without use, and for files that are read."""
+    """Raise ConfigError for flags without an effect beside another, and for outputs that are inputs."""
     flags, objective = given.flags, given.flags.get("--objective")
     files = [flag for flag in _WRITTEN if flag in flags]
     for flag in files:
@@ -292,18 +291,6 @@ def _space(given: Words, question: Question) -> Space:
     return Space(config, cluster, world_size, pins, objective, islands, freely, cache, question.kinds)
 
 
-def _between_islands(question: Question, space: Space, best: Candidate) -> list[str]:
-    """Return what islands send each other, and how long training waits for it."""
-    outer = question.config.outer
-    job = make_job(best.config, space.world_size)
-    link, seconds = space.cluster.between, best.recorded.step_seconds
-    return [
-        line
-        for _, lines in brought("between_workers")
-        for line in lines(job, outer, space.islands, link, seconds)
-    ]
-
-
 def _largest(given: Words, began: float) -> tuple[Question, Searched]:
     """Search the standard sizes from the largest on, and return the first that fits."""
     for what in [*given.plain, *(flag for flag in ("--model",) if flag in given.flags)]:
@@ -354,8 +341,10 @@ def _search(given: Words, question: Question, space: Space, began: float) -> Sea
 
 
 def _looked_at(searched: Searched) -> str:
-    many = len(searched.candidates)
-    return f"{many} of {searched.let_through} candidates that may fit were looked at"
+    many, fit = len(searched.candidates), searched.let_through
+    if many > fit:
+        return f"no candidate may fit, and {many} of those that need least memory were looked at"
+    return f"{many} of {fit} candidates that may fit were looked at"
 
 
 def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
@@ -379,9 +368,9 @@ def _write(
 ) -> None:
     file, there = "" if question.keys else given.file, _set_there(given, question)
     texts: dict[str, Callable[[Path], str]] = {
-        "--json": lambda path: json.dumps(as_data(space, recorded) | answer, indent=1),
-        "--report": lambda path: page_of(as_data(space, recorded) | answer),
-        "--write": lambda path: write_toml(space, recorded[0], file, there, path),
+        "--json": lambda path: json.dumps(report.as_data(space, recorded) | answer, indent=1),
+        "--report": lambda path: page_of(report.as_data(space, recorded) | answer),
+        "--write": lambda path: report.write_toml(space, recorded[0], file, there, path),
     }
     for flag, text in texts.items():
         if flag in given.flags:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from compose.checkpoint.hf_folder import model_in
-from compose.cli.command_line import Words, flag_error, model_path, named_path, number_of, world_size_of
+from compose.cli.command_line import Words, flag_error, model_path, named_path, number_of
 from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, given_keys, load, nearest_key, values_of, without_file
 from compose.errors import did_you_mean, toml_value, whole_number
+from compose.parallel.mesh import divisors
 from compose.planner.candidates import DEGREES, FREED, REFINED, TRIED, with_keys
 from compose.planner.cluster import Cluster, cluster_names, load_cluster
 from compose.planner.estimate import weakest
@@ -148,7 +149,8 @@ def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:
     if "--gpus" not in given.flags:
         if not given.flags.get("--cluster") or not given.flags.get("--world-size"):
             raise flag_error("plan", "needs --gpus, as 16xa100_40gb, or --cluster and --world-size")
-        return ((load_cluster(given.flags["--cluster"]), world_size_of(given)),)
+        ranks = number_of(given, "--world-size", "ranks")
+        return ((load_cluster(given.flags["--cluster"]), ranks),)
     for flag in ("--cluster", "--world-size"):
         if flag in given.flags:
             raise flag_error("--gpus", f"takes the place of {flag}; give one of them")
@@ -272,7 +274,7 @@ def default_batch(count: float, seq_len: int, world_size: int) -> int:
     if samples >= world_size:
         unit = world_size * max(n for n in (1, 2, 4, 8) if n * world_size <= samples)
         return round(samples / unit) * unit
-    return max(n for n in range(1, samples + 1) if world_size % n == 0)
+    return max(n for n in divisors(world_size) if n <= samples)
 
 
 def _batches(given: Words) -> tuple[int, ...]:

@@ -134,9 +134,7 @@ def _table(placed: list[Placed], pp: int) -> list[str]:
         stage = [str(p.pp)] if pp > 1 else []
         rows.append((name, *stage, _shape(p.shape), *placed_on, _shape(p.local_shape), size))
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(f"{c:<{w}}" for c, w in zip(row, wide, strict=True)).rstrip() for row in rows]
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -17,18 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from compose.compression.codec import (
-    SCALE_BYTES,
-    Blocks,
-    block_scales,
-    empty_codes,
-    encode_blocks,
-    integers,
-    inverse_of,
-    pieces,
-    read_steps,
-    write_steps,
-)
+from compose.compression import codec
 from compose.compression.gather import Traffic
 from compose.ops.operators import kernel, operator
 from compose.parallel.stream_messages import Kind, SendsActivations, exchange, send_plain
@@ -51,13 +40,13 @@ class RowCode:
     def bytes(self, width: int) -> int:
         """Return the bytes of a row of so many elements."""
         count, size = self._blocks(width)
-        return count * (size + SCALE_BYTES)
+        return count * (size + codec.SCALE_BYTES)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Return the codes (..., bytes), uint8, of rows (..., D) of any float type."""
         flat = self.cut(rows).flatten(0, -2)
         if self.kind == "int8":
-            codes = encode_blocks(flat, 8, False, self.compiled)
+            codes = codec.encode_blocks(flat, 8, False, self.compiled)
         else:
             codes = encode_float8(flat, self.compiled)
         return codes.view(*rows.shape[:-1], self.bytes(rows.shape[-1]))
@@ -65,9 +54,9 @@ class RowCode:
     def decode(self, codes: Tensor, width: int) -> Tensor:
         """Return the rows (..., width), float32, of codes (..., bytes)."""
         count, size = self._blocks(width)
-        flat = codes.reshape(-1, size + SCALE_BYTES)
+        flat = codes.reshape(-1, size + codec.SCALE_BYTES)
         if self.kind == "int8":
-            blocks = Blocks(8, size, compiled=self.compiled).decode(flat, torch.float32)
+            blocks = codec.Blocks(8, size, compiled=self.compiled).decode(flat, torch.float32)
         else:
             blocks = decode_float8(flat, self.compiled)
         return blocks.view(*codes.shape[:-1], count * size)[..., :width]
@@ -85,37 +74,37 @@ class RowCode:
 @operator("compose::encode_float8")
 def encode_float8(x: Tensor, compiled: bool = False) -> Tensor:
     """Return blocks (N, size) in float8, each with its scale behind it, (N, size + 2), uint8."""
-    out = empty_codes(x, 8)
-    for at in pieces(x):
+    out = codec.empty_codes(x, 8)
+    for at in codec.pieces(x):
         codes, scales = kernel(_encoded_float8, compiled)(x[at])
-        integers(out[at]).copy_(codes.view(torch.int8))
-        write_steps(out[at], scales)
+        codec.integers(out[at]).copy_(codes.view(torch.int8))
+        codec.write_steps(out[at], scales)
     return out
 
 
-encode_float8.register_fake(lambda x, *_: empty_codes(x, 8))
+encode_float8.register_fake(lambda x, *_: codec.empty_codes(x, 8))
 
 
 @operator("compose::decode_float8")
 def decode_float8(codes: Tensor, compiled: bool = False) -> Tensor:
     """Return the elements (N, size), float32, of blocks in float8."""
-    out = codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
-    for at in pieces(out):
-        result = integers(codes[at]).contiguous().view(FLOAT8)
-        out[at] = kernel(_decoded_float8, compiled)(result, read_steps(codes[at]))
+    out = codes.new_empty(len(codes), codes.shape[1] - codec.SCALE_BYTES, dtype=torch.float32)
+    for at in codec.pieces(out):
+        result = codec.integers(codes[at]).contiguous().view(FLOAT8)
+        out[at] = kernel(_decoded_float8, compiled)(result, codec.read_steps(codes[at]))
     return out
 
 
 @decode_float8.register_fake
 def _(codes: Tensor, compiled: bool = False) -> Tensor:
-    return codes.new_empty(len(codes), codes.shape[1] - SCALE_BYTES, dtype=torch.float32)
+    return codes.new_empty(len(codes), codes.shape[1] - codec.SCALE_BYTES, dtype=torch.float32)
 
 
 def _encoded_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
-    scales = block_scales(x, LARGEST_FLOAT8)
+    scales = codec.block_scales(x, LARGEST_FLOAT8)
     # The scale is rounded, so the largest element may be a little above the largest code.
-    return (x * inverse_of(scales)).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8), scales
+    return (x * codec.inverse_of(scales)).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8), scales
 
 
 def _decoded_float8(codes: Tensor, scales: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A checked run, with everything that the check worked out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,8 @@ from compose.memory.lora import adapt
 from compose.parallel.mesh import Parallel, Share, deal
 from compose.pipeline.schedules import build_table
 from compose.plan import Plan, Resolved, resolve
+
+_TRIED = 1_000_000  # most sizes to try for a size that divides
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,52 @@ def check_dealt(global_batch: int, islands: int) -> None:
         raise ConfigError(
             f"train.global_batch: {global_batch} cannot be dealt to {islands} islands, the"
             f" ranks of dp_replicate; nearest: {nearest}"
+        )
+
+
+def share_problems(job: Job) -> Iterator[str]:
+    """Yield why the data ranks cannot share a global batch."""
+    train, degrees = job.config.train, job.config.parallel
+    ranks = degrees.dp_replicate * degrees.dp_shard
+    unit, of_speeds = ranks * train.micro_batch, degrees.pp * job.degrees.data_ranks
+    if degrees.speeds != "measure" and len(degrees.speeds) not in (0, of_speeds):
+        yield (
+            f"parallel.speeds: has {len(degrees.speeds)} numbers for the {of_speeds} ranks of pp x"
+            " dp_replicate x dp_shard; give each of them one"
+        )
+    if job.shares:
+        yield from _unequal_problems(job)
+        return
+    if train.global_batch % unit == 0:
+        return
+    nearest, smaller = max(1, round(train.global_batch / unit)) * unit, ""
+    share, rest = divmod(train.global_batch, ranks)
+    if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
+        best = max(size for size in range(1, most + 1) if share % size == 0)
+        smaller = f", or train.micro_batch = {best}"
+    yield (
+        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
+        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
+    )
+
+
+def _unequal_problems(job: Job) -> Iterator[str]:
+    config, degrees = job.config, job.degrees
+    idle = sum(share.samples == 0 for share in job.shares)
+    if config.run.elastic and idle:
+        yield (
+            f"train.global_batch: {job.global_batch} leaves {idle} of {degrees.data_ranks} data ranks"
+            f" without a sample; nearest: {degrees.data_ranks}"
+        )
+    because = "and the ranks have unequal shares of train.global_batch"
+    if job.islands > 1:
+        yield f"outer.every: {config.outer.every} makes islands of equal shares, {because}; use 0"
+    if config.metrics.noise_scale:
+        yield f"metrics.noise_scale: true compares equal micro-batches, {because}; use false"
+    if config.precision.float8 != "off":
+        yield (
+            f'precision.float8: "{config.precision.float8}" would scale by rows of padding, {because};'
+            ' use "off"'
         )
 
 

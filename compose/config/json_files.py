@@ -30,15 +30,11 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A field that counts or measures; it fits a signed integer of 64 bits."""
 _KINDS = {
     "bool_type": "true or false",
-    "dataclass_type": "an object",
-    "dict_type": "an object",
     "float_type": "a number",
-    "int_from_float": "a whole number",
-    "int_type": "a whole number",
-    "list_type": "a list",
-    "model_type": "an object",
     "string_type": "a string",
-    "tuple_type": "a list",
+    **dict.fromkeys(("dataclass_type", "dict_type", "model_type"), "an object"),
+    **dict.fromkeys(("int_from_float", "int_type"), "a whole number"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
 }
 """The type that each kind of pydantic error asks for."""
 
@@ -119,6 +115,8 @@ def parse_json(content: bytes, kind: type[T]) -> T:
 
 def unreadable(error: Exception) -> str:
     """Return why a text file cannot be read, in words."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 (byte {error.start}); save it as UTF-8"
     return f"cannot read it: {getattr(error, 'strerror', None) or error}"

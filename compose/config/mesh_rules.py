@@ -1,7 +1,6 @@
 """Rules of the mesh: which degrees fit together, and fit a plan; and what [comm] may send on it."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
@@ -15,17 +14,13 @@ from compose.parallel.context_parallel import check_ulysses
 from compose.parallel.expert_parallel import check_experts
 from compose.parallel.hpz import check_hpz
 from compose.parallel.lora_parallel import AdapterParallel
-from compose.parallel.mesh import resolve_degrees
+from compose.parallel.mesh import divisors, resolve_degrees
 from compose.parallel.name_patterns import inside
 from compose.parallel.stream_messages import SendsActivations
 from compose.parallel.tensor_parallel import check_columns, check_heads
 from compose.pipeline.schedules import placement, stages_per_rank
 from compose.pipeline.split import check_layers, check_stages, layer_names, stages_of
 
-if TYPE_CHECKING:  # a job holds a setup
-    from compose.config.job import Job
-
-_TRIED = 1_000_000  # most sizes to try for a size that divides
 MESH = Rules[Setup]()
 
 
@@ -45,7 +40,7 @@ def _expert_ranks(setup: Setup) -> Iterator[str]:
     degrees, ep = setup.degrees, setup.degrees.ep
     ranks = degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
     if ranks % ep:
-        nearest = min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - ep))
+        nearest = min(divisors(ranks), key=lambda d: abs(d - ep))
         yield (
             f"parallel.ep: {ep} does not divide dp_replicate x dp_shard x cp x tp = {ranks}, the ranks"
             f" it is taken from; nearest: {nearest}"
@@ -308,8 +303,7 @@ def _near(setup: Setup) -> Iterator[str]:
         return
     ranks = replicas if zero == 0 else shards
     if ranks % near:
-        allowed = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        nearest = min(allowed, key=lambda n: abs(n - near))
+        nearest = min(divisors(ranks), key=lambda n: abs(n - near))
         what = "dp_replicate x cp" if zero == 0 else "dp_shard x cp"
         yield (
             f"comm.near: {near} does not divide {what} = {ranks}, the ranks of data parallel; nearest:"
@@ -363,50 +357,4 @@ def _types(setup: Setup) -> Iterator[str]:
         yield (
             f"comm: the unit of {odd[0]} has parameters of several types, of which {kind} has no code;"
             ' use comm.weights = "off" and comm.gradients = "off"'
-        )
-
-
-def share_problems(job: "Job") -> Iterator[str]:
-    """Yield why the data ranks cannot share a global batch."""
-    train, degrees = job.config.train, job.config.parallel
-    ranks = degrees.dp_replicate * degrees.dp_shard
-    unit, of_speeds = ranks * train.micro_batch, degrees.pp * job.degrees.data_ranks
-    if degrees.speeds != "measure" and len(degrees.speeds) not in (0, of_speeds):
-        yield (
-            f"parallel.speeds: has {len(degrees.speeds)} numbers for the {of_speeds} ranks of pp x"
-            " dp_replicate x dp_shard; give each of them one"
-        )
-    if job.shares:
-        yield from _unequal_problems(job)
-        return
-    if train.global_batch % unit == 0:
-        return
-    nearest, smaller = max(1, round(train.global_batch / unit)) * unit, ""
-    share, rest = divmod(train.global_batch, ranks)
-    if not rest and (most := min(train.micro_batch, share)) <= _TRIED:
-        best = max(size for size in range(1, most + 1) if share % size == 0)
-        smaller = f", or train.micro_batch = {best}"
-    yield (
-        f"train.global_batch: {train.global_batch} is not a multiple of dp_replicate x dp_shard x"
-        f" train.micro_batch = {ranks} x {train.micro_batch} = {unit}; nearest: {nearest}{smaller}"
-    )
-
-
-def _unequal_problems(job: "Job") -> Iterator[str]:
-    config, degrees = job.config, job.degrees
-    idle = sum(share.samples == 0 for share in job.shares)
-    if config.run.elastic and idle:
-        yield (
-            f"train.global_batch: {job.global_batch} leaves {idle} of {degrees.data_ranks} data ranks"
-            f" without a sample; nearest: {degrees.data_ranks}"
-        )
-    because = "and the ranks have unequal shares of train.global_batch"
-    if job.islands > 1:
-        yield f"outer.every: {config.outer.every} makes islands of equal shares, {because}; use 0"
-    if config.metrics.noise_scale:
-        yield f"metrics.noise_scale: true compares equal micro-batches, {because}; use false"
-    if config.precision.float8 != "off":
-        yield (
-            f'precision.float8: "{config.precision.float8}" would scale by rows of padding, {because};'
-            ' use "off"'
         )

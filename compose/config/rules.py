@@ -16,8 +16,7 @@ from torch import nn
 from compose.config import composition_rules, setup
 from compose.config.addons import brought
 from compose.config.composition_rules import COMPOSITION, segment_is_short
-from compose.config.job import Job, make_job
-from compose.config.mesh_rules import share_problems
+from compose.config.job import Job, make_job, share_problems
 from compose.config.models import find_model, max_seq_len
 from compose.config.setup import Rule, Rules, Target
 from compose.config.tables import Config
@@ -26,11 +25,11 @@ from compose.object_storage import Remote, as_path
 from compose.ops.tensors import tied_names
 from compose.optim.lr_schedule import rate_problems
 from compose.optim.parameter_rules import parameter_rules
-from compose.parallel.mesh import meshes, resolve_degrees
+from compose.parallel.mesh import divisors, meshes, resolve_degrees
 from compose.parallel.name_patterns import around
 from compose.parallel.tensor_parallel import sequence_ranks
 from compose.pipeline.schedules import build_table, placement
-from compose.pipeline.split import balanced, stages_of
+from compose.pipeline.split import balanced, layer_names, stages_of
 
 RUN = Rules[Job](composition_rules.RUN_OF_STEP)
 
@@ -95,8 +94,10 @@ def _positions(job: Job) -> Iterator[str]:
 )
 def _micro_batches(job: Job) -> Iterator[str]:
     degrees, counts = job.degrees, {share.micro_batches for share in job.shares} or {job.micro_batches}
-    problems = list[str]()
-    for count in sorted(counts - {0}) if degrees.pp > 1 else ():
+    problems, pipeline = list[str](), job.resolved.pipeline
+    # Another rule refuses more ranks than layers, for which a table takes long to make.
+    short = pipeline is not None and degrees.pp > len(layer_names(job.model, pipeline)) + 2
+    for count in sorted(counts - {0}) if degrees.pp > 1 and not short else ():
         with noted(problems):
             build_table(degrees.pp_schedule, degrees.pp, degrees.pp_virtual_stages, count)
     times = degrees.dp_replicate * degrees.dp_shard * job.config.train.micro_batch
@@ -117,8 +118,8 @@ def _noise_scale(job: Job) -> Iterator[str]:
     if job.micro_batches == 1:
         problem = "compares a step's first micro-batch with all of them, and the step has one"
         cure = f"train.global_batch = {2 * train.global_batch}"
-        if sizes := [size for size in range(1, train.micro_batch) if train.micro_batch % size == 0]:
-            cure = f"train.micro_batch = {sizes[-1]}"
+        if train.micro_batch > 1:
+            cure = f"train.micro_batch = {divisors(train.micro_batch)[-2]}"
     elif quantized != "off":
         problem = f'reads exact sums, and comm.gradients = "{quantized}" rounds them'
         cure = 'comm.gradients = "off"'

@@ -201,14 +201,8 @@ class _Core:
     @property
     def options(self) -> Options:
         """The options for ``compose.apply``."""
-        return Options(
-            self.parallel,
-            self.precision,
-            self.activation_checkpoint,
-            self.compile,
-            self.comm,
-            self.train.seq_len,
-        )
+        tables = self.parallel, self.precision, self.activation_checkpoint, self.compile, self.comm
+        return Options(*tables, self.train.seq_len)
 
 
 OF_ADD_ONS = {

@@ -322,9 +322,7 @@ def forms(messages: Sequence[ChatMessage]) -> Iterator[Sequence[ChatMessage]]:
     """
     seen: list[Sequence[ChatMessage]] = []
     for other_form, joined in product((False, True), (False, True)):
-        form = [
-            _with_arguments(message, _as_other_form) if other_form else message for message in messages
-        ]
+        form = [_with_arguments(one, _as_other_form) if other_form else one for one in messages]
         if joined:
             form = [{**m, "content": text_of(m["content"])} if "content" in m else m for m in form]
         if form not in seen:

@@ -14,19 +14,11 @@ from torch import Tensor
 from compose.config.addons import brought
 from compose.config.models import Sampler, Task, find_model
 from compose.config.tables import Config
+from compose.data import tokenizer
 from compose.data.batches import Batches
 from compose.data.generation_config import end_ids
 from compose.data.samples import Samples, open_samples, random_batch
 from compose.data.special_tokens import CONFIG, GENERATION, MODEL, read_beside
-from compose.data.tokenizer import (
-    FILE,
-    Bytes,
-    Tokenizer,
-    copy_tokenizer,
-    copy_with_config,
-    open_tokenizer,
-    tokenizer_files,
-)
 from compose.errors import ConfigError, noted, or_say, refused_in, write_whole
 from compose.object_storage import as_path
 from compose.ops.batch import count_targets
@@ -103,9 +95,9 @@ def open_data(config: Config) -> OpenData:
     compared += validation
     known = [(each.name, each.tokenizer) for each in compared if each.tokenizer is not None]
     folder = as_path(config.checkpoint.load_hf)
-    if config.checkpoint.load_hf and (folder / FILE).exists():
+    if config.checkpoint.load_hf and (folder / tokenizer.FILE).exists():
         with noted(problems):
-            known.insert(0, (str(folder), open_tokenizer(folder).sha256))
+            known.insert(0, (str(folder), tokenizer.open_tokenizer(folder).sha256))
     shown = [f"sha256 {sha256[:12]}" if sha256 else "bytes" for _, sha256 in known]
     problems += [
         f"data: {name} is of another tokenizer ({its}) than {known[0][0]} ({shown[0]}); tokenize both"
@@ -160,16 +152,16 @@ def described(batches: Batches, config: Config, validation: Samples | None = Non
     }
 
 
-def tokenizer_of(config: Config, sets: Sequence[Samples]) -> Tokenizer:
+def tokenizer_of(config: Config, sets: Sequence[Samples]) -> tokenizer.Tokenizer:
     """Return the tokenizer of the data, or else that of ``checkpoint.load_hf``."""
     folders = [each.token_set.path for each in sets if each.token_set]
     original = config.checkpoint.load_hf
     folders += [as_path(original)] if original else []
     for folder in folders:
-        if (folder / FILE).exists():
-            return open_tokenizer(folder)
+        if (folder / tokenizer.FILE).exists():
+            return tokenizer.open_tokenizer(folder)
     if all(each.tokenizer == "" for each in sets):
-        return Bytes()
+        return tokenizer.Bytes()
     raise ConfigError(
         f"metrics.prompts: {sets[0].name} has no tokenizer to encode them; use a folder of compose"
         " tokenize, or metrics.samples_every = 0"
@@ -179,31 +171,31 @@ def tokenizer_of(config: Config, sets: Sequence[Samples]) -> Tokenizer:
 def keep_tokenizer(config: Config, batches: Batches, folder: Path) -> None:
     """Copy the token files of ``checkpoint.load_hf`` and the tokenizer of the data into a folder."""
     original, sets = as_path(config.checkpoint.load_hf), [each.token_set for each in batches.sets]
-    sources = [each.path for each in sets if each and (each.path / FILE).exists()]
+    sources = [each.path for each in sets if each and (each.path / tokenizer.FILE).exists()]
     # A resumed run may be older than its first folder, which may be gone.
     begun = bool(config.checkpoint.load_hf) and (original / MODEL).exists()
     if (begun or sources) and folder.is_symlink():
         raise ConfigError(f"run.dir: {folder}: is a link; remove it, as a run writes there")
     with or_say(f"run.dir: {folder}: cannot be written"):
         if begun:
-            copy_with_config(original, folder)
+            tokenizer.copy_with_config(original, folder)
         if sources:  # with the chat template that the run learns
-            copy_tokenizer(sources[0], folder)
+            tokenizer.copy_tokenizer(sources[0], folder)
             _drop_others(folder, sources[0])
             _note_ends(folder, [each.manifest.tokenizer.end for each in sets if each])
 
 
 def _drop_others(folder: Path, source: Path) -> None:
     """Remove files from a folder that would contradict a tokenizer_config.json in it."""
-    own = {path.name for path in tokenizer_files(source)}
-    for path in tokenizer_files(folder) if CONFIG in own else ():
+    own = {path.name for path in tokenizer.tokenizer_files(source)}
+    for path in tokenizer.tokenizer_files(folder) if CONFIG in own else ():
         if path.name not in own and path.name.startswith(("added_", "chat_", "special_")):
             path.unlink()
 
 
 def _note_ends(folder: Path, ends: Sequence[int]) -> None:
     """Add the tokens that end the documents to generation_config.json, unless a file names them."""
-    path, known = folder / GENERATION, end_ids(open_tokenizer(folder))
+    path, known = folder / GENERATION, end_ids(tokenizer.open_tokenizer(folder))
     more = [each for each in dict.fromkeys(ends) if each >= 0 and each not in known]
     if more:
         values = read_beside(folder, GENERATION)

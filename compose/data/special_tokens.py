@@ -23,10 +23,7 @@ KEYS = KnownKeys(
     read="bos_token eos_token unk_token sep_token pad_token cls_token mask_token add_prefix_space"
     " added_tokens_decoder additional_special_tokens chat_template extra_special_tokens legacy"
     " split_special_tokens tokenizer_class",
-    only={
-        "fast_tokenizer_files": (None, [], ["tokenizer.json"]),
-        "fix_mistral_regex": (None, False),
-    },
+    only={"fast_tokenizer_files": (None, [], ["tokenizer.json"]), "fix_mistral_regex": (None, False)},
     # transformers ignores add_bos_token and add_eos_token beside a tokenizer.json, whose post-processor
     # says what is added. The rest is about padding, truncation, the text that ids make, other files, or
     # how transformers' classes were made.

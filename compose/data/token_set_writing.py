@@ -9,14 +9,13 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -90,14 +89,9 @@ class Counts:
 
 
 def describe_job(
-    tokenizer: JsonTokenizer,
-    kind: str,
-    field: str,
-    end: int,
-    files: Iterable[Path],
-    unit: int = UNIT,
+    tokenizer: JsonTokenizer, kind: str, field: str, end: int, files: Iterable[Path], unit: int = UNIT
 ) -> TokenizeJob:
-    """Return the job of tokenizing ``files``; bad rows end it."""
+    """Return the job of tokenizing ``files``, which stops at the first bad row."""
     problems, result, paths = list[str](), [], list[Path]()
     for path in files:
         with noted(problems):
@@ -227,14 +221,10 @@ def _claim(job: TokenizeJob, target: Path) -> None:
         if target.exists() and any(target.iterdir()):
             raise ConfigError(f"{target}: is not empty; choose another --out")
         target.mkdir(parents=True, exist_ok=True)
-        _write_json(path, asdict(job))
+        write_whole(path, json.dumps(asdict(job), indent=1))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{target}: cannot be used: {reason}") from None
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(value, indent=1))
 
 
 def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | None:
@@ -277,7 +267,7 @@ def _publish(job: TokenizeJob, target: Path, shards: list[tuple[str, Counts]], t
             for name, counts in shards
         ],
     }
-    _write_json(target / MANIFEST, manifest)
+    write_whole(target / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def _dtype(tokenizer: JsonTokenizer) -> str:
@@ -318,7 +308,7 @@ def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
             os.fsync(file.fileno())
     for path in aside:
         path.replace(path.with_name(path.name[1:]))
-    _write_json(target / f".{unit.name}.json", asdict(counts))
+    write_whole(target / f".{unit.name}.json", json.dumps(asdict(counts), indent=1))
     return counts
 
 

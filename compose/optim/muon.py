@@ -74,9 +74,8 @@ class MatrixLayout:
 
         The last number is the most elements of one matrix that a rank holds.
         """
-        edges = sorted(
-            {edge for held in self.regions.values() for edge in (held[0].start, held[0].stop)}
-        )
+        rows = [held[0] for held in self.regions.values()]
+        edges = sorted({edge for part in rows for edge in (part.start, part.stop)})
         results = []
         for first, last in pairwise(edges):
             matrix = (slice(first, first + 1), *(slice(0, side) for side in self.shape[1:]))
@@ -116,9 +115,7 @@ def layout_of(
     if (over is own and set(ranks) != held) or not set(ranks) <= held:
         raise ValueError(f"a parameter is on {own}, and not on the ranks {ranks} of the optimizer")
     axes = names if over is own else over.mesh_dim_names or ()
-    cut = {
-        name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()
-    }
+    cut = {name for name, of in zip(names, placements, strict=True) if not of.is_replicate()}
     regions, copies = {}, []
     for number, rank in enumerate(ranks):
         at = dict(zip(axes, (over.mesh == rank).nonzero()[0].tolist(), strict=True))

@@ -39,7 +39,7 @@ from torch.profiler import record_function
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward, fsdp_parameters
-from compose.parallel.gradient_sum import GradientSum
+from compose.parallel.gradient_sum import GradientSum, cast_inputs
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
 
@@ -57,7 +57,7 @@ class UnitMessages(Protocol):
     """Its gathers of weights, by the units' first modules."""
 
     def see(self, model: nn.Module, units: Sequence[Sequence[str]]) -> None:
-        """Note the units before they are cut, a unit within another before it."""
+        """Note the units before they are cut; a unit inside another one comes before it."""
         ...
 
     def attach(
@@ -246,7 +246,7 @@ def apply_data_parallel(
         groups = [copies.get_group()] if copies else []
         reduce = how.messages.whole if how.messages and how.messages.reduces else None
         data.sums = GradientSum(model, units, groups, reduce)
-        model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
+        model.register_forward_pre_hook(partial(cast_inputs, how.param_dtype), with_kwargs=True)
         return data
     # FSDP cannot shard a parameter without dims, which stays whole.
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
@@ -378,17 +378,6 @@ def cuts_stacks(model: nn.Module) -> bool:
         if "expert_shard" not in (stack.device_mesh.mesh_dim_names or ())
         for placement in stack.placements
     )
-
-
-def _cast_inputs(
-    dtype: torch.dtype, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give floats among a model's inputs its parameters' type, as FSDP2 does."""
-
-    def cast_one(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
 
 
 def _data_meshes(mesh: DeviceMesh, zero: int) -> tuple[DeviceMesh | None, DeviceMesh]:

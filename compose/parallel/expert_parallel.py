@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 from compose.errors import ConfigError
 from compose.ops.operators import operator
 from compose.ops.tensors import gathered, gathered_objects, place_parameters
-from compose.parallel.mesh import axis_size, sum_over
+from compose.parallel.mesh import axis_size, divisors, sum_over
 from compose.parallel.stream_messages import SendsActivations, Style
 
 # The axes over which tokens differ.
@@ -84,11 +84,8 @@ class GatherSequence(Style):
 def check_experts(n_experts: int, ep: int) -> None:
     """Raise ConfigError unless ``ep`` ranks can hold equally many of ``n_experts``."""
     if n_experts % ep:
-        allowed = [d for d in range(1, n_experts + 1) if n_experts % d == 0]
-        raise ConfigError(
-            f"parallel.ep: {ep} does not divide {n_experts} experts"
-            f" (allowed: {', '.join(map(str, allowed))})"
-        )
+        allowed = ", ".join(map(str, divisors(n_experts)))
+        raise ConfigError(f"parallel.ep: {ep} does not divide {n_experts} experts (allowed: {allowed})")
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:

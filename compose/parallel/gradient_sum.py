@@ -42,11 +42,11 @@ class GradientSum:
     ) -> None:
         """Take a stage, or the whole model, which may still be on meta.
 
-        ``units`` are the names of each unit's modules, in order of use. What is in no unit makes the
-        last. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum goes
-        over one after the other. If a gradient is None on one rank, it must be None on all. ``reduce``
-        makes another sum over the first group. With ``scalars`` only parameters without dims are
-        summed, since FSDP shards all others.
+        ``units`` are the names of each unit's modules, in order of use. Parameters of no unit form the
+        last one. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum
+        goes over one after the other. If a gradient is None on one rank, it must be None on all.
+        ``reduce`` makes another sum over the first group. With ``scalars`` only parameters without dims
+        are summed, since FSDP shards all others.
         """
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.
@@ -183,3 +183,14 @@ def _complete(parameters: Sequence[nn.Parameter]) -> None:
         flat = _flat(partial_sums)
         dist.all_reduce(flat, group=mesh.get_group())
         _put(partial_sums, flat, complete=True)
+
+
+def cast_inputs(
+    dtype: torch.dtype, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give floats among a model's inputs its parameters' type, as FSDP2 does."""
+
+    def cast_one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}

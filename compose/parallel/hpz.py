@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compose.errors import ConfigError
 from compose.ops.torch_versions import ALL_GATHER
-from compose.parallel.mesh import axis_size
+from compose.parallel.mesh import axis_size, divisors
 
 
 class OwnMemory:
@@ -139,7 +139,7 @@ def check_hpz(neighbours: int, zero: int, ranks: int) -> None:
             f" backward, and parallel.zero = {zero} keeps them whole; use parallel.zero = 3, or"
             " parallel.zero3_reshard = 0"
         )
-    allowed = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    allowed = divisors(ranks)[1:]
     if neighbours not in allowed:
         nearest = min(allowed, key=lambda n: abs(n - neighbours), default=0)
         problem = (

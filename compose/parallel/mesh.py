@@ -121,12 +121,18 @@ def resolve_degrees(parallel: Parallel, world_size: int) -> Parallel:
     return parallel
 
 
-def meshes(world_size: int) -> Iterator[dict[str, int]]:
+def divisors(number: int) -> list[int]:
+    """Return the whole numbers that divide ``number``, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def meshes(world_size: int, axes: Sequence[str] = AXES) -> Iterator[dict[str, int]]:
     """Yield every assignment of degrees to the axes whose product is ``world_size``."""
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    for degrees in itertools.product(divisors, repeat=len(AXES)):
-        if math.prod(degrees) == world_size:
-            yield dict(zip(AXES, degrees, strict=True))
+    first, *others = axes
+    for degree in divisors(world_size) if others else [world_size]:
+        for degrees in meshes(world_size // degree, others) if others else [{}]:
+            yield {first: degree, **degrees}
 
 
 def _misfit(degrees: dict[str, int], fixed: int, world_size: int) -> str:
@@ -140,7 +146,7 @@ def _misfit(degrees: dict[str, int], fixed: int, world_size: int) -> str:
         if world_size % others or degree == -1:
             continue
         most = world_size // others
-        options = [d for d in range(1, most + 1) if most % d == 0] if free else [most]
+        options = divisors(most) if free else [most]
         best = min((d for d in options if d != degree), key=lambda d: abs(d - degree), default=None)
         if best is not None:
             order = degree == 1, abs(best - degree), axis != "dp_shard"

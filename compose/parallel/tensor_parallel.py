@@ -35,6 +35,7 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.ops.tensors import local_tensor, place_parameters, tie, tied_names
 from compose.parallel.lora_parallel import without_adapter
+from compose.parallel.mesh import divisors
 from compose.parallel.name_patterns import parent
 from compose.parallel.stream_messages import Style
 
@@ -166,9 +167,7 @@ def _distribute_conv1d(
 def check_heads(n_heads: int, n_kv_heads: int, tp: int) -> None:
     """Raise ConfigError unless ``tp`` ranks can each hold whole query and key/value heads."""
     allowed = [
-        degree
-        for degree in range(1, n_heads + 1)
-        if n_heads % degree == 0 and (n_kv_heads % degree == 0 or degree % n_kv_heads == 0)
+        degree for degree in divisors(n_heads) if n_kv_heads % degree == 0 or degree % n_kv_heads == 0
     ]
     if tp not in allowed:
         raise ConfigError(
@@ -221,9 +220,7 @@ def sequence_ranks(model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]]
 
 
 def apply_tensor_parallel(
-    model: nn.Module,
-    styles: Iterable[tuple[str, ParallelStyle]],
-    mesh: DeviceMesh,
+    model: nn.Module, styles: Iterable[tuple[str, ParallelStyle]], mesh: DeviceMesh
 ) -> None:
     """Apply each style to the module of that name; tied parameters stay tied.
 

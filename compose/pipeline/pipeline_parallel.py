@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 def apply_pipeline_parallel(
-    model: nn.Module,
-    pipeline: "Pipeline",
-    mesh: DeviceMesh,
-    schedule: Schedule,
-    seq_len: Sample,
+    model: nn.Module, pipeline: "Pipeline", mesh: DeviceMesh, schedule: Schedule, seq_len: Sample
 ) -> "PipelineRunner":
     """Cut ``model`` in place, so that it keeps what this rank runs, on the 1-D ``mesh`` of pp.
 

@@ -23,14 +23,7 @@ from compose.errors import ConfigError, refused_if
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import held_tensors, local_tensor, tied_names
 from compose.parallel.name_patterns import parent
-from compose.pipeline.stand_ins import (
-    Elsewhere,
-    NoRows,
-    Skipped,
-    calls,
-    outputs_of_layers,
-    stage_forward,
-)
+from compose.pipeline import stand_ins
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -131,7 +124,7 @@ def balanced(
 
     FLOPs are counted as the model runs on meta tensors. They include those of attention and of the
     output projection. An embedding's look-up costs none. For a model that cannot run so, the weights of
-    its matrices count in their place. A stage's are divided by its speed, if ``speeds`` are given.
+    its matrices count in their place. A stage's sum is divided by its speed, if ``speeds`` are given.
     """
     first, layers, last = _costs(model, pipeline, seq_len)
     return fewest_at_most(first, layers, last, stages, speeds)
@@ -148,9 +141,8 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
 
     first_of: dict[Any, str] = {}
     equal = {name: first_of.setdefault(kind_of(model.get_submodule(name)), name) for name in layers}
-    tensors = {
-        name: torch.empty_like(tensor, device="meta") for name, tensor in held_tensors(model).items()
-    }
+    held = held_tensors(model).items()
+    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in held}
     try:
         with ExitStack() as hooks, counter, torch.no_grad():
             for name in spent:
@@ -159,7 +151,7 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
                 hooks.enter_context(module.register_forward_hook(partial(count, name, 1)))
                 if equal.get(name, name) != name:  # one of equal layers runs for all
                     own = {key: one for key, one in vars(module).items() if key == "forward"}
-                    module.forward = _pass_on
+                    module.forward = lambda stream, *args, **kwargs: stream
                     hooks.callback(vars(module).update, own)
                     hooks.callback(delattr, module, "forward")
             torch.func.functional_call(model, tensors, *on_meta(sample), tie_weights=False)
@@ -168,10 +160,6 @@ def _costs(model: nn.Module, pipeline: "Pipeline", sample: Sample) -> tuple[floa
     spent |= {name: spent[equal[name]] for name in layers}
     first, last = (sum(spent[name] for name in part) for part in (pipeline.first, pipeline.last))
     return first, [spent[name] for name in layers], last
-
-
-def _pass_on(stream: Tensor, *unused: Any, **unused_too: Any) -> Tensor:
-    return stream
 
 
 def _weights(module: nn.Module) -> float:
@@ -222,7 +210,7 @@ def split(
         module = _twin(model, "", {pipeline.layers, *map(parent, stage_of)})
         _remove(module, absent, pipeline)
         if pipeline.whole_forward:
-            module.forward = stage_forward(module, pipeline.layers, later, hands_on)
+            module.forward = stand_ins.stage_forward(module, pipeline.layers, later, hands_on)
         return module
 
     stages = []
@@ -262,10 +250,16 @@ def _give_own_modules(model: nn.Module, stage_of: dict[str, int]) -> None:
         inner = model.get_submodule(part).named_modules(prefix=part, remove_duplicate=False)
         for name, module in [*inner]:
             if first.setdefault(id(module), stage) != stage:
-                own, (path, _, leaf) = copy.copy(module), name.rpartition(".")
-                for key, value in vars(module).items():
-                    vars(own)[key] = value.copy() if isinstance(value, dict) else value
-                model.get_submodule(path)._modules[leaf] = own
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._modules[leaf] = _copy_of(module)
+
+
+def _copy_of(module: nn.Module, shared: Sequence[str] = ()) -> nn.Module:
+    """Return a module with the same parameters and children, in dicts of its own but for ``shared``."""
+    own = copy.copy(module)
+    copied = {k: v.copy() for k, v in vars(module).items() if isinstance(v, dict) and k not in shared}
+    vars(own).update(copied)
+    return own
 
 
 def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
@@ -275,11 +269,11 @@ def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
         if path == pipeline.layers and not pipeline.whole_forward:
             holder._modules.pop(leaf, None)
             continue
-        module, kind = holder.get_submodule(leaf), Elsewhere
+        module, kind = holder.get_submodule(leaf), stand_ins.Elsewhere
         if path == pipeline.layers:
-            kind = Skipped
-        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, NoRows)):
-            holder._modules[leaf] = NoRows(module.embedding_dim)
+            kind = stand_ins.Skipped
+        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, stand_ins.NoRows)):
+            holder._modules[leaf] = stand_ins.NoRows(module.embedding_dim)
             continue
         # A new one each time: the loss replaces forward of the model's own.
         holder._modules[leaf] = kind(module)
@@ -287,11 +281,8 @@ def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
 
 def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
     """Return a second ``module`` with the same children, except those on the way to ``changing``."""
-    twin = copy.copy(module)
-    for key, value in vars(module).items():
-        # The twin has its own hooks and children. It shares parameters and buffers with the original.
-        if isinstance(value, dict) and key not in ("_parameters", "_buffers"):
-            vars(twin)[key] = value.copy()
+    # It has its own hooks and children, and shares parameters and buffers with the original.
+    twin = _copy_of(module, ("_parameters", "_buffers"))
     for name, child in module.named_children():
         full = f"{path}{name}."
         if any(f"{other}.".startswith(full) for other in changing):
@@ -313,7 +304,7 @@ def try_first_stage(
     with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
         if layer is None or first.is_meta:
             return stage(first, **inputs)
-        output, ((stream, call, result), *_) = calls(layer, lambda: stage(first, **inputs))
+        output, ((stream, call, result), *_) = stand_ins.calls(layer, lambda: stage(first, **inputs))
     if type(stream) is not Tensor:
         return output
     from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
@@ -326,7 +317,7 @@ def try_first_stage(
     container = shell.get_submodule(layers)._modules
     if not whole:
         container.clear()
-    outputs_of_layers(shell, outputs_of_layers(stage))
+    stand_ins.outputs_of_layers(shell, stand_ins.outputs_of_layers(stage))
     taken = signature(shell.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         # A stage may take more than its model, as the numbers of samples.
@@ -334,7 +325,7 @@ def try_first_stage(
     other, held = stream + 1, dict(container)  # another stream shows what forward computes from it
     stands = dict[str, Any]()
     for key, part in [*cast(Any, stage.get_submodule(layers)._modules.items())][:2]:
-        stands[key] = Skipped(part)
+        stands[key] = stand_ins.Skipped(part)
         stands[key].forward = wraps(part.forward)(lambda *args, **named: result)
     *_, second = stands
 
@@ -344,11 +335,11 @@ def try_first_stage(
     with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
         alone = plain_stream(run())
         container.update(stands)
-        _, ((_, later, _), *_) = calls(next(iter(stands.values())), run)
-        _, ((_, behind, _), *_) = calls(stands[second], run)
+        _, ((_, later, _), *_) = stand_ins.calls(next(iter(stands.values())), run)
+        _, ((_, behind, _), *_) = stand_ins.calls(stands[second], run)
         container.clear()
         container.update({**held, second: stands[second]})
-        _, ((_, begins, _), *_) = calls(stands[second], run)
+        _, ((_, begins, _), *_) = stand_ins.calls(stands[second], run)
     container.clear()
     container.update(held)
     if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):

@@ -1,6 +1,5 @@
 """The compositions that the search may take, each with a quick estimate."""
 
-import copy
 import heapq
 import itertools
 import math
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.config.tables import Config, value_of
-from compose.parallel.mesh import AXES, Parallel
+from compose.parallel.mesh import AXES, Parallel, divisors
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
 from compose.planner.cluster import Cluster
 from compose.planner.costs import for_ranks
@@ -140,7 +139,7 @@ FREED: dict[str, tuple[Any, ...]] = {
     "comm.gradients": ("bfloat16", "int8"),
     "comm.activations": ("int8",),
 }
-# The values of them that tell which meshes are worth more.
+# The few of all these values by which many meshes are ranked before they are looked at in full.
 _FEW: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (3, 1),
     "parallel.offload": ("none", "cpu"),
@@ -176,9 +175,8 @@ def _promising(
     for number, degrees in enumerate(meshes):
         free = _free(space, degrees, offload)
         few = {key: [v for v in values if v in _FEW[key]] or values for key, values in free.items()}
-        best = min(
-            (order(space, c) for c in _of_mesh(space, shape, degrees, few, anyway)), default=None
-        )
+        own = _of_mesh(space, shape, degrees, few, anyway)
+        best = min((order(space, candidate) for candidate in own), default=None)
         if best:
             named = {key.partition(".")[2]: degree for key, degree in degrees.items()}
             known = known_as(space, replace(space.config.parallel, zero=3, offload="none", **named))
@@ -246,7 +244,8 @@ def _of_mesh(
             tried = tuple(mode for mode in modes if mode == "none")
         for mode in tried:
             for micro in micros:
-                one = _with(parallel, mode, micro)
+                named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
+                one = with_keys(parallel, named)
                 if micro in sure or not _divides(one, shape):
                     continue
                 rough = quick(shape, one, space.cluster, most)
@@ -256,7 +255,6 @@ def _of_mesh(
                     break  # a larger micro-batch takes more
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
-                named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
                 yield Candidate(one, keys | {k: v for k, v in named.items() if k in free}, rough)
 
 
@@ -270,18 +268,6 @@ def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
     if space.config.parallel.zero3_reshard:
         keys["parallel.zero3_reshard"] = 0
     return {key: value for key, value in keys.items() if key not in space.fixed}
-
-
-def _with(config: Config, mode: str, micro_batch: int) -> Config:
-    """Return ``config`` with these values, unchecked: it is checked before it is recorded."""
-    result = copy.copy(config)
-    for table, key, value in (
-        ("activation_checkpoint", "mode", mode),
-        ("train", "micro_batch", micro_batch),
-    ):
-        object.__setattr__(result, table, copy.copy(getattr(config, table)))
-        object.__setattr__(getattr(result, table), key, value)
-    return result
 
 
 def _divides(config: Config, shape: ModelShape) -> bool:
@@ -328,7 +314,7 @@ def complexity(candidate: Candidate) -> int:
 
 
 def with_keys(config: Config, keys: dict[str, Any]) -> Config:
-    """Return ``config`` with other values of some keys."""
+    """Return ``config`` with other values of some keys, which nothing checks here."""
     tables: dict[str, dict[str, Any]] = {}
     for name, value in keys.items():
         table, _, key = name.partition(".")
@@ -355,11 +341,10 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
         if f"parallel.{axis}" in fixed and own != -1:
             return [own]
         upto = min(most[axis], space.world_size)
-        return [d for d in range(1, upto + 1) if space.world_size % d == 0]
+        return [d for d in divisors(space.world_size) if d <= upto]
 
-    for pp, dp_replicate, cp, tp in itertools.product(
-        *map(allowed, ("pp", "dp_replicate", "cp", "tp"))
-    ):
+    tried = map(allowed, ("pp", "dp_replicate", "cp", "tp"))
+    for pp, dp_replicate, cp, tp in itertools.product(*tried):
         dp_shard, rest = divmod(space.world_size, pp * dp_replicate * cp * tp)
         if rest or dp_shard not in allowed("dp_shard"):
             continue

@@ -284,8 +284,6 @@ def load_cluster(name_or_path: str) -> Cluster:
         shown = f"clusters/{file.name}"
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"{shown}: no such file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown}: TOML syntax: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -349,15 +347,12 @@ def _contradictions(cluster: Cluster) -> list[str]:
 _WANTED = {
     "bool_type": "bool",
     "dataclass_type": "a table",
-    "dict_type": "a table of types",
     "float_type": "float",
-    "int_from_float": "int",
-    "int_type": "int",
-    "mapping_type": "a table of types",
     "string_type": "str",
-    "too_long": "two numbers",
-    "too_short": "two numbers",
     "tuple_type": "a list",
+    **dict.fromkeys(("dict_type", "mapping_type"), "a table of types"),
+    **dict.fromkeys(("int_from_float", "int_type"), "int"),
+    **dict.fromkeys(("too_long", "too_short"), "two numbers"),
 }
 
 
@@ -397,6 +392,5 @@ def _nearest(place: tuple[int | str, ...]) -> str:
     for table, kind in tables.items():
         if place[-1] in {each.name for each in dataclasses.fields(kind)}:
             return f"; did you mean {table}{place[-1]}?"
-    return did_you_mean(
-        field_name(place), [field_name((*place[:-1], key)) for key in _types(place[:-1])]
-    )
+    known = [field_name((*place[:-1], key)) for key in _types(place[:-1])]
+    return did_you_mean(field_name(place), known)

@@ -183,17 +183,6 @@ def _tiles(largest: tuple[int, ...]) -> list[tuple[int, int, float]]:
     ]
 
 
-@functools.lru_cache(maxsize=1024)
-def by_kernel(cluster: Cluster, kernel: str) -> Cluster:
-    """Return the cluster whose ``attention_forward`` and ``attention_backward`` are a kernel's."""
-    known = cluster.efficiencies
-    if kernel not in known.attention:
-        return cluster
-    forward, backward = known.attention[kernel]
-    others = replace(known, attention_forward=forward, attention_backward=backward)
-    return replace(cluster, efficiencies=others)
-
-
 @functools.lru_cache(maxsize=65536)
 def attention_seconds(
     cluster: Cluster, flops: float, bytes: float, dtype: str, head_dim: int, backward: bool
@@ -306,9 +295,13 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     row = _measured(cluster, kind, ranks, stride)
     if row is not None:
         return _between(row.bytes, row.seconds, bytes, row.inverse_bandwidth)
-    group, in_switch = _Group(cluster.node, ranks, stride), cluster.within.in_switch
+    inside = cluster.node % (ranks * stride) == 0  # else some group of the axis has ranks in two nodes
+    nodes = 1 if inside else max(2, min(ranks, -(-ranks * stride // cluster.node)))
+    # Ranks of a group in one node; where groups straddle nodes, the fewest.
+    local = ranks if inside else max(1, math.gcd(cluster.node, ranks * stride) // stride)
+    group, in_switch = (ranks, nodes, local), cluster.within.in_switch
     times = [_by_protocol(cluster, kind, bytes, group, each) for each in PROTOCOLS[cluster.backend]]
-    if kind == "all_reduce" and group.nodes == 1 and in_switch:
+    if kind == "all_reduce" and inside and in_switch:
         times.append(_SWITCH_START + bytes * (ranks + 1) / ranks / in_switch)
     return min(times)
 
@@ -317,25 +310,18 @@ def stage_seconds(cluster: Cluster, bytes: float, ranks: int, one: int, other: i
     """Return the seconds of a message between two pipeline ranks, each of ``ranks`` devices."""
     low, high = sorted((one, other))
     inside = low * ranks // cluster.node == ((high + 1) * ranks - 1) // cluster.node
-    return collective_seconds(
-        cluster, "p2p", bytes, *((cluster.node, 1) if inside else (2, cluster.node))
-    )
+    group = (cluster.node, 1) if inside else (2, cluster.node)
+    return collective_seconds(cluster, "p2p", bytes, *group)
 
 
-class _Group:
-    """The ranks of a collective and their places in the nodes."""
+def _by_protocol(
+    cluster: Cluster, kind: str, bytes: float, group: tuple[int, int, int], protocol: Protocol
+) -> float:
+    """Return the seconds of a collective by one of a library's protocols.
 
-    def __init__(self, node: int, ranks: int, stride: int) -> None:
-        inside = node % (ranks * stride) == 0  # else some group of the axis has ranks in two nodes
-        self.ranks = ranks
-        # In one node; where groups straddle nodes, the fewest ranks of a group in one.
-        self.local = ranks if inside else max(1, math.gcd(node, ranks * stride) // stride)
-        self.nodes = 1 if inside else max(2, min(ranks, -(-ranks * stride // node)))
-
-
-def _by_protocol(cluster: Cluster, kind: str, bytes: float, group: _Group, protocol: Protocol) -> float:
-    """Return the seconds of a collective by one of a library's protocols."""
-    ranks, nodes, local = group.ranks, group.nodes, group.local
+    ``group``: its ranks, the nodes that they are in, and its ranks in one node.
+    """
+    ranks, nodes, local = group
     inner = cluster.within.latency * protocol.within
     outer = max(inner, cluster.between.latency * protocol.between)
     within, between = (link.usable * protocol.share for link in (cluster.within, cluster.between))

@@ -76,10 +76,7 @@ def schedule_rows(job: Job) -> list[list[Action]]:
 
 
 def estimate(
-    job: Job,
-    cluster: Cluster,
-    other: OtherProgram | None = None,
-    cache: Path | None = None,
+    job: Job, cluster: Cluster, other: OtherProgram | None = None, cache: Path | None = None
 ) -> Estimate:
     """Return the memory and the time of a job's step on a cluster.
 
@@ -129,7 +126,7 @@ def weakest(kinds: Kinds) -> Cluster:
 
 
 def _common(clusters: Sequence[Cluster]) -> list[str]:
-    """Return the types that all devices multiply."""
+    """Return the types in which all devices can multiply."""
     first, *others = clusters
     return [dtype for dtype in first.device.peak if all(dtype in c.device.peak for c in others)]
 

@@ -70,9 +70,8 @@ def against_best(space: Space, best: Candidate, other: Candidate) -> str:
     of_one, of_two = seconds_by_part(one), seconds_by_part(two)
     moved = {part: of_two.get(part, 0.0) - of_one.get(part, 0.0) for part in {**of_one, **of_two}}
     # Parts that go the other way do not explain the change.
-    most = sorted(
-        (p for p in moved if change and moved[p] / change > _SHOWN), key=lambda p: -abs(moved[p])
-    )
+    told = [part for part in moved if change and moved[part] / change > _SHOWN]
+    most = sorted(told, key=lambda part: -abs(moved[part]))
     shown = [f"{part} {signed(moved[part])}" for part in most[:2]]
     text = f"{signed(change)} a step ({change / one.step_seconds:+.1%})"
     return f"{text}: {', '.join(shown)}" if shown else text

@@ -21,16 +21,9 @@ from compose.ops import kernel_table
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor, tied_names
 from compose.parallel.mesh import init_mesh
+from compose.planner import memory
 from compose.planner.cluster import Cluster
 from compose.planner.few_layers import busiest_rank, kind_of, without_layers
-from compose.planner.memory import (
-    ACTIVATIONS,
-    COMMUNICATION,
-    GRADIENTS,
-    LOGITS,
-    TEMPORARIES,
-    categorize,
-)
 from compose.planner.operator_figures import WEIGHTS
 from compose.planner.record import Message, Operator, Record, Wait
 from compose.planner.record_cache import packed_rows
@@ -41,7 +34,7 @@ _TOKENS = 32768  # of a probe, at least: what does not grow with tokens should b
 _PIECES = 8  # of a sequence, which the meshes of probes divide it into
 FIRST, LAST = "first", "last"
 """The model's ends; the other units are kinds of layers, by number."""
-_OF_TOKENS = (ACTIVATIONS, TEMPORARIES, LOGITS, COMMUNICATION)
+_OF_TOKENS = (memory.ACTIVATIONS, memory.TEMPORARIES, memory.LOGITS, memory.COMMUNICATION)
 
 
 class Part(NamedTuple):
@@ -111,30 +104,14 @@ def batch_of(seq_len: int, prime: int) -> tuple[int, int]:
 def config_of_probe(config: Config, degrees: tuple[int, ...], prime: int) -> Config:
     """Return ``config`` on a mesh of tp, cp and ep, without what a probe does not look at."""
     tp, cp, ep = degrees
-    parallel = replace(
-        config.parallel,
-        pp=1,
-        dp_replicate=1,
-        dp_shard=ep,
-        cp=cp,
-        tp=tp,
-        ep=ep,
-        zero=3,
-        zero3_reshard=0,
-        offload="none",
-        pp_layers=(),
-    )
+    parallel = replace(config.parallel, pp=1, dp_replicate=1, dp_shard=ep, cp=cp, tp=tp, ep=ep)
+    parallel = replace(parallel, zero=3, zero3_reshard=0, offload="none", pp_layers=())
     samples, seq_len = batch_of(config.train.seq_len, prime)
     train = replace(
         config.train, seq_len=seq_len, micro_batch=samples, global_batch=samples * ep, loss_chunk=0
     )
-    return replace(
-        config,
-        parallel=parallel,
-        train=train,
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=replace(config.compile, mode="off", async_tp=False),
-    )
+    config = replace(config, compile=replace(config.compile, mode="off", async_tp=False))
+    return replace(config, parallel=parallel, train=train, activation_checkpoint=ActivationCheckpoint())
 
 
 def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluster: Cluster) -> Figures:
@@ -166,7 +143,7 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
         with marks(recorder, composition, resolved), OnMeta(kernels=device_type), recorder:
             forward_and_backward(composition, batch, job, DropoutKey(1))
     record = recorder.record_of
-    categorize(record, resolved.output)
+    memory.categorize(record, resolved.output)
     units = units_of(record, few.units)
     figures = {**_work(record, units, (job, cluster), few.prime), **_memory(record, units, few.prime)}
     experts = {n for name, _ in resolved.expert for n in weights if n.startswith(f"{name}.")}
@@ -326,7 +303,7 @@ def _memory(record: Record, units: list[tuple[str, str]], prime: int) -> Figures
         begin.setdefault(key, Counter(live))
         # The loss runs in pieces of a fixed size.
         grows = units[allocation.segment][0] == LAST or allocation.bytes % prime == 0
-        if allocation.category == GRADIENTS:
+        if allocation.category == memory.GRADIENTS:
             live["gradients"] += change
         elif allocation.category in _OF_TOKENS and allocation.within in ("", "message"):
             live["tokens" if grows else "gradients"] += change

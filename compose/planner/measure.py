@@ -6,6 +6,7 @@ of the sweep that has used up its time leaves the rest out, and the model serves
 """
 
 import dataclasses
+import datetime
 import itertools
 import os
 import random
@@ -32,7 +33,7 @@ from compose.planner.cluster import (
 )
 from compose.planner.costs import BYTES
 from compose.planner.sweep import Sweep, cores, link_of, measure_collectives
-from compose.train.metrics import peak_memory
+from compose.train.metrics import peak_flops, peak_memory
 
 SECONDS = 85.0  # that a sweep may take
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -260,6 +261,60 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
             seconds = sweep.time(run, share * part)
             moved = size * (8 if backward else 4)
             yield Attention(cast(Any, dtype), dim, backward, flops, moved, seconds)
+
+
+def makers_peaks(device: torch.device) -> dict[str, float]:
+    """Return the maker's FLOP/s by type, for the types that are known."""
+    if device.type != "cuda":
+        return {}
+    name = torch.cuda.get_device_name(device)
+    results = {dtype: peak_flops(name, dtype) for dtype in ("bfloat16", "float8")}
+    results["float16"] = results["bfloat16"]
+    return {dtype: rate for dtype, rate in results.items() if rate}
+
+
+def notes_of(cluster: Cluster) -> list[str]:
+    """Return the lines for the head of the file of a measured cluster."""
+    measured = cluster.measured
+    day = datetime.datetime.now(datetime.timezone.utc).date()
+    notes = [
+        f"Measured on {day} by python -m compose measure, with torch {torch.__version__}:",
+        f"{measured.ranks} ranks at the same time, {cluster.node} a node, {measured.seconds:.0f} s.",
+    ]
+    rows = measured.collectives
+    if rows:
+        worst = max(rows, key=lambda row: row.error)
+        middle = sorted(row.error for row in rows)[len(rows) // 2]
+        notes.append(
+            f"Lines fitted to {len(rows)} collectives: median error {middle:.0%}, largest"
+            f" {worst.error:.0%} ({worst.kind}, {worst.ranks} ranks, stride {worst.stride})."
+        )
+    if measured.ranks == 1:
+        notes.append(
+            "[within] and [between] were not measured: there was one rank. [host] stands there."
+        )
+    elif measured.ranks <= cluster.node:
+        notes.append("[between] was not measured: there was one node. [within] stands there.")
+    if cluster.nccl_bytes:
+        notes.append(
+            "nccl_bytes, message_units and fill were not measured: they are those of"
+            " clusters/h100_sxm.toml."
+        )
+    return notes
+
+
+def in_words(cluster: Cluster) -> str:
+    """Return the rates of a measured cluster, and what was timed."""
+    measured = cluster.measured
+    rates = ", ".join(
+        f"{cluster.device.peak[dtype] * share / 1e12:.3g} TFLOP/s of {dtype}"
+        for dtype, share in cluster.efficiencies.products.items()
+    )
+    return (
+        f"{rates}; {cluster.device.bandwidth / 1e9:.3g} GB/s of memory; {len(measured.products)}"
+        f" products, {len(measured.attention)} attentions and {len(measured.collectives)} collectives"
+        f" in {measured.seconds:.0f} s"
+    )
 
 
 def as_toml(cluster: Cluster, notes: Sequence[str] = ()) -> str:

@@ -131,7 +131,7 @@ def action_key(action: tuple[int, str, int], micro_batches: int) -> Key:
 def place_of(number: int, micro_batches: int) -> str:
     """Return whether a micro-batch is the first, the last, or one between.
 
-    The only one counts as the last: what a step does once is done with the last.
+    A single one counts as the last: what a step does once is done with the last.
     """
     if number == micro_batches - 1:
         return "last"
@@ -153,7 +153,7 @@ def stand_ins(key: Key, known: Container[Key]) -> list[Key]:
 
 
 def segment_keys(record: Record, places: Mapping[str, Sequence[str]]) -> list[list[tuple[str, ...]]]:
-    """Return for each segment what it has in common with a segment of a record with more layers."""
+    """Return the keys of each segment, which are the same in a record with more layers."""
     counts: Counter[tuple[object, ...]] = Counter()
     keys: list[list[tuple[str, ...]]] = []
     action, unit = None, ""
@@ -183,8 +183,8 @@ def bytes_over_step(
 ) -> Iterator[tuple[int, Bytes, Bytes]]:
     """Yield the peak of each segment of a step in order: bytes, those before the action, what it adds.
 
-    With ``fullest`` only the first of each action's largest segments is yielded. The counters change
-    when the next are asked for.
+    With ``fullest`` only the first of each action's largest segments is yielded. The counters are used
+    again for the next item.
     """
     live = Counter(rank.start)
     for category, size in rank.buffers.items():
@@ -252,8 +252,9 @@ class _Pool:
     def take(self, size: int) -> tuple[int, int]:
         """Return address and size of a block for a request of ``size`` bytes, a multiple of 512."""
         place = bisect_left(self._free, size << _ADDRESS_BITS)
-        if self._expandable and place < len(self._free) - 1 and self._ends_last(self._free[place]):
-            place += 1
+        if self._expandable and place < len(self._free) - 1:
+            key = self._free[place]
+            place += (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end  # not the last one
         if place < len(self._free):
             key = self._free.pop(place)
             address, result = key & _ADDRESS, key >> _ADDRESS_BITS
@@ -280,9 +281,6 @@ class _Pool:
             self._drop(address + size, after)
             size += after
         self._keep(address, size)
-
-    def _ends_last(self, key: int) -> bool:
-        return (key & _ADDRESS) + (key >> _ADDRESS_BITS) == self._end
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         if size <= SMALL:

@@ -14,21 +14,10 @@ from functools import cached_property
 from compose.config.tables import Config
 from compose.errors import ConfigError
 from compose.pipeline.schedules import ASYNCHRONOUS, ZERO_BUBBLE, stages_per_rank
-from compose.planner import costs
+from compose.planner import costs, quick_memory
 from compose.planner.cluster import Cluster
 from compose.planner.costs import collective_seconds, stage_seconds
 from compose.planner.layer_probe import FIRST, LAST
-from compose.planner.quick_memory import (
-    Rank,
-    Size,
-    bytes_of_state,
-    copies_kept,
-    host_bytes,
-    micro_batches,
-    peak_bytes,
-    ranks_of,
-    sizes_of,
-)
 from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes, units_of_rank
 from compose.planner.step_time import beside_messages, bytes_seconds, dispatch
 
@@ -66,7 +55,7 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     cluster, whole = costs.for_ranks(cluster, config.parallel.ranks), cluster.node
     try:
         units = units_of_rank(shape, config, cluster)
-        ranks, sizes = ranks_of(shape, config), sizes_of(shape, units, config)
+        ranks, sizes = quick_memory.ranks_of(shape, config), quick_memory.sizes_of(shape, units, config)
     except ConfigError:  # the model cannot be cut so, or the schedule takes other micro-batches
         return QuickEstimate({"compute": math.inf}, {"weights": math.inf})
     kept = [
@@ -77,10 +66,10 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
         for rank in ranks
     ]
     own, trained = (max(column) for column in zip(*kept, strict=True))
-    size = peak_bytes(shape, config, units, sizes, zip(ranks, kept, strict=True))
-    state = trained * bytes_of_state(shape, config)
-    host = host_bytes(config, own, trained, state)
-    copies = copies_kept(config, config.parallel.ranks > whole)
+    size = quick_memory.peak_bytes(shape, config, units, sizes, zip(ranks, kept, strict=True))
+    state = trained * quick_memory.bytes_of_state(shape, config)
+    host = quick_memory.host_bytes(config, own, trained, state)
+    copies = quick_memory.copies_kept(config, config.parallel.ranks > whole)
     host += copies * (trained * config.precision.master_dtype.itemsize + state)
     if sum(size.values()) > room:
         return QuickEstimate({"compute": math.inf}, size, host)
@@ -93,7 +82,7 @@ def _seconds(
     config: Config,
     cluster: Cluster,
     of_units: tuple[Mapping[str, Unit], Mapping[str, tuple[float, float]]],
-    ranks: list[Rank],
+    ranks: list[quick_memory.Rank],
     trained: float,
 ) -> dict[str, float]:
     """Return the seconds of a step by what takes them, on the busiest rank of the pipeline.
@@ -101,7 +90,7 @@ def _seconds(
     ``of_units`` are the units and what :func:`_data` says of each. ``trained`` are the numbers that the
     fullest rank trains.
     """
-    parallel, count = config.parallel, micro_batches(config)
+    parallel, count = config.parallel, quick_memory.micro_batches(config)
     units, data = of_units
     best: dict[str, float] = {}
     slowest = costs.slowest(cluster, parallel.ranks)
@@ -168,7 +157,7 @@ def _issued(unit: Unit, config: Config, cluster: Cluster) -> tuple[float, float]
     issue, issue_back = dispatch(cluster, compiled)
     gathers = _PIECES * (parallel.zero == 3)
     sums = _PIECES * (parallel.zero > 1)
-    if parallel.zero > 1 or micro_batches(config) > 1:
+    if parallel.zero > 1 or quick_memory.micro_batches(config) > 1:
         sums += unit.tensors  # each is added to its sum
     forward, backward = unit.issue
     return forward + hooks[0] + gathers * issue, backward + hooks[1] + (gathers + sums) * issue_back
@@ -183,7 +172,7 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
     parallel, schedule = config.parallel, config.parallel.pp_schedule
     if schedule in ASYNCHRONOUS:  # the step before fills its gaps, and messages travel meanwhile
         return 0.0
-    pp, count = parallel.pp, micro_batches(config)
+    pp, count = parallel.pp, quick_memory.micro_batches(config)
     virtual = stages_per_rank(schedule, parallel.pp_virtual_stages)
     waits, messages = (pp - 1) / virtual, 2.0 * (virtual * pp - 1)
     if schedule == "1F1B":
@@ -199,7 +188,7 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
     return waits * mean + took * messages
 
 
-def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[float, float]:
+def _data(unit: Unit, size: quick_memory.Size, config: Config, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of data parallel that a unit shows in each micro-batch, and once in a step."""
     parallel, precision = config.parallel, config.precision
     width, wide = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
@@ -225,7 +214,7 @@ def _data(unit: Unit, size: Size, config: Config, cluster: Cluster) -> tuple[flo
         sums = bytes_seconds(cluster, "fsdp.chunk_cat", (width + wide) * trained)
         sums += bytes_seconds(cluster, "aten.add_", 3 * wide * own)
         sums += bytes_seconds(cluster, "aten.cat", 2 * width * unit.trained * size.moved)
-        if micro_batches(config) > 1:
+        if quick_memory.micro_batches(config) > 1:
             added = bytes_seconds(cluster, "aten.add_", (width + 2 * wide) * trained)
 
     def shown(alone: float, more: float, messages: float) -> float:

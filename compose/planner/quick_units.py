@@ -57,7 +57,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A config, which is equal to another of the same model and data."""
+    """A config that compares equal to any other with the same model and data."""
 
     key: str
     config: Config = field(compare=False)
@@ -73,9 +73,7 @@ def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
     alone = replace(asked.config.parallel, **dict.fromkeys((*AXES, "ep"), 1))
     job = make_job(replace(asked.config, parallel=alone), 1)
     few = small(job)
-    routed = {
-        id(p) for name, _ in job.resolved.expert for p in job.model.get_submodule(name).parameters()
-    }
+    routed = {id(p) for n, _ in job.resolved.expert for p in job.model.get_submodule(n).parameters()}
     cuts = {
         "tp": job.resolved.tensor,
         "cp": job.resolved.context,
@@ -232,9 +230,7 @@ def _kept_groups(shape: ModelShape, options: ActivationCheckpoint) -> dict[str, 
     elif mode == "every_k":
         ways = ((1 / options.every, ()), (1 - 1 / options.every, None))
     elif mode == "selective":
-        groups = {
-            "matmul" if group not in ("attention", "messages") else group for group in options.keep
-        }
+        groups = {one if one in ("attention", "messages") else "matmul" for one in options.keep}
         ways = ((1.0, tuple(sorted(groups))),)
     return dict.fromkeys(kinds, ways)
 

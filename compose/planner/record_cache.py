@@ -269,9 +269,7 @@ def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
 
 def sent_as_data(sent: Sequence[Any]) -> list[Any]:
     """Return what the first rank of a pipeline broadcast as data for JSON."""
-    return [
-        (list(shape), str(dtype).removeprefix("torch."), outputs) for shape, dtype, outputs in sent[:1]
-    ]
+    return [(list(shape), str(kind).removeprefix("torch."), more) for shape, kind, more in sent[:1]]
 
 
 def sent_from_data(data: Any) -> list[Any]:

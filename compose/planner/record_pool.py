@@ -185,10 +185,8 @@ class JobRecords:
             self._equal.setdefault(_kind(runs, mine, last), []).append(rank)
         # The longest of those that are equal is recorded, so that fewer layers may stand for all.
         self._chosen = {
-            kind: max(
-                ranks, key=lambda r: sum(runs.layers()[s] for s in self._stages[r]) if runs else 0
-            )
-            for kind, ranks in self._equal.items()
+            kind: max(own, key=lambda r: sum(runs.layers()[s] for s in self._stages[r]) if runs else 0)
+            for kind, own in self._equal.items()
         }
         self.kept = {
             rank: _kept(runs, self._stages[rank], len(self._equal[kind]))
@@ -228,10 +226,7 @@ def rank_costs(
 
 
 def costs_of_ranks(
-    plans: Sequence[JobRecords],
-    cluster: Cluster,
-    other: OtherProgram | None,
-    cache: Path | None,
+    plans: Sequence[JobRecords], cluster: Cluster, other: OtherProgram | None, cache: Path | None
 ) -> Iterator[tuple[int, list[RankCosts] | ConfigError]]:
     """Yield the place of each job with the costs of its pipeline ranks, as they end."""
     left = set(range(len(plans)))
@@ -270,11 +265,11 @@ def costs_of_ranks(
 
 
 def _kind(runs: LayerRuns | None, stages: Sequence[int], last: int) -> Any:
-    """Return what ranks have in common of which one record serves all."""
+    """Return a key that is equal for ranks of which one record serves all."""
     if runs is None:
         return tuple(stages)
     # A run that is too short to leave layers out is another kind of stage.
-    shapes = [tuple(n if n < FEWEST else FEWEST for n in runs.lengths[s]) for s in stages]
+    shapes = [tuple(min(n, FEWEST) for n in runs.lengths[s]) for s in stages]
     # Stages that follow one another on a rank pass tensors without a message and its buffer.
     follow = tuple(s + 1 in stages for s in stages)
     return follow, *((shape, s == 0, s == last) for shape, s in zip(shapes, stages, strict=True))
@@ -384,7 +379,7 @@ def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
 
 
 def _played(cluster: Cluster, other: OtherProgram | None) -> dict[str, Any]:
-    """Return what a record takes of its devices."""
+    """Return the properties of the devices on which a record depends."""
     target, capability = cluster.target, cluster.device.capability
     return {
         "device_type": target.device_type,

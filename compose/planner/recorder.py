@@ -20,21 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from compose.ops.operators import BODIES
 from compose.ops.tensors import local_tensor
-from compose.planner.operator_figures import (
-    WEIGHTS,
-    RememberedResults,
-    argument,
-    attention_flops,
-    bytes_of_lists,
-    casts,
-    changed,
-    chunk_copies,
-    group_of,
-    grouped_shape,
-    product_shape,
-    tensor_bytes,
-    tensors_in,
-)
+from compose.planner import operator_figures as figures
 from compose.planner.record import (
     BACKWARD,
     FORWARD,
@@ -51,19 +37,7 @@ from compose.planner.record import (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _OVER = ("copy_", "zero_", "fill_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat")
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
-# The names of messages, by the end of their operators' names.
-_MESSAGES = {
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "p2p",
-    "recv": "p2p",
-}
+_MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class Recorder(TorchDispatchMode):
@@ -83,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self._place_of: dict[int, int] = {}
         self._host: dict[int, int] = {}
         self._copies_in = False
-        self._shapes = RememberedResults()
+        self._shapes = figures.RememberedResults()
         self._ended = False
 
     def end(self) -> None:
@@ -194,22 +168,10 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes():
             copy = torch.empty_like(tensor)
         self.to_host([copy], category)
-        size, dtype = tensor_bytes(tensor), str(tensor.dtype).removeprefix("torch.")
-        shape, place = tuple(tensor.shape), self._places([tensor])
-        self.record_of.work.append(
-            Operator(
-                self._segment(),
-                self.stream,
-                "aten.copy_",
-                "memory",
-                0.0,
-                size,
-                dtype,
-                shape,
-                place,
-                linked=size,
-            )
-        )
+        size, dtype = figures.tensor_bytes(tensor), str(tensor.dtype).removeprefix("torch.")
+        where, place = (self._segment(), self.stream), self._places([tensor])
+        what = ("aten.copy_", "memory", 0.0, size, dtype, tuple(tensor.shape), place)
+        self.record_of.work.append(Operator(*where, *what, linked=size))
         return copy
 
     def on_host(self, tensor: Tensor) -> bool:
@@ -242,7 +204,7 @@ class Recorder(TorchDispatchMode):
             record.changes.append((self._segment(), place, -allocation.bytes))
 
     def _take(self, size: int) -> None:
-        """Note memory that an operator has taken and left."""
+        """Note memory that an operator has allocated and freed again."""
         if size:
             key = -1 - len(self.record_of.allocations)  # no address
             self._place_of[key] = self._allocate(size)
@@ -271,9 +233,10 @@ class Recorder(TorchDispatchMode):
                 return BODIES[func](*args, **kwargs)
         self.begin()
         result = self._shapes.run(func, args, kwargs)
-        given = tensors_in((args, kwargs))
-        made = tensors_in(result)
-        name = str(func.name()).partition("::")[0] + "." + func.overloadpacket.__name__
+        given = figures.tensors_in((args, kwargs))
+        made = figures.tensors_in(result)
+        short = func.overloadpacket.__name__
+        name = f"{str(func.name()).partition('::')[0]}.{short}"
         message = self._message(name, args, kwargs, given, made)
         self.within = "message" if message and not self.within else self.within
         before = len(self.record_of.allocations)
@@ -283,9 +246,9 @@ class Recorder(TorchDispatchMode):
             self.hold(tensor.untyped_storage())
         self.within = "" if self.within == "message" else self.within
         if self.kernels == "cpu":
-            self._take(casts(func.overloadpacket.__name__, given, changed(func, args, kwargs), made))
+            self._take(figures.casts(short, given, figures.changed(func, args, kwargs), made))
             if name == "fsdp.chunk_cat":
-                self._take(chunk_copies(args[0], args[2], kwargs["out"]))
+                self._take(figures.chunk_copies(args[0], args[2], kwargs["out"]))
         new = len(self.record_of.allocations) > before
         if message:
             self.record_of.work.append(message)
@@ -312,19 +275,19 @@ class Recorder(TorchDispatchMode):
         if "attention" in short:
             kind, shape = "attention", tuple(given[0].shape)
             causal, left = (
-                argument(func, name, args, kwargs) for name in ("is_causal", "window_size_left")
+                figures.argument(func, name, args, kwargs) for name in ("is_causal", "window_size_left")
             )
-            flops = attention_flops(given, short, bool(causal), -1 if left is None else left)
+            flops = figures.attention_flops(given, short, bool(causal), -1 if left is None else left)
         elif short in _GROUPED:
-            kind, shape = "product", grouped_shape(given[0], given[1], first)
-            name += WEIGHTS * (first.ndim == 3)
+            kind, shape = "product", figures.grouped_shape(given[0], given[1], first)
+            name += figures.WEIGHTS * (first.ndim == 3)
             flops = 2.0 * math.prod(shape)
         elif packet in flop_registry:
             kind, flops = "product", float(flop_registry[packet](*args, **kwargs, out_val=result))
             if short in _PRODUCTS:
                 # The scales of a product in 8 bits come after its factors.
-                shape = product_shape(given[:2] if short == "_scaled_mm" else given, flops)
-        written_to = changed(func, args, kwargs)
+                shape = figures.product_shape(given[:2] if short == "_scaled_mm" else given, flops)
+        written_to = figures.changed(func, args, kwargs)
         written = [*made, *written_to] if not written_to or made[:1] != written_to[:1] else written_to
         # A fill or a copy does not read what it writes over, and a new empty tensor is not written.
         over = short in _OVER
@@ -333,28 +296,17 @@ class Recorder(TorchDispatchMode):
             written = []
         dtype = str((given or made)[0].dtype).removeprefix("torch.")
         dtype = "float8" if dtype.startswith("float8") else dtype
-        size = sum(map(tensor_bytes, read)) + sum(map(tensor_bytes, written))
+        size = sum(map(figures.tensor_bytes, read)) + sum(map(figures.tensor_bytes, written))
         if short == "embedding":  # it reads the rows that it returns
-            size = tensor_bytes(given[1]) + 2 * tensor_bytes(first)
+            size = figures.tensor_bytes(given[1]) + 2 * figures.tensor_bytes(first)
         linked = 0
         if self._of_host(given):
             kind = "processor"
         elif self._host and self.kernels == "cuda":
             ways = ([t for t in side if self.on_host(t)] for side in (read, written))
-            linked = max(sum(map(tensor_bytes, way)) for way in ways)
-        return Operator(
-            self._segment(),
-            self.stream,
-            name,
-            kind,
-            flops,
-            size,
-            dtype,
-            shape,
-            self._places(read),
-            self._places(written),
-            linked,
-        )
+            linked = max(sum(map(figures.tensor_bytes, way)) for way in ways)
+        where, places = (self._segment(), self.stream), (self._places(read), self._places(written))
+        return Operator(*where, name, kind, flops, size, dtype, shape, *places, linked)
 
     def _places(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
         places = (self._place_of.get(t.untyped_storage()._cdata) for t in tensors)
@@ -366,14 +318,14 @@ class Recorder(TorchDispatchMode):
         space, _, short = name.partition(".")
         if space not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return None
-        plain = short.strip("_")
-        kind = next((kind for word, kind in _MESSAGES.items() if plain.startswith(word)), None)
-        if kind is None:
+        plain = short.replace("_", "")  # allgather and all_gather are one
+        kind = next((kind for kind in _MESSAGES if plain.startswith(kind.replace("_", ""))), "p2p")
+        if kind == "p2p" and not plain.startswith(("send", "recv")):
             return None
-        group = group_of(args, kwargs)
-        sizes = [tensor_bytes(t) for t in given] + [tensor_bytes(t) for t in made]
+        group = figures.group_of(args, kwargs)
+        sizes = [figures.tensor_bytes(t) for t in given] + [figures.tensor_bytes(t) for t in made]
         if kind not in ("p2p", "all_to_all"):
-            sizes.append(bytes_of_lists(args))
+            sizes.append(figures.bytes_of_lists(args))
         size = max(sizes, default=0)
         ranks = tuple(dist.get_process_group_ranks(group))
         received = plain.startswith("recv")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compose.config.addons import brought
+from compose.config.job import make_job
 from compose.config.models import find_model
 from compose.config.tables import Config, value_of
 from compose.errors import toml_value
@@ -45,7 +47,7 @@ COUNTED = {
     "tp": "tensor-parallel ranks",
     "ep": "expert-parallel ranks",
 }
-"""The things that a degree counts, in the order of a mesh's words."""
+"""The words for the ranks of each axis, in the order in which a mesh is told."""
 PHRASES = {
     "parallel.zero": "ZeRO-{}",
     "parallel.pp_schedule": "schedule {}",
@@ -206,6 +208,13 @@ def in_words(space: Space, best: Candidate) -> str:
         f" for: {shown or 'nothing'}"
     )
     return "\n".join(lines)
+
+
+def between_islands(space: Space, outer: Any, best: Candidate) -> list[str]:
+    """Return what islands send each other, and how long training waits for it."""
+    job, link = make_job(best.config, space.world_size), space.cluster.between
+    given = (job, outer, space.islands, link, best.recorded.step_seconds)
+    return [line for _, lines in brought("between_workers") for line in lines(*given)]
 
 
 def write_toml(

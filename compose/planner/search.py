@@ -120,7 +120,7 @@ def _mesh(candidate: Candidate) -> _Traits:
 
 
 def _kind(candidate: Candidate) -> _Traits:
-    """Return what candidates share whose quick estimates have the same error."""
+    """Return a key that is equal for candidates whose quick estimates have the same error."""
     parallel, config = candidate.config.parallel, candidate.config
     return (
         parallel.pp_schedule if parallel.pp > 1 else "",
@@ -135,7 +135,7 @@ def _kind(candidate: Candidate) -> _Traits:
 
 
 def _factors(kind: _Traits, recorded: Sequence[Candidate]) -> tuple[float, float]:
-    """Return what the records nearest in kind have over their quick estimates: in bytes, in seconds."""
+    """Return the mean ratio of records nearest in kind to their quick estimates: of bytes, seconds."""
     if not recorded:
         return 1.0, 1.0
 

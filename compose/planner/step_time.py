@@ -6,9 +6,11 @@ to the axis of the message that is waited for. The host issues work in order too
 it a time. While the device is busy for longer, that costs nothing.
 """
 
+import functools
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from compose.ops.kernel_table import kernel_that_runs
 from compose.parallel.mesh import AXES, Parallel
@@ -186,9 +188,7 @@ def grown(base: Seconds, longer: Sequence[tuple[float, Seconds]]) -> Seconds:
     What is exposed may shrink with a layer. It does not fall below 0.
     """
     results = {name: max(0.0, value) for name, value in linear(base, longer).items()}
-    results["all"] = sum(
-        v for name, v in results.items() if name != "all" and not name.startswith("sent ")
-    )
+    results["all"] = sum(v for n, v in results.items() if n != "all" and not n.startswith("sent "))
     return results
 
 
@@ -247,7 +247,7 @@ def operator_seconds(cluster: Cluster, work: Operator) -> float:
         return costs.product_seconds(cluster, m, n, k, batch, work.dtype)
     if work.kind == "attention":
         sizes = work.flops, work.bytes, work.dtype, work.shape[-1]
-        known = costs.by_kernel(cluster, kernel_that_runs(work.name))
+        known = by_kernel(cluster, kernel_that_runs(work.name))
         return costs.attention_seconds(known, *sizes, "backward" in work.name)
     if work.name in NO_KERNEL or not work.bytes:
         return 0.0
@@ -262,6 +262,17 @@ def operator_seconds(cluster: Cluster, work: Operator) -> float:
     if work.linked:
         return max(took, costs.host_seconds(cluster, work.linked))
     return max(0.0, took - cluster.device.launch) if work.kind == PART else took
+
+
+@functools.lru_cache(maxsize=1024)
+def by_kernel(cluster: Cluster, kernel: str) -> Cluster:
+    """Return the cluster whose ``attention_forward`` and ``attention_backward`` are a kernel's."""
+    known = cluster.efficiencies
+    if kernel not in known.attention:
+        return cluster
+    forward, backward = known.attention[kernel]
+    others = replace(known, attention_forward=forward, attention_backward=backward)
+    return replace(cluster, efficiencies=others)
 
 
 def equal_kernel(name: str) -> str:

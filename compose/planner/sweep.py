@@ -49,7 +49,7 @@ class Sweep:
         """Time a function: the median of the last windows of several calls, then the mean over ranks.
 
         Each window is sized by the time of the one before, and has at most eight times its calls. So a
-        first call that was lucky, for other ranks had not begun, does not make the rest last too long.
+        short first call, made before other ranks had begun, does not make the rest last too long.
         """
         run()  # which may compile, connect and allocate
         calls, spent, result = 1, 0.0, []

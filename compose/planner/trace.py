@@ -64,6 +64,7 @@ def trace(step: RankStep) -> Traced:
     """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
     job, device_type, micro_batches = step.job, step.device_type, step.micro_batches
     recorder, config = Recorder(device_type), job.config
+    in_files = config.optimizer.offload == "nvme"
     model = buffers_on_meta(copy.deepcopy(job.model) if step.model is None else step.model)
     here = {name for name, _ in model.named_modules()}
     # A plan may name single layers, which are gone if layers were left out.
@@ -83,7 +84,9 @@ def trace(step: RankStep) -> Traced:
             composition = apply(model, resolved, mesh, options)
             # Muon's products are in another type on a GPU, and files are not made.
             dtype = torch.float32 if device_type == "cpu" else None
-            optimizer = build_optimizer(composition, _without_files(job), muon_dtype=dtype)
+            inside = replace(config.optimizer, offload="cpu") if in_files else config.optimizer
+            own = replace(job, config=replace(config, optimizer=inside))
+            optimizer = build_optimizer(composition, own, muon_dtype=dtype)
         on_gpu = device_type == "cuda"
         if composition.offload:
             recorder.to_host((p for _, p in composition.named_parameters()), WEIGHTS, on_gpu)
@@ -91,11 +94,11 @@ def trace(step: RankStep) -> Traced:
         with OnMeta():
             make_state(optimizer)
         if composition.offload or config.optimizer.offload != "none":
-            state = STATE if config.optimizer.offload != "nvme" else ""
+            state = "" if in_files else STATE
             pinned = on_gpu and not composition.offload
             recorder.to_host((each for each in _state(optimizer) if each.ndim), state, pinned)
         recorder.note(_state(optimizer), "optimizer")
-        passed = slots(optimizer, device_type, config.optimizer.offload == "nvme")
+        passed = slots(optimizer, device_type, in_files)
         recorder.note(passed, "optimizer")
         batch = step_batch(job, micro_batches, step.documents)
         recorder.note(batch.values(), "activations")
@@ -107,9 +110,8 @@ def trace(step: RankStep) -> Traced:
             with _few(job, micro_batches), OnMeta(kernels=device_type):
                 forward_and_backward(composition, batch, job, DropoutKey(0))
                 optimizer.zero_grad()
-            recorder.note(
-                cast("Compression", composition.compression).state().values(), "communication"
-            )
+            compression = cast("Compression", composition.compression)
+            recorder.note(compression.state().values(), "communication")
         marked = marks(recorder, composition, resolved)
         order = _few(job, micro_batches)
         with marked, order, OnMeta(kernels=device_type, recorder=recorder), recorder:
@@ -165,14 +167,6 @@ def _try_stream(
         pipeline.stream(inputs.pop(pipeline.first_argument), inputs)
         if pipeline.placement[0] == pipeline.rank:
             composition.data[0].finish_backward(last=True)
-
-
-def _without_files(job: Job) -> Job:
-    """Return a job whose optimizer has its state in host memory, if that of ``job`` is in files."""
-    if job.config.optimizer.offload != "nvme":
-        return job
-    inside = replace(job.config.optimizer, offload="cpu")
-    return replace(job, config=replace(job.config, optimizer=inside))
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

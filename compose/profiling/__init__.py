@@ -65,8 +65,7 @@ def _ranks(job: "Job") -> None:
 
 
 RUN_RULES.add(
-    "profile.ranks and profile.memory go with profile.steps",
-    "without it nothing is profiled",
+    "profile.ranks and profile.memory go with profile.steps", "without it nothing is profiled"
 )(all_keys_read("profile", lambda job: job.config.profile))
 
 TABLES = {"profile": Profile}

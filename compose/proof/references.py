@@ -239,10 +239,7 @@ def check_provable(batches: Sequence[Mapping[str, Tensor]], parallel: Parallel) 
 
 
 def examine(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    loss_function: LossFunction,
-    micro_batch: int | None,
+    model: nn.Module, batch: Mapping[str, Tensor], loss_function: LossFunction, micro_batch: int | None
 ) -> tuple[bool, str]:
     """Check that a model and a loss can be compared, and return whether they run in float64."""
 

@@ -146,9 +146,8 @@ class Report:
     @property
     def not_proved(self) -> list[Row]:
         """The gradients that are zero on one process."""
-        return [
-            row for row in self.rows if row.state in ("zero", "unused") and "gradient" in row.quantity
-        ]
+        unproved = (row for row in self.rows if row.state in ("zero", "unused"))
+        return [row for row in unproved if "gradient" in row.quantity]
 
     @property
     def unused(self) -> list[str]:

@@ -12,20 +12,9 @@ from compose.checkpoint.rank_state import HasState
 from compose.config.addons import brought
 from compose.config.tables import Config
 from compose.memory.compilation import graphs_compiled
-from compose.ops.tensors import (
-    column_sums,
-    gathered_objects,
-    local_tensor,
-    persistent_buffers,
-)
+from compose.ops.tensors import column_sums, gathered_objects, local_tensor, persistent_buffers
 from compose.parallel.message_checks import MessageChecks
-from compose.train.held_state import (
-    buffers_of,
-    first_of,
-    gradients_of,
-    replica_mismatches,
-    weights_and_state,
-)
+from compose.train import held_state
 from compose.train.processes import TrainingError
 from compose.train.readings import Reading
 
@@ -132,7 +121,7 @@ class KeptBuffers(Hook):
 class Graphs(Hook):
     """Reports how many graphs torch.compile has made.
 
-    A graph that is compiled after the first two steps is said: shapes or types have changed.
+    It says so when a graph is compiled after the first two steps, since shapes or types have changed.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -198,7 +187,7 @@ class ReplicaCheck(Hook):
 
     def before_save(self, step: int) -> None:
         """Raise TrainingError before a save if copies differ: a restart reads one of them for all."""
-        if result := replica_mismatches(self.composition, self.optimizer):
+        if result := held_state.replica_mismatches(self.composition, self.optimizer):
             raise _corruption(step, result)
 
 
@@ -281,11 +270,11 @@ class StateCheck(Hook):
     @torch.no_grad()
     def _sums(self, kind: str) -> tuple[list[str], Tensor]:
         if kind == "buffer":
-            named = list(buffers_of(self.composition.model))
+            named = list(held_state.buffers_of(self.composition.model))
         elif kind == "gradient":
-            named = list(gradients_of(self.parameters))
+            named = list(held_state.gradients_of(self.parameters))
         else:
-            named = list(weights_and_state(self.parameters, self.optimizer, steps=True))
+            named = list(held_state.weights_and_state(self.parameters, self.optimizer, steps=True))
         names = [name for name, _, _ in named]
         device = self.composition.mesh.device_type
         sums = [column_sums(local_tensor(tensor)).to(device) for *_, tensor in named]
@@ -304,7 +293,7 @@ class StateCheck(Hook):
             wrong = [name for name, bad in zip(names, changed.tolist(), strict=True) if bad]
             if not wrong:
                 return []
-            return [f"rank {dist.get_rank()}: {first_of(wrong)} is not what was written"]
+            return [f"rank {dist.get_rank()}: {held_state.first_of(wrong)} is not what was written"]
 
         _stop_if_any(step, changed.any(), lines)
 

@@ -335,7 +335,7 @@ def _scalars(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, 
 def _lines_of(path: Path, steps: int) -> tuple[list[bytes], int]:
     """Return the lines of the first ``steps`` steps, once each, and the number of strange lines.
 
-    No run leaves a strange line, not even a killed one: it has no step and is not the last.
+    A strange line has no step, and is not the last. No run leaves one, not even one that was killed.
     """
     try:
         with open_own(path) as file:

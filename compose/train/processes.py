@@ -26,16 +26,7 @@ from compose.config.tables import Config
 from compose.config.toml import values_of
 from compose.errors import ConfigError, toml_value
 from compose.ops.torch_versions import default_store
-from compose.train.heartbeat import (
-    SAID,
-    Stragglers,
-    Watch,
-    behind,
-    launcher,
-    launcher_died,
-    limit_key,
-    store_in_first_rank,
-)
+from compose.train import heartbeat
 from compose.train.workers import FAILED, Spares, Worker, divide
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
@@ -45,7 +36,7 @@ LAUNCHER_DIED = signal.SIGHUP  # stands for SIGTERM to a rank whose torchrun is 
 _OF_A_NODE = ("run.dir", "run.staging", "data.path", "data.validation", "optimizer.offload_dir")
 _OF_A_NODE += ("checkpoint.load_hf", "model.lora.load")
 _SENT = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-# Their codes are their places, from 1. If ranks got different signals, the last of this list counts.
+# A signal's code is its place here, from 1. If ranks got different signals, the last of them counts.
 _ASKS = (*_SENT, LAUNCHER_DIED)
 # Programs start tasks without making them ranks: the number of tasks, a task's own number, the program.
 _OF_TASKS = (
@@ -67,7 +58,7 @@ def set_timeout(timeout: timedelta, but: Sequence[dist.ProcessGroup]) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if not any(group is other for other in but):
             group.set_timeout(timeout + _backstop("nccl" in dist.get_backend(group)))
-    default_store().set(limit_key(dist.get_rank()), str(timeout.total_seconds()))
+    default_store().set(heartbeat.limit_key(dist.get_rank()), str(timeout.total_seconds()))
 
 
 def _backstop(nccl: bool) -> timedelta:
@@ -166,14 +157,14 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
             device_id=device if device.type == "cuda" else None,
         )
         store = default_store()
-        watch = Watch(
+        watch = heartbeat.Watch(
             store,
             rank,
             world_size,
             timeout.total_seconds(),
             partial(_report_silent, worker, world_size),
-            kept_by_first=store_in_first_rank() and worker.index == 0,
-            parent=launcher(),
+            kept_by_first=heartbeat.store_in_first_rank() and worker.index == 0,
+            parent=heartbeat.launcher(),
             end=end,
             launch=(everyone, spares.count),
         )
@@ -183,7 +174,7 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
         yield device
     except KeyboardInterrupt:
         with contextlib.suppress(RuntimeError):
-            Stragglers(store, world_size).give_up(rank)
+            heartbeat.Stragglers(store, world_size).give_up(rank)
         spares.release(130)
         sys.exit(130)
     except Exception as error:
@@ -234,7 +225,7 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, w
     # that are still in their step would wait for it. This rank ends by itself within seconds.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    stragglers = Stragglers(store, world_size)
+    stragglers = heartbeat.Stragglers(store, world_size)
     stragglers.give_up(rank)
     if _first_to_fail(store, worker):
         _report(error, rank)
@@ -242,11 +233,11 @@ def _conclude(error: Exception, store: dist.Store, rank: int, world_size: int, w
         from_others = isinstance(error, dist.DistError) or "/gloo/" in str(error)
         if from_others and (line := stragglers.straggler(wait=_SKEW)):
             print(line, file=sys.stderr)
-        store.set(SAID, "")
+        store.set(heartbeat.SAID, "")
     else:
         _wait_for_first(store)
     # If the store is in this rank, it stays until the others know that they are not the first.
-    end = time.monotonic() + _SKEW if rank == 0 and store_in_first_rank() else 0.0
+    end = time.monotonic() + _SKEW if rank == 0 and heartbeat.store_in_first_rank() else 0.0
     while time.monotonic() < end and store.add(FAILED, 0) < world_size:
         time.sleep(0.05)
 
@@ -259,7 +250,7 @@ def _first_to_fail(store: dist.Store, worker: Worker) -> bool:
 
 def _wait_for_first(store: dist.Store) -> None:
     with contextlib.suppress(RuntimeError):
-        store.wait([SAID], timedelta(seconds=2 * _SKEW))
+        store.wait([heartbeat.SAID], timedelta(seconds=2 * _SKEW))
 
 
 def _report_silent(
@@ -267,10 +258,11 @@ def _report_silent(
 ) -> None:
     """Tell which rank is silent, if no failure is told yet. ``store`` is None if that rank holds it."""
     if store is None:
-        print(behind(rank, seconds, ""), file=sys.stderr, flush=True)
+        print(heartbeat.behind(rank, seconds, ""), file=sys.stderr, flush=True)
     elif _first_to_fail(store, worker):
-        print(Stragglers(store, world_size).silent(rank, seconds), file=sys.stderr, flush=True)
-        store.set(SAID, "")
+        line = heartbeat.Stragglers(store, world_size).silent(rank, seconds)
+        print(line, file=sys.stderr, flush=True)
+        store.set(heartbeat.SAID, "")
     else:
         _wait_for_first(store)
 
@@ -381,5 +373,5 @@ class Signals:
         if self.code and now > self.since + _ECHO:
             raise KeyboardInterrupt
         if not self.code:
-            orphan = number == signal.SIGTERM and launcher_died()
+            orphan = number == signal.SIGTERM and heartbeat.launcher_died()
             self.code, self.since = _ASKS.index(LAUNCHER_DIED if orphan else number) + 1, now

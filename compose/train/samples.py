@@ -93,10 +93,9 @@ class Samples(Hook):
             for prompt, ids in self.prompts.ids.items():
                 report_phase(step, "samples")
                 cache = Cache(self.composition) if self.cached else None
+                given = (self.composition, ids, self.sampling, cache, self.prompts.ends)
                 try:
-                    tokens = [
-                        *sample_with(self.composition, ids, self.sampling, cache, self.prompts.ends)
-                    ]
+                    tokens = [*sample_with(*given)]
                 except NotFinite as error:
                     self.say(f"metrics.prompts: step {step}: {prompt!r} has no text: {error}")
                     self.cached = None  # decide again: these weights show nothing

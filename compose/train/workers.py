@@ -24,7 +24,7 @@ from compose.ops.torch_versions import default_store
 from compose.train.heartbeat import ENDED, launcher, launcher_died, register_process
 
 FAILED = "compose/failed"
-_STOP, _LEFT, _PLACE = "stop", "left", "worker"
+_STOP, _LEFT, _PLACE, _SHARED = "stop", "left", "worker", "islands"
 _ASKED, _KNOWN = "compose/asked", "compose/known"
 _LOOK = 0.05  # seconds between two looks into the store
 _OFTEN = 0.5  # the same, of ranks that wait for as long as the run takes
@@ -127,7 +127,7 @@ def divide(
     index, own_rank = divmod(rank, world_size // count)
     own = dist.PrefixStore(f"island {index}", store)
     own.set(_PLACE, f"{index} {count}")
-    return Worker(index, count, _shared(store)), own, own_rank, world_size // count
+    return Worker(index, count, dist.PrefixStore(_SHARED, store)), own, own_rank, world_size // count
 
 
 def this_worker() -> Worker:
@@ -136,13 +136,9 @@ def this_worker() -> Worker:
     while isinstance(store, dist.PrefixStore):
         if store.check([_PLACE]):
             index, count = map(int, store.get(_PLACE).split())
-            return Worker(index, count, _shared(store.underlying_store))
+            return Worker(index, count, dist.PrefixStore(_SHARED, store.underlying_store))
         store = store.underlying_store
     return Worker()
-
-
-def _shared(store: dist.Store) -> dist.Store:
-    return dist.PrefixStore("islands", store)
 
 
 class Spares:

@@ -33,6 +33,9 @@ def test_legal() -> None:
     assert done.stdout.splitlines()[end] == (
         f"{len(legal)} meshes of 6 ranks are legal, {25 - len(legal)} are not:"
     )
+    # A rule refuses so many stages before a table of their schedule is made, which takes hours.
+    prime = answered("-m", "compose", "legal", "--world-size=1000003").stdout
+    assert "1 meshes of 1000003 ranks are legal, 4 are not:" in prime
     alone = answered("-m", "compose", "legal", "train.toml", "--world-size=1").stdout
     assert alone.splitlines()[-1] == "1 meshes of 1 ranks are legal, 0 are not"
 
@@ -41,6 +44,8 @@ PP2 = "schedule --parallel.pp=2"
 BAD = {
     "legal": "command line: legal: needs --world-size N, the number of ranks",
     "legal --world-size=x": "command line: --world-size: x is not a number of ranks",
+    "legal --world-size=1000000": "command line: --world-size: 1000000 ranks have more than 2,000"
+    " meshes, the most that legal checks; python -m compose plan looks for the best ones",
     "schedule": "train.toml: parallel.pp: 1 has no schedule; set --parallel.pp=2 or more",
     f"{PP2} --out=timeline.pdf": "command line: --out: timeline.pdf is neither .svg nor .png",
     f"{PP2} --out=nowhere/timeline.png": "command line: --out: cannot write nowhere/timeline.png: No"

@@ -30,7 +30,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.yaml", "mixed_precision: bf16\nmixed_precision: no\n", "mixed_precision: stands twice; remove one of them"),
     ("a.toml", "[training\nsteps = 1", "Expected ']' at the end of a table declaration (at line 1, column 10)"),
     ("a.toml", "[optimizer]\nlr = 1.0\n[optimizer]\nlr = 2.0\n", "Cannot declare ('optimizer',) twice (at line 3, column 11)"),
-    ("a.sh", "torchrun pretrain_gpt.py --lr 1 --save 'x", "No closing quotation"),
+    ("a.sh", "torchrun pretrain_gpt.py --lr 1 --save 'x", "cannot be read as a shell script: No closing quotation; a config ends in .json, .yaml or .toml"),
     ("a.sh", f"{MEGATRON} --optimizer adam --optimizer sgd", "--optimizer: stands twice, with adam and sgd; remove one of them"),
     ("a.sh", "echo hello", "has no keys; give a file with keys"),
     ("a.json", '{"zebra": 3}', "zebra: is no key of DeepSpeed, TrainingArguments, Accelerate, torchtitan, Megatron-LM"),

@@ -193,7 +193,7 @@ def test_batches_are_compared(made: Search, capsys: pytest.CaptureFixture[str]) 
         ("in its quick estimates", "capped: batch 128, 32 left out; "),
         (
             "in its records",
-            "capped: 2 of 40 candidates that may fit were looked at of batch 128, and batch 32 left"
+            "capped: batch 128: 2 of 40 candidates that may fit were looked at, and batch 32 left"
             " out; ",
         ),
     ],

@@ -25,7 +25,6 @@ from compose.planner.cluster import (
 )
 from compose.planner.costs import (
     attention_seconds,
-    by_kernel,
     collective_seconds,
     for_ranks,
     grouped_seconds,
@@ -34,6 +33,7 @@ from compose.planner.costs import (
     product_seconds,
     stage_seconds,
 )
+from compose.planner.step_time import by_kernel
 from tests.support.helpers import refusal
 
 NAMES = [

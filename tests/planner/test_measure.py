@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 # The command with less time than a person gives it. In the file stands how long it took.
 SHORT = """\
 from compose.cli.command_line import run
-from compose.cli.measure import measure
+from compose.cli.commands import measure
 
 run(lambda words: measure(words, seconds=1.0))
 """
@@ -139,7 +139,7 @@ def test_refusals(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come before anything is measured."""
-    monkeypatch.delattr("compose.cli.measure.process_group")
+    monkeypatch.delattr("compose.cli.commands.process_group")
     folder = tmp_path / "some.toml"
     folder.mkdir()
     words = [word.replace("FOLDER", str(folder)) for word in words]

@@ -519,6 +519,9 @@ def test_a_cap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _looked_at(replace(result, let_through=40)) == (
         "2 of 40 candidates that may fit were looked at"
     )
+    assert _looked_at(replace(result, let_through=0)) == (
+        "no candidate may fit, and 2 of those that need least memory were looked at"
+    )
 
 
 def test_nothing_fits_is_said_only_if_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_the_clock_runs_from_reading_to_reading() -> None:
 
 def _asked(rank: int, orphan: int = -1) -> signal.Signals | None:
     signals, own = Signals(torch.device("cpu"), Worker()), dist.get_rank()
-    with mock.patch("compose.train.processes.launcher_died", return_value=own == orphan):
+    with mock.patch("compose.train.heartbeat.launcher_died", return_value=own == orphan):
         if own in (rank, orphan):
             signals._note(signal.SIGTERM, None)
     nothing = torch.zeros((), dtype=torch.float64)
@@ -240,7 +240,7 @@ def _compared(keys: dict[str, object]) -> tuple[list[tuple[int, bool]], str]:
         result.append((step.call_count, there and optimizer is trainer.optimizer))
         return ["rank 1 differs in norm.weight"] if len(result) == 2 else []
 
-    with steps as step, mock.patch("compose.train.hooks.replica_mismatches", fake):
+    with steps as step, mock.patch("compose.train.held_state.replica_mismatches", fake):
         try:
             trainer.run()
         except TrainingError as error:
