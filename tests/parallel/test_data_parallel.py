@@ -54,7 +54,8 @@ def test_a_hook_between_the_weights_of_a_unit(alone: None) -> None:
     data = data_parallel.apply_data_parallel(model, [["0", "1"]], make_mesh(Parallel(zero=2)), how)
     model(torch.ones(1, 2))
     data.gather()
-    group: Any = fully_shard.state(model[0])._fsdp_param_group  # type: ignore[attr-defined]
+    state: Any = fully_shard.state(model[0])  # type: ignore[attr-defined]
+    group = state._fsdp_param_group
     model[0].weight.grad = torch.ones_like(model[0].weight)
     group.post_backward()
     group.pre_backward(False)
