@@ -338,7 +338,7 @@ OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize"
         " pipeline.split.try_first_stage pipeline.split._not_by_number pipeline.stage.plain_stream"
-        " memory.segments._run parallel.gradient_sum._ready"
+        " memory.segments._run parallel.gradient_sum._ready parallel.gradient_sum._send"
         " parallel.tensor_parallel._replicated_input"
     ),
     "the plan's styles": (

@@ -105,7 +105,8 @@ def read(folder: Path, label: str, group: dist.ProcessGroup) -> dict[str, Tensor
     try:
         with open_own(path), opened(path) as file:
             if (file.metadata() or {}).get("of") == label:
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                # Copies: sums of products depend on where memory begins, and a file's tensors anywhere.
+                state = {n: file.get_tensor(n).clone() for n in file.keys()}  # noqa: SIM118
     except StoreError:
         raise
     except (OSError, SafetensorError) as error:

@@ -18,9 +18,11 @@ from compose.compression.gather import GATHERS, QuantizedGather, Sender, Traffic
 from compose.compression.losses import Losses, cosine
 from compose.compression.packing import Scratch, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Progress, Settings
+from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.data_parallel import cuts_stacks
+from compose.parallel.gradient_sum import USE_ALL
 from compose.parallel.hpz import OwnMemory
 from compose.train.hooks import Hook
 from compose.train.readings import Reading
@@ -317,10 +319,8 @@ class ShardSum(OwnMemory):
         """Fill ``output_tensor`` (S,) with the sum over ranks of this rank's row of (n S,)."""
         rows, numel = input_tensor.view(group.size(), -1), self.code.layout.numel
         if rows.shape[1] != numel:
-            raise RuntimeError(
-                f"a unit's gradients are {rows.shape[1]} numbers on each rank, and its parameters"
-                f" {numel}: one of them has no gradient, which comm.gradients needs"
-            )
+            has = f"a unit has gradients of {rows.shape[1]} of its {numel} numbers on a rank"
+            raise ConfigError(f"model: {has}, and comm.gradients needs them all; {USE_ALL}")
         self.code.traffic.add("gradients", "plain", rows[0].nbytes * (group.size() - 1))
         progress = self.stage.owner.progress
         progress.chosen(self.code).reduce_scatter(rows, group, progress.scale, output_tensor)

@@ -61,14 +61,25 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
         state._state_ctx.manual_backward_finalization_active = False
+    # In a backward in two parts a hook may put some of a unit's gradients aside, in the type of sums.
+    # FSDP sums gradients of one type alone.
+    for parameters in _units(module):
+        if any(p.unsharded_accumulated_grad is not None for p in parameters):
+            for parameter in parameters:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
     state._root_post_backward_final_callback()
 
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:
     """Return FSDP's records of the parameters that it cuts, which no version shows."""
+    return [parameter for parameters in _units(model) for parameter in parameters]
+
+
+def _units(model: nn.Module) -> list[list[Any]]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-    return [p for state in states if (group := state._fsdp_param_group) for p in group.fsdp_params]
+    return [group.fsdp_params for state in states if (group := state._fsdp_param_group)]
 
 
 class StageOverrides:

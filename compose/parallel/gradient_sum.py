@@ -23,6 +23,10 @@ from compose.ops.tensors import local_tensor
 
 Reduce = Callable[..., Callable[[Tensor], None]]
 """Returns what sums a flat tensor of gradients, for a model, parameters by name and a group."""
+USE_ALL = (
+    "let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output, or use"
+    ' comm.gradients = "off"'
+)
 
 
 class GradientSum:
@@ -60,6 +64,7 @@ class GradientSum:
         self.sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         self.reduce = partial(reduce, model, group=groups[0]) if reduce and groups else None
         self.reductions: dict[int, Callable[[Tensor], None]] = {}  # by unit
+        self.known: dict[int, list[bool]] = {}  # which parameters of these units have gradients
 
     def begin(self, last: bool) -> None:
         """Prepare for a backward; after the ``last`` one of the step gradients are sums."""
@@ -134,9 +139,18 @@ class GradientSum:
             with record_function("compose::sum_gradients"):
                 flat = _flat(parameters)
                 if self.reduce:
+                    here = [p.grad is not None for p in self.units[number]]
+                    names = {} if here == self.known.get(number) else _names(self.model)
                     if number not in self.reductions:
-                        names = {p: name for name, p in self.model.named_parameters()}
+                        self.known[number] = here
                         self.reductions[number] = self.reduce({names[p]: p for p in parameters})
+                    elif names:
+                        pairs = zip(self.units[number], here, self.known[number], strict=True)
+                        raise ConfigError(
+                            f"model: {next(names[p] for p, now, was in pairs if now != was)} has a"
+                            " gradient in some steps alone, and comm.gradients codes those of a unit"
+                            f" together; {USE_ALL}"
+                        )
                     self.reductions[number](flat)
                     _put(parameters, flat)
                 else:
@@ -144,6 +158,10 @@ class GradientSum:
                         dist.all_reduce(flat, group=group)
                     work = dist.all_reduce(flat, group=self.groups[-1], async_op=True)
         self.sent.append((parameters, flat, work))
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -259,7 +259,10 @@ def _gradients(
         wait_for(returning)
         assert dkv is not None
         mine = dkv
-    dk, dv = (x.to(k.dtype).contiguous() for x in _split(mine, k))
+    # Copies: of one token the parts are contiguous as they are, and an operator returns no views.
+    dk, dv = (
+        like.new_empty(like.shape).copy_(x) for like, x in zip((k, v), _split(mine, k), strict=True)
+    )
     return of_q.of[0].transpose(1, 2).to(q.dtype).contiguous(), dk, dv
 
 

@@ -1,6 +1,6 @@
 """The form of a stage for PyTorch's pipeline runtime, and what goes from one stage to the next."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,16 +95,19 @@ class RuntimeStage(StageOverrides, PipelineStage):
             result = (), None
         else:
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            result = grads, _disjoint(groups or [])
+            result = grads, _disjoint(groups or [], list(self.submod.parameters()))
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
 
 
-def _disjoint(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _disjoint(groups: Iterable[dict[str, Any]], weights: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Return groups of weights, with the places where they enter the stream, joined where they overlap.
 
-    PyTorch adds a weight's gradient once for each group that has it.
+    PyTorch adds a weight's gradient once for each group that has it. The groups are in the order of
+    their first ``weights``: PyTorch's own goes by addresses, and what is recomputed for one group after
+    another sends messages, which all ranks of tp, cp and ep must send in one order.
     """
+    places = {id(weight): place for place, weight in enumerate(weights)}
     results: list[dict[str, Any]] = []
     for group in groups:
         params, grads = group["params"], dict(zip(group["intermediates"], group["grads"], strict=True))
@@ -114,4 +117,4 @@ def _disjoint(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             grads |= zip(other["intermediates"], other["grads"], strict=True)
         one = {"params": params, "intermediates": [*grads], "grads": [*grads.values()]}
         results.append(one)
-    return results
+    return sorted(results, key=lambda one: min(places[id(node.variable)] for node in one["params"]))

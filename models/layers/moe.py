@@ -48,18 +48,19 @@ def grouped_mm(
 
     Rows are sorted by expert. ``bias_EM`` is what each expert adds to its rows. Returns (N, M).
     """
-    whole: Tensor | None = None
     if _has_kernel(x_NK, weight_EMK):
         ends = counts_E.cumsum(0, dtype=torch.int32)
         whole = F.grouped_mm(x_NK, weight_EMK.transpose(-2, -1), offs=ends)
     elif torch.compiler.is_compiling():  # no graph can read the counts
         whole = operator(x_NK, weight_EMK, counts_E)
-    if whole is not None:
-        return whole if bias_EM is None else _AddBias.apply(whole, bias_EM, counts_E)
-    parts = x_NK.split(_even(x_NK, len(weight_EMK)) if x_NK.is_meta else counts_E.tolist())
-    # The backward of unbind is one stack. Indexing would make a whole gradient for each expert.
-    weights, biases = weight_EMK.unbind(), [None] * len(parts) if bias_EM is None else bias_EM.unbind()
-    return torch.cat([F.linear(*each) for each in zip(parts, weights, biases, strict=True)])
+    else:
+        parts = x_NK.split(_even(x_NK, len(weight_EMK)) if x_NK.is_meta else counts_E.tolist())
+        # The backward of unbind is one stack. Indexing would make a whole gradient for each expert.
+        pairs = zip(parts, weight_EMK.unbind(), strict=True)
+        whole = torch.cat([F.linear(*each) for each in pairs])
+    # A rank without a row has no kernel. Its biases must be added at a place of their own all the same:
+    # a backward in two parts recomputes a layer once for each place, with the messages of all ranks.
+    return whole if bias_EM is None else cast(Tensor, _AddBias.apply(whole, bias_EM, counts_E))
 
 
 class _AddBias(torch.autograd.Function):

@@ -125,6 +125,16 @@ def test_a_metric_that_is_switched_on_or_off(alone: None, tmp_path: Path) -> Non
     assert line == f"{tmp_path}: {DROPPED}"
 
 
+def test_tensors_begin_where_torch_lets_them_begin(alone: None, tmp_path: Path) -> None:
+    """At multiples of 64 bytes, as before the save: elsewhere a product is rounded otherwise."""
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    rank_state.write(tmp_path, 0, "", {str(n): torch.ones(n) for n in range(1, 9)})
+    state = rank_state.read(tmp_path, "", group)
+    assert state
+    assert [value.data_ptr() % 64 for value in state.values()] == [0] * 8
+
+
 def test_a_file_that_cannot_be_reached_is_no_other_state(tmp_path: Path) -> None:
     """What is kept is not dropped for a store that is down, or a disk that fails."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

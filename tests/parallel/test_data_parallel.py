@@ -6,14 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from compose import Composition
+from compose import Composition, Parallel
+from compose.ops.tensors import local_tensor
 from compose.parallel import data_parallel
 from compose.proof.report import Report
 from compose.weights import materialize
 from tests.support.helpers import Keys, make_job, parallel, prove_case, proved, ranks_in, refused
-from tests.support.pool import Pool
+from tests.support.pool import Pool, make_mesh
 
 MESHES: dict[str, Keys] = {
     "one": {},
@@ -44,6 +45,27 @@ def test_parameters_are_made_in_host_memory_and_buffers_are_not() -> None:
     materialize(Composition(model, no_mesh, offload=True), torch.device("meta"))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert {b.device.type for b in model.buffers()} == {"meta"}
+
+
+def test_a_hook_between_the_weights_of_a_unit(alone: None) -> None:
+    """In a backward in two parts it leaves a unit's gradients in two types, which FSDP does not sum."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    how = data_parallel.Sharding(2, param_dtype=torch.bfloat16)
+    data = data_parallel.apply_data_parallel(model, [["0", "1"]], make_mesh(Parallel(zero=2)), how)
+    model(torch.ones(1, 2))
+    data.gather()
+    state: Any = fully_shard.state(model[0])  # type: ignore[attr-defined]
+    group = state._fsdp_param_group
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    group.post_backward()
+    group.pre_backward(False)
+    for parameter in model[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    data.finish_backward(last=True)
+    assert model[0].bias.grad is None
+    for parameter in (model[0].weight, model[1].weight, model[1].bias):
+        assert parameter.grad.dtype == torch.float32
+        assert local_tensor(parameter.grad).eq(1).all()
 
 
 def test_what_cannot_be_offloaded() -> None:

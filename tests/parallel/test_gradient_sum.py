@@ -50,6 +50,27 @@ def _assert_equal(model: nn.Module, wanted: dict[str, Tensor]) -> None:
     torch.testing.assert_close(gradients_of(model), wanted)
 
 
+def test_a_code_needs_the_same_gradients_in_each_step(alone: None) -> None:
+    """What it keeps of one parameter would be added to another one of the same size."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    sums = gradient_sum.GradientSum(model, (), [group], lambda *given, **named: lambda flat: None)
+
+    def step(name: str) -> None:
+        model.zero_grad()
+        sums.begin(last=True)
+        model[name](torch.ones(1, 2)).sum().backward()
+        sums.finish()
+
+    step("a")
+    step("a")
+    assert refused(step, "b") == [
+        "model: a.weight has a gradient in some steps alone, and comm.gradients codes those of a unit"
+        f" together; {gradient_sum.USE_ALL}"
+    ]
+
+
 def _applied(cp: int = 1, zero: int = 0) -> DataParallel:
     parallel = Parallel(cp=cp, zero=zero)  # type: ignore[arg-type]
     model = _made()

@@ -52,6 +52,21 @@ def test_a_ring_passes_only_what_a_window_reaches(pool: Pool) -> None:
     assert pool.run(_sent, 4, 1, "headtail") == [[]] * 4
 
 
+def _of_one_token() -> float:
+    """The gradient of a value, of one head, where each rank holds one token."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    core = parallelize_module(AttentionCore(), mesh, ContextParallel("ring", "none"))
+    q, k, v = (torch.ones(1, 1, 1, width, requires_grad=True) for width in (2, 2, 3))
+    core(q, k, v).sum().backward()
+    assert v.grad is not None
+    return float(v.grad.abs().max())
+
+
+def test_a_rank_may_hold_one_token(pool: Pool) -> None:
+    """Both tokens attend to the first, the second with half of its weight."""
+    assert pool.run(_of_one_token, 2) == [pytest.approx(1.5), pytest.approx(0.5)]
+
+
 def _peak(method: Method, part: int) -> int:
     """Bytes at the peak of one rank's attention that holds ``part`` tokens."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -21,6 +22,7 @@ from compose.ops.cross_entropy import cross_entropy
 from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, build_table
 from compose.pipeline.split import balanced, check_layers
+from compose.pipeline.stage import _disjoint
 from compose.plan import resolve
 from compose.proof.comparison import whole as full
 from compose.proof.report import Report
@@ -347,6 +349,23 @@ def _refusals() -> list[str]:
         *refused(forward_backward, composition, batch, micro_batch=2),
         *refused(forward_backward, composition, {"input_ids": batch.pop("tokens"), **batch}),
     ]
+
+
+def test_groups_of_weights_are_in_one_order_on_all_ranks() -> None:
+    """A weight of the first group enters again behind another one; PyTorch goes by addresses."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    a, between, b = (get_gradient_edge(weight).node for weight in weights)
+    early, late, other = (weight.view(1).grad_fn for weight in weights)
+
+    def group(params: set[Any], *places: Any) -> dict[str, Any]:
+        return {"params": params, "intermediates": [*places], "grads": [(None,) for _ in places]}
+
+    middle = group({between}, other)
+    one = [group({a, b}, early, late), middle]
+    two = [group({a, b}, early, late), middle, group({b}, early, late)]
+    for groups in (one, two):
+        result = _disjoint(groups, weights)
+        assert [each["params"] for each in result] == [{a, b}, {between}]
 
 
 def test_refusals(pool: Pool) -> None:
