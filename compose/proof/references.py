@@ -121,6 +121,8 @@ class References:
         given: FromComposition | None = None,
     ) -> None:
         """Take one optimizer step in each run."""
+        for run in self._runs:
+            run.received = given.received if given else {}
         if self.own.precision.reduced and routing:
             # Rounding may move a composition's margins as far as it moves one process's. The two move
             # independently, so they may move in opposite directions.
@@ -252,12 +254,14 @@ def examine(
 
     one, given = run(Precision())
     inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
-    check_repeats(one.model, lambda: one.forward(inputs))
+    with one.modes():
+        check_repeats(one.model, lambda: one.forward(inputs))
     exact, given = run(EXACT)
     sample = {name: value[:1] for name, value in given.items()}
     count = torch.ones((), device=batch["targets"].device)
-    widens, problem = float64_problem(lambda: exact.accumulate(sample, count))
-    with nullcontext() if problem else Widened(widens):
+    with exact.modes():
+        widens, problem = float64_problem(lambda: exact.accumulate(sample, count))
+    with nullcontext() if problem else Widened(widens), one.modes():
         _check_alone(one if problem else exact, given)
     return widens, problem
 

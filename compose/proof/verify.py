@@ -185,9 +185,6 @@ def prove_both(
     """Prove a composition's logic in float64, and then the composition in ``precision``."""
     check_provable(batches, setup.options.parallel)
     widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
-    recomputes = setup.options.activation_checkpoint.mode != "none"
-    if widens and recomputes:  # no mode acts inside PyTorch's backward
-        problem = "it mixes types, and layers run again in backward"
     own, finest = setup.logic if logic else precision, EXACT
     if problem:
         own = finest = Precision()

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from compose import Options, Parallel, Plan, Precision, Trial, verify
+from compose import Options, Parallel, Plan, Precision, Trial, attention, verify
 from compose.proof.one_process import Widened
 from compose.proof.report import LOOSE, Report
 from tests.support.faults import reduce_scatter_keeps_own_part
@@ -86,6 +87,26 @@ class Float32Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Attends(nn.Module):
+    """Four tokens of two elements each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(-1, 4, 1, 2)
+        return attention(tokens, tokens, tokens)[0].flatten(1)
+
+
+class Again(nn.Module):
+    """A model's own checkpoint around two parts."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(8, 8), Float32Norm(), Attends())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 class HalfInside(nn.Module):
@@ -175,6 +196,8 @@ def test_what_cannot_be_compared_is_refused(pool: Pool, part: Any, line: str) ->
         (Fourier, weighted_loss, "float32"),
         (Float32Norm, weighted_loss, "float32"),
         (Float32Norm, plain_loss, "bfloat16"),
+        (partial(Again, True), plain_loss, "bfloat16"),
+        (partial(Again, False), plain_loss, "bfloat16"),
     ],
 )
 def test_float64_of_ordinary_code(pool: Pool, part: Any, loss: Any, types: str) -> None:
