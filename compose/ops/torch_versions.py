@@ -5,6 +5,7 @@ The private names of PyTorch that all versions have are listed in tests/ops/test
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -64,11 +65,37 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
-def fsdp_parameters(model: nn.Module) -> list[Any]:
-    """Return FSDP's records of the parameters that it cuts, which no version shows."""
+def _fsdp_groups(model: nn.Module) -> list[Any]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-    return [p for state in states if (group := state._fsdp_param_group) for p in group.fsdp_params]
+    return [group for state in states if (group := state._fsdp_param_group)]
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters that it cuts, which no version shows."""
+    return [p for group in _fsdp_groups(model) for p in group.fsdp_params]
+
+
+def before_fsdp_sends(model: nn.Module, call: Callable[[list[str]], None]) -> None:
+    """Call ``call`` before a unit sends gradients, with the names of those that it lacks."""
+    names = {p: name for name, p in model.named_parameters()}
+    for group in _fsdp_groups(model):
+        named = [(names[p.sharded_param], p) for p in group.fsdp_params]
+
+        def post_backward(*unused: Any, group: Any = group, named: Any = named) -> None:
+            if group.reduce_grads:
+                call(
+                    [
+                        name
+                        for name, p in named
+                        if p.sharded_param.requires_grad
+                        and p.unsharded_accumulated_grad is None
+                        and getattr(getattr(p, "_unsharded_param", None), "grad", None) is None
+                    ]
+                )
+            type(group).post_backward(group, *unused)
+
+        group.post_backward = post_backward
 
 
 class StageOverrides:
