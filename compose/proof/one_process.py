@@ -187,7 +187,7 @@ class OneProcess:
         total = torch.zeros((), dtype=torch.float64, device=count.device)
         for part in self._micro_batches(batch):
             targets = part.pop("targets")
-            loss = self.plain_loss(self.forward(part), targets) / count
+            loss = self.plain_loss(self.forward(part), targets.clone()) / count
             (loss * self.loss_scale).backward()
             total += loss.detach()
             for name, parameter in self.used.items():
@@ -218,9 +218,9 @@ class OneProcess:
         return choices
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Run the model on a part of a batch, without its targets."""
+        """Run the model on a part of a batch, in copies that it may change, and without its targets."""
         kind = self.precision.param_dtype
-        inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
+        inputs = {n: (v.to(kind) if v.is_floating_point() else v).clone() for n, v in inputs.items()}
         return self.model(**inputs)
 
     def change(self, name: str) -> Tensor:
