@@ -216,7 +216,9 @@ def check_gradients(
     # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
     reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
     if reads and float(total) != float(own) * ranks:
-        name = lacking[0].rpartition("/")[2] if lacking else "some parameter"
+        number = lacking[0].rpartition("/")[0] if lacking else ""
+        where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
+        name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
         raise ConfigError(
             f"model: {name} has a gradient on some ranks of data parallel and not on others, so that"
             " their sums are wrong; let each forward use every parameter, as by adding"
