@@ -234,6 +234,12 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
                 f"parameters {first} and {name} are two in one memory, which a copy separates; make"
                 " them one parameter"
             )
+    problems += [
+        f"{name} has max_norm, by which forward changes its weight, and ranks would lose such changes;"
+        " leave it out, and scale in forward what it returns"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
     return problems
 
 

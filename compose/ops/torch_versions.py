@@ -5,6 +5,7 @@ The private names of PyTorch that all versions have are listed in tests/ops/test
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -63,23 +64,45 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
         state._state_ctx.manual_backward_finalization_active = False
     # In a backward in two parts a hook may put some of a unit's gradients aside, in the type of sums.
     # FSDP sums gradients of one type alone.
-    for parameters in _units(module):
-        if any(p.unsharded_accumulated_grad is not None for p in parameters):
-            for parameter in parameters:
+    for group in _fsdp_groups(module):
+        if any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params):
+            for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
     state._root_post_backward_final_callback()
 
 
-def fsdp_parameters(model: nn.Module) -> list[Any]:
-    """Return FSDP's records of the parameters that it cuts, which no version shows."""
-    return [parameter for parameters in _units(model) for parameter in parameters]
-
-
-def _units(model: nn.Module) -> list[list[Any]]:
+def _fsdp_groups(model: nn.Module) -> list[Any]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
-    return [group.fsdp_params for state in states if (group := state._fsdp_param_group)]
+    return [group for state in states if (group := state._fsdp_param_group)]
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters that it cuts, which no version shows."""
+    return [p for group in _fsdp_groups(model) for p in group.fsdp_params]
+
+
+def before_fsdp_sends(model: nn.Module, call: Callable[[list[str]], None]) -> None:
+    """Call ``call`` before a unit sends gradients, with the names of those that it lacks."""
+    names = {p: name for name, p in model.named_parameters()}
+    for group in _fsdp_groups(model):
+        named = [(names[p.sharded_param], p) for p in group.fsdp_params]
+
+        def post_backward(*unused: Any, group: Any = group, named: Any = named) -> None:
+            if group.reduce_grads:
+                call(
+                    [
+                        name
+                        for name, p in named
+                        if p.sharded_param.requires_grad
+                        and p.unsharded_accumulated_grad is None
+                        and getattr(getattr(p, "_unsharded_param", None), "grad", None) is None
+                    ]
+                )
+            type(group).post_backward(group, *unused)
+
+        group.post_backward = post_backward
 
 
 class StageOverrides:

@@ -38,7 +38,7 @@ from torch.profiler import record_function
 
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
-from compose.ops.torch_versions import finish_fsdp_backward, fsdp_parameters
+from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward, fsdp_parameters
 from compose.parallel.gradient_sum import GradientSum, cast_inputs
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
@@ -122,11 +122,9 @@ class DataParallel:
         """Units that are gathered once in a step, with zero 3 too."""
         self.on_first: Callable[[nn.Module], None] | None = None
         """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
-        self.sums_each = False
-        """Whether the gradients of every micro-batch are sums over all ranks."""
         self.lacking: list[str] = []
-        """Parameters without a gradient in the step's first micro-batch, if it has sums of its own."""
-        self.next_is_first, self.is_first, self.first_has_sums = True, False, False
+        """Parameters without a gradient where a step's gradients were sent, by "number/name"."""
+        self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False
 
     def gather(self) -> None:
         """Gather all parameters for code outside of forward and backward, and keep gradients.
@@ -152,20 +150,20 @@ class DataParallel:
         """
         if isinstance(self.model, FSDPModule):
             first = self.next_is_first
-            self.prepare_micro_batch(last)
+            self.prepare_micro_batch(last, of_inputs)
             finish_fsdp_backward(self.model)
             self.end_micro_batch()
             self.next_is_first = first if of_inputs else last
         if self.sums and last:
             self.sums.finish()
 
-    def prepare_micro_batch(self, last: bool) -> None:
+    def prepare_micro_batch(self, last: bool, of_inputs: bool = False) -> None:
         """Prepare, before a micro-batch's forward, what is communicated in its backward."""
         if self.next_is_first:
             self.lacking = []
+        self.number, self.of_inputs = self.number + 1, of_inputs
         first, self.next_is_first = self.next_is_first and not last, last
         self.is_first = first and self.on_first is not None
-        self.first_has_sums = self.is_first or (first and self.sums_each)
         complete = last or self.is_first
         if self.sums:
             self.sums.begin(complete)
@@ -186,10 +184,14 @@ class DataParallel:
         """Complete sums, and note that a micro-batch's backward has ended."""
         if self.sums and self.sums.last:
             self.sums.finish()
-        if self.first_has_sums:
-            self.lacking = _lacking(self.model)
         if self.on_first and self.is_first:
+            self.lacking += _lacking(self.model)
             self.on_first(self.model)
+
+    def note(self, lacking: Sequence[str]) -> None:
+        """Note the parameters of a unit that have no gradient where it sends its gradients."""
+        if not self.of_inputs:  # weights' gradients follow
+            self.lacking += [f"{self.number}/{name}" for name in lacking]
 
 
 def _lacking(model: nn.Module) -> list[str]:
@@ -214,10 +216,13 @@ def check_gradients(
     # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
     reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
     if reads and float(total) != float(own) * ranks:
+        number = lacking[0].rpartition("/")[0] if lacking else ""
+        where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
+        name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
         raise ConfigError(
-            f"model: {lacking[0] if lacking else 'some parameter'} has a gradient on some ranks of data"
-            " parallel and not on others, so that their sums are wrong; let each forward use every"
-            " parameter, as by adding 0.0 * parameter.sum() to its output"
+            f"model: {name} has a gradient on some ranks of data parallel and not on others, so that"
+            " their sums are wrong; let each forward use every parameter, as by adding"
+            " 0.0 * parameter.sum() to its output"
         )
 
 
@@ -253,7 +258,6 @@ def apply_data_parallel(
     if scalars:
         over = [mesh.get_group(axis) for axis in _DATA_AXES if axis_size(mesh, axis) > 1]
         data.sums = GradientSum(model, (), over, scalars=True)
-    data.sums_each = zero >= 2 and copies is None  # replicas sum in the last micro-batch alone
     data_mesh = shards
     messages = data.messages = how.messages
     if messages:
@@ -326,6 +330,8 @@ def apply_data_parallel(
         if not keep:
             gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
+    if data_mesh.size() > 1:
+        before_fsdp_sends(model, data.note)
     if messages:
         messages.attach(model, shards, copies, stacked)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in

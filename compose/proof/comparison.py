@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
 from compose.ops.tensors import gathered_objects, on_first_rank
-from compose.proof.references import Expected
+from compose.proof.references import Expected, difference
 from compose.proof.report import (
     LOOSE,
     SAME_ROUNDING,
@@ -90,10 +90,12 @@ class Comparison:
         dist.broadcast(both, src=0)
         rounding, shaken = both.tolist()
         root = max(shape.numel(), 1) ** 0.5
-        size = float(right.norm()) or rounding
+        size = float(right[right.isfinite()].norm()) or rounding
         if not size:  # all zeros: the error is an element's, a root mean square
             size, tolerance = root, 0.0
-        errors = [or_infinite(float((value.double() - right).norm()) / size) for value in values]
+        errors = [or_infinite(float(difference(value, right).norm()) / size) for value in values]
+        if not ("buffer" in quantity or right.isfinite().all()):  # nothing can be learnt from it
+            errors = [math.inf for _ in errors]
         self.compared.append(
             _Compared(
                 Row(self.prefix + quantity, name, 0.0, tolerance, 0, state),

@@ -7,14 +7,14 @@ be from one process.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -100,14 +100,13 @@ class OneProcess:
         if precision.float8 != "off":
             apply_float8(self.model, float8)
         wide = torch.promote_types(precision.param_dtype, torch.float32)
-        self.parameters = dict(self.model.named_parameters())
-        for parameter in self.parameters.values():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(kept_dtype(precision, parameter)).to(wide)
+        # The model has what forward uses, until backward ends, which may run layers again.
+        self.used = dict(self.model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, p in self.used.items():
+            kept = p.detach().to(kept_dtype(precision, p)).to(wide) if p.is_floating_point() else p
+            self.parameters[name] = nn.Parameter(kept, p.requires_grad)
         self.parts: dict[str, Tensor] = {}  # the sum of the squares of micro-batches' gradients
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._part, name))
         self.initial = {name: p.detach().clone() for name, p in self.parameters.items()}
         trained = [(name, p) for name, p in self.parameters.items() if p.requires_grad]
         self.optimizer = optimizer(precision, trained)
@@ -124,13 +123,12 @@ class OneProcess:
         given: FromComposition | None = None,
     ) -> None:
         """Take one optimizer step; note loss, norm and gradients."""
-        self.received = given.received if given else {}
         self.parts = {}
         targets = batch["targets"]
         count = count_for(self.loss_function, targets).clamp(min=1)
         batch = self.begin(batch)
         calls = self._ids(targets)
-        with follow(self.model, routing, calls, self.tie) as self.choices, self._float64():
+        with follow(self.model, routing, calls, self.tie) as self.choices, self.modes():
             self.losses.append(self.accumulate(batch, count))
         for router in routers(self.model).values():
             router.finish_step(router.tally)
@@ -151,19 +149,31 @@ class OneProcess:
         self.optimizer.zero_grad()
         return norm
 
-    def _float64(self) -> AbstractContextManager[Any]:
-        return Widened() if self.widens else nullcontext()
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Enter what forward and backward run in."""
+        with Widened() if self.widens else nullcontext(), PlainAttention():
+            yield
 
-    def _part(self, name: str, gradient: Tensor) -> Tensor:
-        """Note a micro-batch's gradient; return it as a rank has it, which rounds before it sums."""
-        self.parts[name] = (
-            self.parts.get(name, 0.0) + (gradient.double() / self.loss_scale).square().sum()
-        )
-        narrow = self.precision.reduce_dtype.itemsize < 4
-        return gradient.to(self.precision.reduce_dtype).to(gradient.dtype) if narrow else gradient
+    def _add(self, name: str, gradient: Tensor) -> None:
+        """Add a micro-batch's gradient, as a rank does that rounds it before and after it sums."""
+        parameter, part = self.parameters[name], (gradient.double() / self.loss_scale).square().sum()
+        self.parts[name] = self.parts.get(name, 0.0) + part
+        kind, reduce = parameter.dtype, self.precision.reduce_dtype
+        narrow = reduce if reduce.itemsize < 4 else kind
+        before = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = (before + gradient.to(kind).to(narrow)).to(narrow).to(kind)
 
+    @torch.no_grad()
     def begin(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tell routers and dropout that a step begins; return the batch with what dropout needs."""
+        """Begin a step: tell routers and dropout, and return the batch with what dropout needs.
+
+        The model gets the weights that the step uses, which are those that ranks ``received``, if any.
+        """
+        for name, parameter in self.used.items():
+            own = self.parameters[name]
+            kind = self.precision.param_dtype if own.is_floating_point() else own.dtype
+            parameter.data = self.received.get(name, own).detach().to(own.dtype).to(kind)
         targets = batch["targets"]
         for router in routers(self.model).values():
             router.tokens_per_step, router.loss_scale = targets.shape[:2].numel(), self.loss_scale
@@ -177,14 +187,13 @@ class OneProcess:
         total = torch.zeros((), dtype=torch.float64, device=count.device)
         for part in self._micro_batches(batch):
             targets = part.pop("targets")
-            loss = self.plain_loss(self.forward(part), targets) / count
+            loss = self.plain_loss(self.forward(part), targets.clone()) / count
             (loss * self.loss_scale).backward()
             total += loss.detach()
-            reduce = self.precision.reduce_dtype
-            if reduce.itemsize < 4:
-                for parameter in self.parameters.values():
-                    if parameter.grad is not None:
-                        parameter.grad = parameter.grad.to(reduce).to(parameter.dtype)
+            for name, parameter in self.used.items():
+                if parameter.grad is not None:
+                    self._add(name, parameter.grad)
+                    parameter.grad = None
         return total
 
     def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -202,33 +211,52 @@ class OneProcess:
     def natural(self, batch: Mapping[str, Tensor]) -> dict[str, Choices]:
         """Return what routers choose by themselves, by their names."""
         given, calls = self.begin(batch), self._ids(batch["targets"])
-        with follow(self.model, {}, calls, 0.0) as choices, self._float64():
+        with follow(self.model, {}, calls, 0.0) as choices, self.modes():
             for part in self._micro_batches(given):
                 del part["targets"]
                 self.forward(part)
         return choices
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Run the model on a part of a batch, without its targets."""
+        """Run the model on a part of a batch, in copies that it may change, and without its targets."""
         kind = self.precision.param_dtype
-        inputs = {n: v.to(kind) if v.is_floating_point() else v for n, v in inputs.items()}
-        held = {n: self._received(n, p) for n, p in self.parameters.items()}
-        cast = {n: p.to(kind) if p.is_floating_point() else p for n, p in held.items()}
-        with PlainAttention():
-            return torch.func.functional_call(self.model, cast, args=(), kwargs=dict(inputs))
-
-    def _received(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a parameter with the value that ranks received; its gradient is the parameter's."""
-        if name not in self.received:
-            return parameter
-        return parameter + (self.received[name].to(parameter) - parameter).detach()
+        inputs = {n: (v.to(kind) if v.is_floating_point() else v).clone() for n, v in inputs.items()}
+        return self.model(**inputs)
 
     def change(self, name: str) -> Tensor:
         """Return the change of a parameter over all steps."""
         return self.parameters[name].detach() - self.initial[name]
 
 
-class Widened(TorchFunctionMode):
+class _InBackward(TorchFunctionMode):
+    """A mode that also acts on layers that run again in backward.
+
+    PyTorch takes a mode off while it handles a function. Backward is one, if it is given tensors.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func is Tensor.backward:
+            func, named["grad_tensors"] = torch.autograd.backward, named.pop("gradient", None)
+        if func not in (torch.autograd.backward, torch.autograd.grad):
+            return self.handle(func, args, named)
+        ends = [tree_map(_edge, argument) for argument in args[:2]]
+        if named.get("inputs"):
+            named["inputs"] = tree_map(_edge, named["inputs"])
+        with self:
+            return func(*ends, *args[2:], **named)
+
+    def handle(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call any other function."""
+        raise NotImplementedError
+
+
+def _edge(value: Any) -> Any:
+    differs = isinstance(value, Tensor) and value.requires_grad
+    return get_gradient_edge(value) if differs else value
+
+
+class Widened(_InBackward):
     """Within this mode float32 that meets float64 becomes float64, and casts to float32 do nothing.
 
     With ``widens`` false it only notes in ``narrowed`` which functions round float64 to fewer bits.
@@ -239,10 +267,9 @@ class Widened(TorchFunctionMode):
         self.widens = widens
         self.narrowed: list[str] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
+    def handle(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Widen what ``func`` takes, and note if it rounds."""
+        named = dict(kwargs)
         given = [x for x in tree_flatten((args, named))[0] if isinstance(x, Tensor)]
         if not any(x.dtype == torch.float64 for x in given):
             return func(*args, **named)
@@ -284,7 +311,7 @@ def plain_loss(loss_function: LossFunction) -> LossFunction:
     return plain
 
 
-class PlainAttention(TorchFunctionMode):
+class PlainAttention(_InBackward):
     """Within this mode the operator of compose.attention computes all scores at once, in plain PyTorch.
 
     The operator that models call finds documents and windows by its own rules, and so does context
@@ -292,12 +319,10 @@ class PlainAttention(TorchFunctionMode):
     So the one process uses a mask (L, L).
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.compose.attention_forward.default:
-            return plain_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def handle(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute attention plainly, and call any other function."""
+        is_attention = func is torch.ops.compose.attention_forward.default
+        return (plain_attention if is_attention else func)(*args, **kwargs)
 
 
 def plain_attention(

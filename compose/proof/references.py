@@ -1,10 +1,10 @@
 """The values that a proof asks of one process, each with the error that one process itself makes.
 
 Before anything is compared, the model is asked whether it can be: it runs twice and in float64. A model
-that gives another result each time cannot be compared with anything. And ordinary code may mix float32
-into float64: a buffer in a product, a loss with a tensor of weights, a cast for a norm.
+that gives another result each time cannot be compared with anything. And ordinary code may mix types.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from compose.errors import ConfigError
@@ -31,15 +32,13 @@ from compose.weights import named_generator
 if TYPE_CHECKING:
     from compose.proof.verify import ProofRun, Trial
 
-# float64 rounds 2^29 times more finely than float32.
-_FINER = 2.0**-29
+_FINER = 2.0**-29  # float64 rounds so much more finely than float32
 # In float64 a sum of parts that cancel leaves 2^-29 of the error that float32 makes there. Any other
 # gradient is about a million times that error.
 _ZERO = 1e-4
-# The loss of this many samples in one forward is the sum of their own losses, within this share.
-_TOGETHER, _ALONE = 4, 1e-4
-# A margin counts as a tie up to this many times the greatest change of a margin by rounding.
-_TIE = 2.0
+# The loss of this many samples in one forward is the sum of their own losses, within such a share.
+_TOGETHER, _ALONE, _ALONE_IN_FLOAT64 = 4, 1e-4, 1e-6
+_TIE = 2.0  # times the greatest change of a margin by rounding, up to which a margin is a tie
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,10 @@ class References:
         given: FromComposition | None = None,
     ) -> None:
         """Take one optimizer step in each run."""
+        for run in self._runs:
+            run.received = given.received if given else {}
         if self.own.precision.reduced and routing:
-            # Rounding may move a composition's margins as far as it moves one process's. The two move
-            # independently, so they may move in opposite directions.
+            # Rounding may move a composition's margins as far as one process's, in opposite directions.
             moved = _moved(self.own.natural(batch), self.exact.natural(batch))
             self.tie = max(self.tie, _TIE * moved)
         for run in self._runs:
@@ -155,11 +155,10 @@ class References:
         """Return what the own run has, with its error."""
         own, exact, coarse = of(self.own), of(self.exact), of(self.coarse)
         rounding = _distance(coarse, exact)
-        size = float(exact.double().norm())
+        size = float(exact[exact.isfinite()].double().norm())
         state: State = "zero" if size <= _ZERO * rounding else ""
         if self.again:
-            # Other micro-batches change it by rounding. More than that of float32 is a fault: the model
-            # mixes samples.
+            # Micro-batches change it by rounding. More than float32's is a fault: samples are mixed.
             recut = _distance(of(self.again), own)
             most = recut if self.coarse is self.again else rounding
             rounding = max(rounding * _FINER, min(recut, most))
@@ -218,7 +217,13 @@ def _moved(own: Mapping[str, Choices], exact: Mapping[str, Choices]) -> float:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm())
+    return float(difference(one, other).norm())
+
+
+def difference(one: Tensor, other: Tensor) -> Tensor:
+    """Return ``one - other`` in float64, and 0 where both are the same infinity or no number."""
+    same = (one.isinf() & (one == other)) | (one.isnan() & other.isnan())
+    return (one.double() - other.double()).masked_fill(same, 0.0)
 
 
 def check_provable(batches: Sequence[Mapping[str, Tensor]], parallel: Parallel) -> None:
@@ -249,18 +254,20 @@ def examine(
 
     one, given = run(Precision())
     inputs = {name: value[:micro_batch] for name, value in given.items() if name != "targets"}
-    check_repeats(one.model, lambda: one.forward(inputs))
+    with one.modes():
+        check_repeats(one.model, lambda: one.forward(inputs))
     exact, given = run(EXACT)
     sample = {name: value[:1] for name, value in given.items()}
     count = torch.ones((), device=batch["targets"].device)
-    widens, problem = float64_problem(lambda: exact.accumulate(sample, count))
-    with nullcontext() if problem else Widened(widens):
-        _check_alone(one if problem else exact, given)
+    with exact.modes():
+        widens, problem = float64_problem(lambda: exact.accumulate(sample, count))
+    with nullcontext() if problem else Widened(widens), one.modes():
+        _check_alone(*((one, _ALONE) if problem else (exact, _ALONE_IN_FLOAT64)), given)
     return widens, problem
 
 
 @torch.no_grad()
-def _check_alone(one: OneProcess, batch: Mapping[str, Tensor]) -> None:
+def _check_alone(one: OneProcess, share: float, batch: Mapping[str, Tensor]) -> None:
     """Raise ConfigError unless samples in one forward have the loss that they have one by one."""
 
     def loss(rows: Tensor) -> float:
@@ -271,7 +278,11 @@ def _check_alone(one: OneProcess, batch: Mapping[str, Tensor]) -> None:
     samples = len(batch["targets"])  # a single one is taken twice: a mean differs then too
     rows = torch.arange(max(2, min(_TOGETHER, samples))) % samples
     alone = [loss(row) for row in rows[:, None]]
-    if not abs(loss(rows) - sum(alone)) <= _ALONE * sum(map(abs, alone)):
+    if not math.isfinite(sum(alone)):
+        raise ConfigError(
+            f"model: the loss of one process is {sum(alone)}; does the model run by itself?"
+        )
+    if not abs(loss(rows) - sum(alone)) <= share * sum(map(abs, alone)):
         raise ConfigError(
             "loss_function: samples in one forward give another loss than one by one, so that meshes"
             " differ: it has to return the sum over targets, not their mean (with PyTorch's losses,"
@@ -303,22 +314,27 @@ def float64_problem(train: Callable[[], object]) -> tuple[bool, str]:
 def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Check that a model gives the same bits twice, and does not depend on how a batch is cut."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        norm = module if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
+        if norm and (norm.training or norm.running_mean is None):
             raise ConfigError(
                 f"model: {name or 'the model'} is {type(module).__name__}, whose result depends on"
                 " which samples are in one forward, so that meshes differ; use GroupNorm or LayerNorm,"
-                " or call its eval()"
+                " or running statistics with eval()"
             )
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    held = {"buffer": model.named_buffers, "parameter": model.named_parameters}
+    before = {name: tensor.clone() for named in held.values() for name, tensor in named()}
     with torch.no_grad():
         first, again = (_tensors(forward()) for _ in range(2))
-        moved = [name for name, b in model.named_buffers() if not _same([before[name]], [b])]
-        if moved:
-            raise ConfigError(
-                f"model: forward changes the buffer {moved[0]}, so that results depend on how a batch"
-                " is cut into forwards; change it outside of forward"
-            )
-        if _same(first, again):
+        for kind, named in held.items():
+            moved = [name for name, tensor in named() if not _same([before[name]], [tensor])]
+            if moved:
+                raise ConfigError(
+                    f"model: forward changes the {kind} {moved[0]}, so that results depend on how a"
+                    " batch is cut into forwards; change it outside of forward"
+                )
+        with _Lowest():
+            lowest = _tensors(forward())
+        if _same(first, again) and _same(first, lowest):
             return
         name = _first_random(model, forward)
     module = model.get_submodule(name)
@@ -329,22 +345,37 @@ def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
     )
 
 
+class _Lowest(TorchFunctionMode):
+    """Within this mode uniform numbers are the lowest, so that what seldom happens does happen."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        result = func(*args, **named)
+        if func in (torch.bernoulli, Tensor.bernoulli_):
+            return result.mul_(named.get("p", args[-1]) >= 1)
+        if func in (torch.rand, torch.rand_like, Tensor.uniform_):
+            result.fill_(args[1] if func is Tensor.uniform_ and len(args) > 1 else 0.0)
+        return result
+
+
 def _first_random(model: nn.Module, forward: Callable[[], Any]) -> str:
     """Return the name of the first module that gives other outputs for the same inputs."""
-    runs: list[list[tuple[str, list[Tensor], list[Tensor]]]] = [[], []]
+    runs: list[dict[str, list[tuple[list[Tensor], list[Tensor]]]]] = [{}, {}]
     for run in runs:
 
         def note(name: str, run: Any, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            run.append((name, _tensors((args, kwargs)), _tensors(output)))
+            run.setdefault(name, []).append((_tensors((args, kwargs)), _tensors(output)))
 
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 hook = partial(note, name, run)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-            forward()
-    for (name, given, result), (_, given_again, result_again) in zip(*runs, strict=False):
-        if _same(given, given_again) and not _same(result, result_again):
-            return name
+            with _Lowest() if run is runs[1] else nullcontext():
+                forward()
+    for name, calls in runs[0].items():
+        for (given, result), (same, other) in zip(calls, runs[1].get(name, ()), strict=False):
+            if _same(given, same) and not _same(result, other):
+                return name
     return ""
 
 

@@ -27,7 +27,13 @@ from compose.memory.float8 import NOTHING, Choice, select_layers
 from compose.memory.precision import Precision
 from compose.ops.cross_entropy import LossFunction, cross_entropy
 from compose.ops.dropout import DropoutKey
-from compose.ops.tensors import local_shard, local_tensor, on_first_rank
+from compose.ops.tensors import (
+    checksums,
+    gathered_objects,
+    local_shard,
+    local_tensor,
+    on_first_rank,
+)
 from compose.optim.adamw import AdamW
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import Share, axis_size, batch_share, rows_of
@@ -112,8 +118,8 @@ def verify(
         What was compared, and the verdict; the same on every rank.
 
     Raises:
-        ConfigError: The plan does not fit the model, the batch has no target, or ``loss_function``
-            returns a mean.
+        ConfigError: The plan does not fit the model, the batch has no target or is another one on some
+            rank, or ``loss_function`` returns a mean.
     """
     trial = trial or Trial()
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -151,6 +157,11 @@ def verify(
     line = "plan: {}: the model fails in this composition; does it run by itself? else see docs/plan.md"
     with refused_if(line):
         batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        sums = [(list(b), checksums([*b.values()]).tolist()) for b in batches if b]
+        if any(others != sums for others in gathered_objects(sums)):
+            raise ConfigError(
+                "batch: ranks have different ones; give all the whole one, as of one seed"
+            )
         return prove_both(model, batches, chosen, setup, trial)
 
 
@@ -185,9 +196,8 @@ def prove_both(
     """Prove a composition's logic in float64, and then the composition in ``precision``."""
     check_provable(batches, setup.options.parallel)
     widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
-    recomputes = setup.options.activation_checkpoint.mode != "none"
-    if widens and recomputes:  # no mode acts inside PyTorch's backward
-        problem = "it mixes types, and layers run again in backward"
+    if widens and setup.options.compile.mode != "off":
+        problem = "it mixes types, which a compiler cannot trace"
     own, finest = setup.logic if logic else precision, EXACT
     if problem:
         own = finest = Precision()
@@ -260,7 +270,7 @@ def compare(
         with Widened() if run.widens and precision == EXACT else nullcontext():
             return forward_backward(
                 here,
-                {name: value[rows[step]] for name, value in batches[step].items()},
+                {name: value[rows[step]].clone() for name, value in batches[step].items()},
                 micro_batch=mine or micro_batch,
                 loss_function=trial.loss_function,
                 loss_scale=loss_scale,

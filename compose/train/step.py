@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import Documents, empty, targets_of
+from compose.ops.batch import IGNORE, Documents, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
@@ -59,11 +60,12 @@ def forward_backward(
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
-        ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, or
-            the ranks have gradients of different parameters.
+        ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, the
+            ranks have gradients of different parameters, or the loss ignores other targets.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
+    _check_loss(loss_function)
     share = None
     if isinstance(micro_batch, Share):
         share, micro_batch = micro_batch, micro_batch.micro_batch
@@ -92,6 +94,22 @@ def forward_backward(
     check_gradients(model, composition.data, mesh, total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
+
+
+def _check_loss(function: Any) -> None:
+    """Raise ConfigError for a loss of PyTorch that ignores other targets, or that learns itself."""
+    given = function.keywords if isinstance(function, partial) else getattr(function, "__dict__", {})
+    index = given.get("ignore_index", IGNORE)
+    if index != IGNORE and not hasattr(function, "count"):
+        raise ConfigError(
+            f"loss_function: it ignores the target {index}, and the sum is divided by the count of all"
+            f" targets but {IGNORE}; put {IGNORE} there, which ignore_index is by default"
+        )
+    if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
+        raise ConfigError(
+            f"loss_function: {type(function).__name__} has parameters that are trained, whose gradients"
+            " are not summed over ranks; make them the model's"
+        )
 
 
 def begun(

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -38,7 +39,7 @@ from compose.proof.comparison import Comparison, gradient_of
 from compose.proof.one_process import OneProcess
 from compose.proof.prove import proved_steps
 from compose.proof.references import Expected
-from compose.proof.report import Report, Row, Tolerance, tolerance_of
+from compose.proof.report import FLOAT32, Report, Row, Tolerance, tolerance_of
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.support.faults import Fault, reduce_scatter_keeps_own_part
@@ -76,6 +77,10 @@ def _refused(change: str) -> str:
         batch["targets"] = torch.full((8,), -100)
     elif change == "lacking":
         del batch["targets"]
+    elif change == "others" and dist.get_rank():
+        batch["input"] = batch["input"] + 1
+    elif change == "infinite":
+        batch["input"] = batch["input"] * math.inf
     elif change == "mean":
         trial = Trial(loss_function=nn.CrossEntropyLoss(), micro_batch=2)
     mesh = make_mesh(Parallel(dp_shard=-1))
@@ -93,6 +98,8 @@ def _refused(change: str) -> str:
         ),
         ("lacking", 'batch: has no targets, only input; give what the loss takes as "targets"'),
         ("nothing", "batch: an empty list has no step to prove; give at least one batch"),
+        ("others", "batch: ranks have different ones; give all the whole one, as of one seed"),
+        ("infinite", "model: the loss of one process is nan; does the model run by itself?"),
         (
             "mean",
             "loss_function: samples in one forward give another loss than one by one, so that meshes"
@@ -434,6 +441,20 @@ def test_a_value_that_is_no_number_is_no_error_of_0() -> None:
     comparison = Comparison(torch.device("cpu"), Tolerance(0.0, 0.0, 0.0))
     comparison.value("quantity", "name", math.nan, 1.0)
     assert comparison.compared[0].error == math.inf
+
+
+def _errors_of_infinities() -> list[float]:
+    right, comparison = (
+        torch.tensor([-math.inf, math.nan, 1.0]),
+        Comparison(torch.device("cpu"), FLOAT32),
+    )
+    for quantity, value in (("buffer", right), ("buffer", -right), ("loss", right)):
+        comparison.tensor(quantity, "name", [value], right.shape, Expected(right), 0.0)
+    return [each.error for each in comparison.compared]
+
+
+def test_a_mask_may_hold_infinities_and_a_loss_may_not(pool: Pool) -> None:
+    assert pool.run(_errors_of_infinities, 1) == [[0.0, math.inf, math.inf]]
 
 
 def _errors_of_copies() -> list[float]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from compose import Options, Parallel, Plan, Precision, Trial, verify
+from compose import Compile, Options, Parallel, Plan, Precision, Trial, attention, verify
 from compose.proof.one_process import Widened
 from compose.proof.report import LOOSE, Report
 from tests.support.faults import reduce_scatter_keeps_own_part
@@ -20,19 +21,45 @@ from tests.support.pool import Pool, make_mesh
 
 
 class Around(nn.Module):
-    """A part between two layers."""
+    """A part between two layers. It changes its input in place."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.first, self.part, self.last = nn.Linear(6, 8), part, nn.Linear(8, 5)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.last(self.part(self.first(input)))
+        return self.last(self.part(self.first(input.mul_(0.5))))
 
 
 class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn_like(x)
+
+
+class Seldom(nn.Module):
+    """A path that is left out once in a million forwards; one of another rate never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if torch.rand([]) < 0 else x + self.inner(x)
+        kept = torch.empty(len(x), 1).bernoulli_(1.0)
+        return x if torch.rand([]) < 1e-6 else x + kept * self.inner(x)
+
+
+class Renormed(nn.Module):
+    """It changes its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(2.0)
+        return x * self.weight
 
 
 class Functional(nn.Module):
@@ -62,9 +89,10 @@ class Counts(nn.Module):
 
 
 class Fourier(nn.Module):
-    """A float32 buffer in a product."""
+    """Float32 buffers in products; one holds infinities, as masks do."""
 
     frequencies: Tensor
+    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +100,10 @@ class Fourier(nn.Module):
             "frequencies", torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
         )
 
+        self.register_buffer("mask", torch.full((8, 8), -math.inf).triu(1))
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x @ self.frequencies)
+        return torch.sin(x @ self.frequencies) @ self.mask.softmax(-1)
 
 
 class Float32Norm(nn.Module):
@@ -86,6 +116,26 @@ class Float32Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Attends(nn.Module):
+    """Four tokens of two elements each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(-1, 4, 1, 2)
+        return attention(tokens, tokens, tokens)[0].flatten(1)
+
+
+class Again(nn.Module):
+    """A model's own checkpoint around two parts."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(8, 8), Float32Norm(), Attends())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 class HalfInside(nn.Module):
@@ -124,15 +174,17 @@ def _proof(
     loss: Callable[[], Callable[..., Tensor]] = plain_loss,
     precision: Precision = Precision(),  # noqa: B008
     broken: bool = False,
+    compiled: bool = False,
 ) -> Report:
     torch.manual_seed(0)
     model, trial = Around(part()), Trial(loss_function=loss(), micro_batch=2)
-    options = Options(Parallel(dp_shard=-1), precision)
+    compile = Compile("block" if compiled else "off", backend="aot_eager")
+    options = Options(Parallel(dp_shard=-1), precision, compile=compile)
     generator = torch.Generator().manual_seed(1)
     batch = {"input": torch.randn(8, 6, generator=generator)}
     batch["targets"] = torch.randint(5, (8,), generator=generator)
     with reduce_scatter_keeps_own_part() if broken else nullcontext():
-        return verify(model, Plan(), make_mesh(options.parallel), batch, options, trial)
+        return verify(model, Plan(compile=["part"]), make_mesh(options.parallel), batch, options, trial)
 
 
 RANDOM = (
@@ -147,10 +199,16 @@ RANDOM = (
         (Noise, RANDOM.format(inner=" (Noise)")),
         (Functional, RANDOM.format(inner=" (Functional)")),
         (partial(nn.Sequential, nn.Linear(8, 8), Noise()), RANDOM.format(inner=".1 (Noise)")),
+        (Seldom, RANDOM.format(inner=" (Seldom)")),
+        (
+            Renormed,
+            "model: forward changes the parameter part.weight, so that results depend on how a"
+            " batch is cut into forwards; change it outside of forward",
+        ),
         (
             partial(nn.BatchNorm1d, 8),
             "model: part is BatchNorm1d, whose result depends on which samples are in one forward, so"
-            " that meshes differ; use GroupNorm or LayerNorm, or call its eval()",
+            " that meshes differ; use GroupNorm or LayerNorm, or running statistics with eval()",
         ),
         (
             Centred,
@@ -175,6 +233,8 @@ def test_what_cannot_be_compared_is_refused(pool: Pool, part: Any, line: str) ->
         (Fourier, weighted_loss, "float32"),
         (Float32Norm, weighted_loss, "float32"),
         (Float32Norm, plain_loss, "bfloat16"),
+        (partial(Again, True), plain_loss, "bfloat16"),
+        (partial(Again, False), plain_loss, "bfloat16"),
     ],
 )
 def test_float64_of_ordinary_code(pool: Pool, part: Any, loss: Any, types: str) -> None:
@@ -192,19 +252,22 @@ def test_float64_of_ordinary_code(pool: Pool, part: Any, loss: Any, types: str) 
 
 
 @pytest.mark.parametrize(
-    ("part", "why"),
+    ("part", "why", "compiled"),
     [
-        (Kernel, "this kernel has no float64"),
-        (HalfInside, "torch.Tensor.to rounds float64 to fewer bits"),
+        (Kernel, "this kernel has no float64", False),
+        (HalfInside, "torch.Tensor.to rounds float64 to fewer bits", False),
+        (Float32Norm, "it mixes types, which a compiler cannot trace", True),
     ],
 )
-def test_what_has_no_float64_is_proved_in_float32(pool: Pool, part: Any, why: str) -> None:
-    report = pool.run(_proof, 2, part)[0]
+def test_what_has_no_float64_is_proved_in_float32(
+    pool: Pool, part: Any, why: str, compiled: bool
+) -> None:
+    report = pool.run(partial(_proof, part, compiled=compiled), 2)[0]
     assert report.ok, str(report)
     note = f"the logic is proved in float32: the model does not run in float64 ({why})"
     assert report.notes == (note,)
     assert not [row for row in report.rows if row.quantity.startswith("float64")]
-    broken = pool.run(partial(_proof, part, broken=True), 2)[0]
+    broken = pool.run(partial(_proof, part, broken=True, compiled=compiled), 2)[0]
     assert any(row.quantity == "gradient" for row in broken.failed)
 
 

@@ -1,12 +1,14 @@
 """Communication only where a ZeRO stage needs it; clipping that a mesh cannot change."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -219,9 +221,18 @@ def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Para
         [line.format(1), line.format(0)] if parallel.zero >= 2 and parallel.dp_shard == 2 else [""] * 2
     )
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1) == refused
+    later = [[1.0, -1.0, 1.0, 1.0], [1.0, -1.0, -1.0, -1.0]]
+    assert pool.run(_choose, 2, parallel, later, 2) == refused
     # So has the first micro-batch, if its sums are asked for.
     refused = [line.format(1), line.format(0)]
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1, True) == refused
+
+
+def test_replicas_with_gradients_of_different_parameters(pool: Pool) -> None:
+    """They sum in the last micro-batch alone, and the ranks of a replica in each."""
+    refused = [UNLIKE.format(f"parts.{part}.weight") for part in (1, 0)] * 2
+    parallel = Parallel(dp_shard=2, dp_replicate=2)
+    assert pool.run(_choose, 4, parallel, [[1.0, -1.0], [-1.0, 1.0]] * 2, 1) == refused
 
 
 class _ChosenLayer(nn.Module):
@@ -338,6 +349,42 @@ def test_a_batch_has_targets() -> None:
     assert refusal(forward_backward, composition, batch) == (
         'batch: has no targets, only input, mask; give what the loss takes as "targets"'
     )
+
+
+class Learns(nn.CrossEntropyLoss):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="sum")
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        *(
+            (
+                loss,
+                "it ignores the target 0, and the sum is divided by the count of all targets but -100;"
+                " put -100 there, which ignore_index is by default",
+            )
+            for loss in (
+                nn.CrossEntropyLoss(ignore_index=0, reduction="sum"),
+                partial(F.cross_entropy, ignore_index=0, reduction="sum"),
+            )
+        ),
+        (
+            Learns(),
+            "Learns has parameters that are trained, whose gradients are not summed over ranks; make"
+            " them the model's",
+        ),
+    ],
+)
+def test_losses_that_are_refused(loss: Any, line: str) -> None:
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"input": torch.ones(2, 2), "targets": torch.zeros(2).long()}
+    said = refusal(forward_backward, composition, batch, loss_function=loss)
+    assert said == f"loss_function: {line}"
 
 
 class Scaled(nn.Module):
