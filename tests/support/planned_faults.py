@@ -240,12 +240,12 @@ class Faults:
         """Watch for the moments of a run whose code is imported now."""
         import torch.distributed as dist
 
-        from compose.checkpoint import checkpointer, in_memory, store
+        from compose.checkpoint import checkpointer, in_memory, loading, store
         from compose.train.trainer import Trainer
 
         for owner, name, moment in (
             (dist, "init_process_group", "groups"),
-            (checkpointer, "load", "load"),
+            (loading, "load", "load"),
             (in_memory.Copies, "find", "load"),
             (in_memory.Copies, "take", "memory"),
             (checkpointer, "staged", "copy"),

@@ -58,11 +58,11 @@ def main() -> None:
     import json
     import runpy
 
-    from compose.checkpoint import checkpointer, store
+    from compose.checkpoint import checkpointer, loading, store
     from compose.data.batches import Batches
     from compose.train.trainer import Trainer
 
-    batch_of, run, load, step = Batches.batch, Trainer.run, checkpointer.load, Trainer.step
+    batch_of, run, load, step = Batches.batch, Trainer.run, loading.load, Trainer.step
     loaded = [0]
 
     def enter(entry: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def main() -> None:
         enter({"batch": [first, [first + row for row in self.rows], content]})
         return result
 
-    def loading(folder: Path, *args: Any) -> Any:
+    def load_noted(folder: Path, *args: Any) -> Any:
         loaded[0] = store.step_of(folder)
         return load(folder, *args)
 
@@ -90,11 +90,11 @@ def main() -> None:
         now.doing.discard("start")
         run(self)
 
-    Batches.batch, Trainer.run, checkpointer.load, Trainer.step = batch, started, loading, slowly
+    Batches.batch, Trainer.run, loading.load, Trainer.step = batch, started, load_noted, slowly
     if faults:
         faults.put_in(enter)
-    now.during(checkpointer, "damage", "load")
-    now.during(checkpointer, "load", "load")
+    now.during(loading, "damage", "load")
+    now.during(loading, "load", "load")
     now.during(checkpointer.Checkpointer, "_write", "save")
     now.during(Trainer, "step", "step")
     runpy.run_path("train.py", run_name="__main__")

@@ -16,7 +16,7 @@ from compose.checkpoint import store
 from compose.data.samples import random_batch
 from compose.ops import tensors
 from compose.ops.tensors import checksums, local_tensor
-from compose.train import hooks as replica_check
+from compose.train import held_state, hooks
 from compose.train.held_state import replica_mismatches
 from compose.train.hooks import Graphs, Hook, ReplicaCheck, StateCheck, hooks_of
 from compose.train.processes import TrainingError
@@ -355,9 +355,9 @@ def _flips(keys: Keys, count: int) -> list[tuple[str, str]]:
     for _ in range(count):
         rank, which, place, bit = drawn(dist.get_world_size()), drawn(2**31), drawn(2**31), drawn(8)
         named = [
-            *replica_check.weights_and_state(composition.named_parameters(), optimizer, steps=True),
-            *replica_check.gradients_of(composition.named_parameters()),
-            *replica_check.buffers_of(composition.model),
+            *held_state.weights_and_state(composition.named_parameters(), optimizer, steps=True),
+            *held_state.gradients_of(composition.named_parameters()),
+            *held_state.buffers_of(composition.model),
         ]
         shown, _, tensor = named[which % len(named)]
         held = local_tensor(tensor).detach().view(-1).view(torch.uint8)
@@ -403,6 +403,6 @@ def test_graphs_compiled_late_are_told() -> None:
 @pytest.mark.parametrize("mode", ["off", "block"])
 def test_only_a_compiler_has_graphs(mode: str) -> None:
     trainer = mock.Mock(config=make_job(1, compile__mode=mode).config)
-    with mock.patch.object(replica_check, "brought", return_value=()):
+    with mock.patch.object(hooks, "brought", return_value=()):
         graphs = [hook for hook in hooks_of(trainer) if isinstance(hook, Graphs)]
     assert len(graphs) == (mode == "block")
