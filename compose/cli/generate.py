@@ -288,7 +288,7 @@ def _read_prompts(path: Path) -> list[Prompt]:
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                in_json = path.suffix in JSON_LINES
+                in_json = path.suffix.lower() in JSON_LINES
                 results.append(_of_row(line) if in_json else line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: {error}") from None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compose.config.addons import brought
 from compose.config.models import Sampler, Task, find_model
-from compose.config.tables import Config
+from compose.config.tables import Config, Train
 from compose.data import tokenizer
 from compose.data.batches import Batches
 from compose.data.generation_config import end_ids
@@ -69,6 +69,17 @@ class OpenData(NamedTuple):
     weights: Sequence[Fraction] | None
     """The numbers of ``data.weights``; None means weights by size."""
     validation: Samples | None
+
+    def check_epochs(self, epochs: float, train: Train, step: int, samples: int) -> None:
+        """Raise ConfigError if ``step`` steps had other batches than :func:`with_steps` counts."""
+        if not epochs or samples == step * train.global_batch:
+            return
+        left = Fraction(repr(epochs)) * sum(map(len, self.sets)) - samples
+        raise ConfigError(
+            f"train.epochs: {epochs:g} is not {train.steps} steps: the {step} before had {samples:,}"
+            f" samples, with another train.global_batch than {train.global_batch}; use that again, or"
+            f" train.steps = {step + max(0, math.ceil(left / train.global_batch))}"
+        )
 
 
 def open_data(config: Config) -> OpenData:

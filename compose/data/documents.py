@@ -93,8 +93,9 @@ def files_of(path: Path) -> list[Path]:
 
 def is_one_unit(path: str) -> bool:
     """Return whether a file is not cut into units, as it is not lines; a place in it is a row."""
-    if path.endswith(ARROW) or not path.endswith(JSON_LINES):
-        return path.endswith(ARROW)
+    kind = Path(path).suffix.lower()
+    if kind not in JSON_LINES:
+        return kind in ARROW
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return file.read(_AROUND).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     return False
@@ -123,7 +124,7 @@ def rows(
 
     ``field``: the only one that is needed, where a file is stored by columns.
     """
-    if unit.path.endswith(ARROW):
+    if unit.path.lower().endswith(ARROW):
         yield from _arrow_rows(unit, field)
         return
     if is_one_unit(unit.path):
@@ -242,7 +243,7 @@ def _arrow_rows(unit: FilePart, field: str) -> Iterator[tuple[int, dict[str, Any
         raise ConfigError(
             f"{unit.path}: needs pyarrow: pip install 'dtensor-compose[parquet]'"
         ) from None
-    place, parquet = 0, unit.path.endswith(".parquet")
+    place, parquet = 0, unit.path.lower().endswith(".parquet")
     try:
         with pyarrow.memory_map(unit.path) as source:
             if parquet:

@@ -304,7 +304,7 @@ def open_samples(
         ".bin": lambda file: open_bin(file, path, data.token_dtype),
         ".npy": lambda file: open_npy(file, path),
     }
-    token_files = [each for each in paths if each.suffix in openers]
+    token_files = [each for each in paths if each.suffix.lower() in openers]
     if token_files and len(paths) > 1:
         raise ConfigError(
             f"{path} names {len(paths)} files, {token_files[0].name} among them;"
@@ -314,7 +314,7 @@ def open_samples(
     with or_say(f"cannot read {path}"):
         if not token_files:
             return Windows(path, _bytes_of(paths), SEPARATOR, seq_len, vocab_size, "")
-        tokens = openers[paths[0].suffix](paths[0])
+        tokens = openers[paths[0].suffix.lower()](paths[0])
     if data.separator >= vocab_size:
         raise ConfigError(
             f"data.separator {data.separator} is outside the vocabulary; model.vocab_size {vocab_size}"
@@ -325,11 +325,11 @@ def open_samples(
 
 def _refuse_what_is_no_text(name: str, paths: Sequence[Path]) -> None:
     """Raise ConfigError for files of documents; among other text a JSON file is text too."""
-    packed = [each.name for each in paths if each.suffix in PACKED]
+    packed = [each.name for each in paths if each.suffix.lower() in PACKED]
     if packed:
         raise ConfigError(f"{name}: {packed[0]} is compressed; unpack it first")
-    tables = [each for each in paths if each.suffix in ARROW]
-    if tables or all(each.suffix in JSON_LINES for each in paths):
+    tables = [each for each in paths if each.suffix.lower() in ARROW]
+    if tables or all(each.suffix.lower() in JSON_LINES for each in paths):
         raise ConfigError(
             f"{name}: {(tables or paths)[0].name} would be read as bytes, not as the documents in it;"
             " make a folder of tokens first: python -m compose tokenize --tokenizer tokenizer.json"

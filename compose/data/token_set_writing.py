@@ -97,10 +97,10 @@ def describe_job(
         with noted(problems):
             paths += files_of(path)
     for path in paths:
-        if path.suffix in PACKED:
+        if path.suffix.lower() in PACKED:
             problems.append(f"{path}: is compressed; unpack it first")
             continue
-        if kind != "text" and path.suffix not in ROWS:
+        if kind != "text" and path.suffix.lower() not in ROWS:
             kinds = ", ".join(ROWS)
             problems.append(f"{path}: is no file of chats: {kinds}, or the folder of a saved dataset")
             continue
@@ -115,7 +115,7 @@ def describe_job(
         name = str(path.parent.resolve() / path.name)
         if name.encode(errors="ignore") != os.fsencode(name):
             problems.append(f"{name}: has a name that is not UTF-8, which no set can keep; rename it")
-        if path.suffix in ARROW and not state.st_size:
+        if path.suffix.lower() in ARROW and not state.st_size:
             problems.append(f"{path}: is empty, and no table")
         result.append((name, state.st_size, state.st_mtime_ns))
     meant = Counter(Path(name).resolve() for name, _, _ in result)
@@ -330,7 +330,7 @@ def _texts(
 ) -> Iterator[Piece]:
     before, after = tokenizer.around if job.added else ([], [])
     ending = [] if after[-1:] == [job.end] else [job.end]
-    if Path(unit.path).suffix not in ROWS:  # the file is one document, and this unit is a part of it
+    if not unit.path.lower().endswith(ROWS):  # the file is one document, and this unit a part of it
         if unit.start == 0:
             yield before, [], False
         for text, start, stop in text_blocks(unit):

@@ -52,6 +52,14 @@ def count_targets(targets: Tensor) -> Tensor:
     return torch.count_nonzero(~ignored(targets))
 
 
+def count_places(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return how many places of a batch are no padding, whose positions are -1; a scalar, int64."""
+    if "positions" in batch:
+        return torch.count_nonzero(batch["positions"] >= 0)
+    targets = batch["targets"]
+    return torch.full((), targets.shape[:2].numel(), device=targets.device)
+
+
 class Documents:
     """Where the documents of a batch begin and end.
 

@@ -206,8 +206,9 @@ class Router(Protocol):
     ``keep``.
     """
 
-    tokens_per_step: int | None
-    """Tokens of the whole batch, by which it divides its auxiliary losses; set before forward."""
+    tokens_per_step: int | Tensor | None
+    """Tokens of the whole batch without padding, by which it divides its auxiliary losses; set before
+    forward."""
     loss_scale: float
     """The factor of its auxiliary losses' gradients; set before forward."""
     tally: Tensor
@@ -244,7 +245,7 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return cast(dict[str, Router], results)
 
 
-def begin_step(model: nn.Module, tokens: int, loss_scale: float) -> None:
+def begin_step(model: nn.Module, tokens: int | Tensor, loss_scale: float) -> None:
     """Tell every router how many tokens the whole batch has, and how its losses are scaled."""
     for router in routers(model).values():
         router.tokens_per_step, router.loss_scale = tokens, loss_scale

@@ -296,7 +296,9 @@ def sentences(
         hours = took * space.all_ranks / 3600
         energy = ""
         if kwh := kwh_of(space, best, tokens[0]):
+            known = all(cluster.host_power for cluster, _ in space.kinds or ((space.cluster, 1),))
             energy = f" and {kwh:,.0f} kWh"
+            energy += "" if known else " of devices alone, as host_power is unknown"
         last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours{energy}"]
     for one in variants:
         if one.step and one.step < estimate.step_seconds and not one.note and whole:  # it costs nothing

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from compose.memory.float8 import NOTHING, Choice, apply_float8
 from compose.memory.precision import Precision
+from compose.ops.batch import count_places
 from compose.ops.cross_entropy import IGNORE, LossFunction, count_for, cross_entropy, logits_of
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.ops.tensors import at_least_float32
@@ -176,7 +177,8 @@ class OneProcess:
             parameter.data = self.received.get(name, own).detach().to(own.dtype).to(kind)
         targets = batch["targets"]
         for router in routers(self.model).values():
-            router.tokens_per_step, router.loss_scale = targets.shape[:2].numel(), self.loss_scale
+            router.tokens_per_step = count_places(batch).clamp(min=1)
+            router.loss_scale = self.loss_scale
         if self.dropout is None:
             return batch
         samples = torch.arange(len(targets), device=targets.device)

@@ -303,8 +303,8 @@ def overview(
     count = count_parameters(job.model)
     trained = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     share = f"of which {trained:,} are trained ({trained / count:.2%})"
-    samples, steps = sum(map(len, sets)), train.last_step
-    used = steps * train.global_batch
+    samples, steps, done = sum(map(len, sets)), train.last_step, resumed or Progress(0, 0, 0)
+    used = done.samples + max(0, steps - done.step) * train.global_batch
     named = [f"{each.name} {len(each):,}" for each in sets]
     packing = [text for each in sets if (text := getattr(each, "packing", ""))]
     axes = [f"{axis} {n}" for axis in (*AXES, "ep") if (n := getattr(config.parallel, axis)) > 1]

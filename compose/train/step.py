@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import IGNORE, Documents, empty, targets_of
+from compose.ops.batch import IGNORE, Documents, count_places, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
@@ -70,9 +70,10 @@ def forward_backward(
     if isinstance(micro_batch, Share):
         share, micro_batch = micro_batch, micro_batch.micro_batch
     micro_batch = samples_at_once(batch, micro_batch)
-    count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES).clamp(min=1)
-    samples = share.of if share else len(targets) * batch_share(mesh)[1]
-    begin_step(model, samples * targets.shape[1:2].numel(), loss_scale)
+    own = count_for(loss_function, targets)
+    counts = torch.stack([own, count_places(batch).to(own)])
+    count, places = sum_over(counts, mesh, BATCH_AXES).clamp(min=1)
+    begin_step(model, places, loss_scale)
 
     if share and share.padding:
         batch = _filled_up(model, batch, share.padding)

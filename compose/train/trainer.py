@@ -45,7 +45,7 @@ class Trainer:
         ConfigError if the data, the checkpoint, the first weights or the folder cannot be used.
         """
         data = data or open_data(job.config)
-        job = replace(job, config=with_steps(job.config, data))
+        epochs, job = job.config.train.epochs, replace(job, config=with_steps(job.config, data))
         config = job.config
         self.job, self.config, self.mesh, self.device = job, config, mesh, device
         self.worker = worker = this_worker() if job.islands > 1 else Worker()
@@ -65,8 +65,7 @@ class Trainer:
         # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
         self.held = RunFolder(run.dir, config.checkpoint.interval > 0, worker, run.staging)
-        self.folder = self.held.path
-        part = f"island-{worker.index}" if worker.count > 1 else ""
+        self.folder, part = self.held.path, f"island-{worker.index}" if worker.count > 1 else ""
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder, part=part)
         self.hooks: list[Hook] = hooks_of(self)
         self.checkpointer = Checkpointer(
@@ -92,6 +91,7 @@ class Trainer:
         self.said = (0, 0, 0)  # the signal, failed saves and copies of all ranks, as read last
         begun, scale = result or Progress(0, 0, 0), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
+        data.check_epochs(epochs, train, begun.step, begun.samples)
         for hook in self.hooks:
             hook.start(self.progress.step)
         self.report = Report(job, self.held, self.batches, self.progress.step, worker)

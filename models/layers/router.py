@@ -118,10 +118,10 @@ class Router(nn.Module):
     whole batch.
 
     ``gate_bias`` gives the projection a bias, which is trained. (``bias`` is the one of the selection,
-    which follows the load.) ``tokens_per_step`` are the tokens of the whole batch; None: those of one
-    forward. ``loss_scale`` is the factor of its losses' gradients, the same as for the model's own
-    loss. ``gather_sequence`` takes (B, L, n) of this rank's tokens and returns (B, S, n) of whole
-    sequences, in any order, if other ranks hold the rest.
+    which follows the load.) ``tokens_per_step`` are the tokens of the whole batch without padding;
+    None: those of one forward. ``loss_scale`` is the factor of its losses' gradients, the same as for
+    the model's own loss. ``gather_sequence`` takes (B, L, n) of this rank's tokens and returns (B, S,
+    n) of whole sequences, in any order, if other ranks hold the rest.
     """
 
     bias: Tensor
@@ -132,7 +132,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.gate = Gate(dim, config.n_experts, gate_bias)
-        self.tokens_per_step: int | None = None
+        self.tokens_per_step: int | Tensor | None = None
         self.loss_scale = 1.0
         self.gather_sequence: Callable[[Tensor], Tensor] = _alone
         n = config.n_experts
@@ -187,7 +187,9 @@ class Router(nn.Module):
                     counts.new_zeros(()) if kept_BLK is None else (~kept_BLK & real_BL[..., None]).sum()
                 )
                 result = torch.cat([counts.double(), torch.stack([dropped, balance, z]).double()])
-            loss = loss * self.loss_scale / (self.tokens_per_step or real_BL.sum().clamp(min=1))
+            tokens = self.tokens_per_step
+            tokens = real_BL.sum().clamp(min=1) if tokens is None else tokens
+            loss = loss * self.loss_scale / tokens
             weights_BLK = cast(Tensor, _Observe.apply(weights_BLK, loss, self, result))
         return Routing(experts_BLK, weights_BLK, kept_BLK, margin_BL)
 

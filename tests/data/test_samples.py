@@ -115,7 +115,8 @@ def test_token_files(tmp_path: Path, dtype: str) -> None:
     assert tokens_of(result).tolist() == tokens.tolist()
     assert result.separator == 4
     np.save(tmp_path / "t.npy", tokens)
-    assert tokens_of(opened(Data(path=str(tmp_path / "t.npy")))).tolist() == tokens.tolist()
+    (tmp_path / "t.npy").rename(tmp_path / "T.NPY")
+    assert tokens_of(opened(Data(path=str(tmp_path / "T.NPY")))).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
@@ -139,7 +140,7 @@ def test_a_bad_index_of_megatron(tmp_path: Path) -> None:
     assert len(tokens_of(opened(Data(path=str(path))))) == 5
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.tgz"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.tgz", "a.JSONL.GZ"])
 def test_compressed_text_is_refused(tmp_path: Path, name: str) -> None:
     for file in ("0.txt", name):
         (tmp_path / file).write_text("some text")
@@ -147,7 +148,9 @@ def test_compressed_text_is_refused(tmp_path: Path, name: str) -> None:
         assert error(Data(path=str(path))) == (f"{path}: {name} is compressed; unpack it first")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.ndjson", "a.json"])
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.arrow", "a.jsonl", "a.ndjson", "a.json", "a.JSONL", "A.Parquet"]
+)
 def test_documents_in_a_table_are_no_text(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     document, program = '{"text": "some text"}', "a file of a program, as the other one may be"
@@ -159,7 +162,7 @@ def test_documents_in_a_table_are_no_text(tmp_path: Path, name: str) -> None:
     )
     (tmp_path / "a.py").write_text(program)
     among = Data(path=str(tmp_path / "*"))
-    if name in ("a.parquet", "a.arrow"):
+    if name.lower() in ("a.parquet", "a.arrow"):
         assert f"{name} would be read as bytes" in error(among)
     else:
         assert len(tokens_of(opened(among))) == len(document) + len(program) + 2

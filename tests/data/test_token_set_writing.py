@@ -110,11 +110,11 @@ def test_parquet(tmp_path: Path, tokenizer: Path) -> None:
     assert row_of(tmp_path / "out") == expected(tokenizer, texts)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "JSONL", "Parquet"])
 def test_a_link_s_own_name_says_what_it_holds(tmp_path: Path, tokenizer: Path, kind: str) -> None:
     """In Hugging Face's cache a file is a link to one whose name is a hash."""
     texts, link, blob = documents(5), tmp_path / f"a.{kind}", tmp_path / "0a1b"
-    if kind == "jsonl":
+    if kind.lower() == "jsonl":
         json_lines(blob, texts)
     else:
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), blob)

@@ -120,7 +120,10 @@ def test_energy_and_host_memory_are_told() -> None:
     kwh = 0.5 * 1e12 / (train.global_batch * train.seq_len)
     assert kwh_of(SPACE, measured, 1e12) == pytest.approx(kwh)
     assert kwh_of(SPACE, BEST, 1e12) is None
-    assert f"{hours:,.0f} device-hours and {kwh:,.0f} kWh" in told(measured)[-1]
+    assert told(measured)[-1].endswith(f"{hours:,.0f} device-hours and {kwh:,.0f} kWh.")
+    unknown = replace(SPACE, cluster=replace(SPACE.cluster, host_power=0.0))
+    (*_, last) = sentences(unknown, measured, (), (), TOKENS)
+    assert last.endswith(" kWh of devices alone, as host_power is unknown.")
     moved = replace(BEST, estimate=replace(BEST.estimate, host_bytes=10 * 2**40))
     assert told(moved)[0].endswith(": it needs 10,240 GiB of host memory, a node has 931.")
     others = [

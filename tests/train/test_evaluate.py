@@ -268,7 +268,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     results |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     results |= {f"mode of {name}": torch.tensor(m.training) for name, m in model.named_modules()}
     for name, router in routers(model).items():
-        results[f"tokens of {name}"] = torch.tensor(router.tokens_per_step or -1)
+        tokens = router.tokens_per_step
+        results[f"tokens of {name}"] = torch.as_tensor(-1 if tokens is None else tokens)
         results |= {f"{key} of {name}": value.clone() for key, value in router.last.items()}
     return results
 

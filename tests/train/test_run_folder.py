@@ -445,6 +445,16 @@ def test_a_run_begins_with_a_table(
             f"memory      {(4 * 9872 + 12 * 64) / 2**30:.3g} GiB of weights, gradients and optimizer on"
             " the first rank; python -m compose plan tells activations too",
         ]
+    keys |= {"train__global_batch": 4, "train__stop_after": 3}
+    assert refusal(_trainer, tmp_path / "run", **keys) == (
+        "train.epochs: 2 is not 12 steps: the 2 before had 16 samples, with another train.global_batch"
+        " than 4; use that again, or train.steps = 10"
+    )
+    del keys["train__epochs"]
+    capsys.readouterr()
+    _trainer(tmp_path / "run", **keys, train__steps=10).run()
+    said = capsys.readouterr().out
+    assert "  tokens      640, 128 in a step\n  epochs      0.8333\n  steps       3 of 10\n" in said
 
 
 class OnGpu(Tensor):

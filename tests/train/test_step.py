@@ -26,8 +26,9 @@ from compose import (
     evaluate,
     forward_backward,
 )
+from compose.build import build
 from compose.data.samples import random_batch
-from compose.ops.batch import IGNORE
+from compose.ops.batch import IGNORE, empty
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import DataParallel, check_gradients
 from compose.parallel.mesh import AXES, batch_share
@@ -36,7 +37,7 @@ from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
 from tests.support.collectives import counted_collectives
-from tests.support.helpers import refusal
+from tests.support.helpers import make_job, refusal
 from tests.support.pool import Pool, make_mesh
 
 
@@ -505,3 +506,23 @@ def test_positions_are_counted_where_a_rank_sees_a_part(pool: Pool, parallel: Pa
         assert loss > 0
         assert norm > 0
         assert difference == 0
+
+
+def _norms_beside_padding() -> list[float]:
+    """The norms of the same tokens alone, and with as many places of padding in each row."""
+    keys = {"model__name": "qwen3", "model__preset": "debug_moe", "model__z_weight": 1.0}
+    job, results = make_job(2, parallel__dp_shard=2, train__seq_len=32, **keys), []
+    for padding in (0, 16):
+        composition = build(job, make_mesh(job.degrees), torch.device("cpu"))
+        rows = random_batch(4, 16, 33, seed=dist.get_rank())
+        more = empty({name: value[:, :padding] for name, value in rows.items()})
+        more["document_ids"] = more["document_ids"] + 99
+        batch = {name: torch.cat([value, more[name]], 1) for name, value in rows.items()}
+        forward_backward(composition, batch, micro_batch=2)
+        results.append(float(clip_grad_norm_(composition, 0.0)))
+    return results
+
+
+def test_a_routers_losses_are_means_over_tokens_without_padding(pool: Pool) -> None:
+    (plain, padded), _ = pool.run(_norms_beside_padding, 2)
+    assert padded == pytest.approx(plain, rel=1e-5)
