@@ -136,3 +136,37 @@ def test_gradients_of_zero_leave_what_powersgd_begins_with(pool: Pool) -> None:
     """As those under a projection of zeros. Else nothing would ever be sent."""
     for lacks in pool.run(_after_zeros, 2):
         assert max(lacks) < 1e-4
+
+
+def _sums_of(kind: Any, whole: bool) -> tuple[list[bool], float]:
+    """Whether each plain part of a sum is exact, and the greatest error of one of the others."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    layout = UnitLayout.of([(6,), (96, 64), (3, 4), (70, 68), (1,)], 1 if whole else ranks)
+    comm = Comm(gradients=kind, density=1.0, rank=30)
+    code = GRADIENT_CODES[kind](Settings(comm, Traffic()), layout, ranks if whole else 0)
+    numel = layout.ranks * layout.numel
+    each = [drawn("normal", numel, rank).view(layout.ranks, -1) for rank in range(ranks)]
+    own = each[dist.get_rank()]
+    if whole:
+        out, expected = own[0].clone(), sum(each)[0]  # type: ignore[index]
+        code.all_reduce(out, group, 1.0)
+    else:
+        out, expected = torch.empty(layout.numel), sum(each)[dist.get_rank()]  # type: ignore[index]
+        code.reduce_scatter(own, group, 1.0, out)
+    pairs = list(zip(layout.parts, layout.pieces(out), layout.pieces(expected), strict=True))
+    exact = [torch.equal(got, right) for part, got, right in pairs if not part.compressed]
+    errors = [(got - right).norm() / right.norm() for part, got, right in pairs if part.compressed]
+    return exact, float(max(errors))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["scatter", "all"])
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("bfloat16", 0.005), ("int8", 0.02), ("int4", 0.3), ("top_k", 0.005), ("powersgd", 0.9)],
+)
+def test_sums_of_several_parts(pool: Pool, kind: str, limit: float, whole: bool) -> None:
+    """Those that travel plain are exact, wherever they are in a unit."""
+    for exact, error in pool.run(_sums_of, 2, kind, whole):
+        assert exact == [True] * 3
+        assert error < limit
