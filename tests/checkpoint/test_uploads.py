@@ -258,6 +258,24 @@ def test_another_run_takes_the_place(run: Path, capfd: pytest.CaptureFixture[str
         assert (newer / file.name).read_bytes() == file.read_bytes(), file
 
 
+def test_another_run_takes_the_place_in_an_upload(run: Path, tmp_path: Path) -> None:
+    """The manifest would say that the other run's files, of the same names, are these."""
+    assert isinstance(run, Remote)
+    real, root = Uploads.send, trained(tmp_path / "here", 2).folder / "checkpoints"
+    uploads, name = Uploads(root.parent, run), store.name_of(2)
+    uploads.begin()
+    uploads.push()  # nothing is left to be sent, for which the claim would be looked at
+
+    def send(self: Uploads, *given: Any) -> None:
+        real(self, *given)
+        (run / CLAIM).write_bytes(b"process 1 on another, 0")
+
+    with mock.patch.object(Uploads, "send", send):
+        problem = uploads.send_checkpoint(root / f".writing-{name}", [], dist.group.WORLD)  # type: ignore[arg-type]
+    assert problem.endswith("was taken by another run (process 1 on another)")
+    assert not (run / "checkpoints" / name / store.MANIFEST).exists()
+
+
 def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
