@@ -114,6 +114,16 @@ class _Keeps(HasState):
         state.pop("kept", None)
 
 
+def test_a_copy_stays_what_it_is() -> None:
+    """It is written while training goes on, which changes what it was made of."""
+    kept = torch.ones(2)
+    with mock.patch.object(_Keeps, "state", return_value={"kept": kept}):
+        copies = rank_state.copied([_Keeps()])
+    kept.zero_()
+    assert copies is not None
+    assert copies["kept"].tolist() == [1.0, 1.0]
+
+
 def test_a_metric_that_is_switched_on_or_off(alone: None, tmp_path: Path) -> None:
     """State of metrics.noise_scale is dropped without a word; a first state is not missed."""
     group = dist.group.WORLD

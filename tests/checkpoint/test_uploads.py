@@ -160,6 +160,40 @@ def test_a_log_that_cannot_be_sent(run: Path) -> None:
     assert str(caught.value) == f"{run}: down; the rest of the run is in {staging_of(run, '')}"
 
 
+def test_a_checkpoint_whose_log_cannot_be_sent(run: Path) -> None:
+    """A run that goes on from it would have a metrics.jsonl that lacks steps."""
+    with Broken("metrics.jsonl"), pytest.raises(TrainingError):
+        trained(run, 2)
+    assert not (run / "checkpoints" / store.name_of(2) / store.MANIFEST).exists()
+
+
+def test_a_file_that_is_not_sent_whole(run: Path) -> None:
+    real, folder = Remote.put, run / "checkpoints" / store.name_of(2)
+
+    def put(path: Remote, source: Path) -> None:
+        real(path, source)
+        if "__0_0" in str(path):
+            path.write_bytes(source.read_bytes()[:-1])
+
+    with mock.patch.object(Remote, "put", put), pytest.raises(TrainingError) as caught:
+        trained(run, 2)
+    assert str(caught.value).startswith(f"{folder}: __0_0.safetensors was not sent whole; it is in ")
+    assert not (folder / store.MANIFEST).exists()
+
+
+def test_a_save_that_another_rank_has_begun_stays(run: Path, tmp_path: Path) -> None:
+    """Ranks of one node share its folder, and do not wait for the end of each other's uploads."""
+    assert isinstance(run, Remote)
+    root = trained(tmp_path / "here", 2).folder / "checkpoints"
+    uploads = Uploads(root.parent, run)
+    uploads.begin()
+    older, own, next_one = (store.begin(root, step) for step in (1, 2, 4))
+    assert uploads.send_checkpoint(own, [], dist.group.WORLD) == ""  # type: ignore[arg-type]
+    assert list(root.iterdir()) == [next_one]
+    assert not older.exists()
+    assert store.problems(run / "checkpoints" / store.name_of(2)) == []
+
+
 @pytest.mark.parametrize(
     ("name", "cut", "why"),
     [
@@ -222,6 +256,24 @@ def test_another_run_takes_the_place(run: Path, capfd: pytest.CaptureFixture[str
     assert sorted(folder.name for folder in (run / "checkpoints").glob("*")) == names
     for file in (run / "checkpoints" / names[0]).glob("*"):
         assert (newer / file.name).read_bytes() == file.read_bytes(), file
+
+
+def test_another_run_takes_the_place_in_an_upload(run: Path, tmp_path: Path) -> None:
+    """The manifest would say that the other run's files, of the same names, are these."""
+    assert isinstance(run, Remote)
+    real, root = Uploads.send, trained(tmp_path / "here", 2).folder / "checkpoints"
+    uploads, name = Uploads(root.parent, run), store.name_of(2)
+    uploads.begin()
+    uploads.push()  # nothing is left to be sent, for which the claim would be looked at
+
+    def send(self: Uploads, *given: Any) -> None:
+        real(self, *given)
+        (run / CLAIM).write_bytes(b"process 1 on another, 0")
+
+    with mock.patch.object(Uploads, "send", send):
+        problem = uploads.send_checkpoint(root / f".writing-{name}", [], dist.group.WORLD)  # type: ignore[arg-type]
+    assert problem.endswith("was taken by another run (process 1 on another)")
+    assert not (run / "checkpoints" / name / store.MANIFEST).exists()
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(

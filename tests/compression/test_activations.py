@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compose.compression.activations import Activations, RowCode, Sends, send_stream
+from compose.compression.activations import Activations, RowCode, Sends, send_rows, send_stream
 from compose.compression.gather import Traffic
 from compose.compression.losses import ActivationAccount, expected_of_rows
 from compose.parallel.stream_messages import send_plain
@@ -116,3 +116,32 @@ def _messages(kind: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages(pool: Pool, kind: str, ranks: int) -> None:
     pool.run(_messages, ranks, kind)
+
+
+def _rows(kind: Any) -> None:
+    """Rows for experts: rank r sends r + s + 1 of them to rank s."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    counts = torch.arange(size)[:, None] + torch.arange(size) + 1
+    draws = torch.Generator().manual_seed(0)
+    each = [torch.randn(int(n), 7, generator=draws) for n in counts.sum(1)]
+    code, sent, received = RowCode(kind, 4), counts[rank].tolist(), counts[:, rank].tolist()
+    activations = Activations(code, Traffic())
+    x = each[rank].clone().requires_grad_()
+    result = send_rows(Sends(activations, "experts", "ep"), x, received, sent, group)
+    held = [code.decode(code.encode(rows), 7) for rows in each]
+    parts = [rows.split(to.tolist())[rank] for rows, to in zip(held, counts, strict=True)]
+    torch.testing.assert_close(result, torch.cat(parts), rtol=0, atol=0)
+    others = sum(sent) - sent[rank]
+    message = {("activations", "ep"): others * code.bytes(7), ("activations", "plain"): others * 28}
+    assert activations.traffic.take() == message
+    # The gradient of what came from a rank goes back to it.
+    (back,) = torch.autograd.grad(result, x, result.detach())
+    torch.testing.assert_close(back, code.decode(code.encode(held[rank]), 7), rtol=1e-6, atol=1e-6)
+    others = sum(received) - received[rank]
+    assert activations.traffic.take()["activations", "plain"] == others * 28
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_experts(pool: Pool, kind: str) -> None:
+    pool.run(_rows, 3, kind)

@@ -13,16 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compose import evaluate, forward_backward
+from compose.compression.codec import Blocks
 from compose.compression.compressor import Compression, CompressionHook, Unit
+from compose.compression.gather import GATHERS, Traffic, check, levels_of
 from compose.compression.packing import UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
 from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.comm import Comm
+from compose.parallel.mesh import Parallel
 from compose.planner.trace import sent_bytes
 from compose.train.readings import Reading
-from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, given, take_steps
+from tests.compression.cases import EXPERTS, INT4, INT8, Keys, comm, drawn, given, take_steps
 from tests.support.checkpoints import SAVING, goes_on_bitwise, resume, train_on
 from tests.support.helpers import (
     built,
@@ -34,7 +37,7 @@ from tests.support.helpers import (
     share_of,
     tiered,
 )
-from tests.support.pool import Pool
+from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, logged_steps
 
 LARGE: Keys = {
@@ -120,6 +123,31 @@ def _rows(keys: Keys) -> list[int]:
             parameters = [p for module in modules for p in module.parameters()]
             sizes.append(sum(2 * -(-p.shape[0] // 4) * p[0].numel() for p in parameters))
     return sizes
+
+
+def _gathered_differences(near: int) -> list[float]:
+    """The errors of three gathers, between which weights change by a hundredth."""
+    mesh, (kind, bits) = make_mesh(Parallel(dp_shard=4)), GATHERS["int4_diff"]
+    group, layout = mesh.get_group("dp_shard"), UnitLayout.of([(96, 64), (6,)], 4)
+    code, levels, errors = Blocks(bits, 64, rotate=True), levels_of(mesh, near, 3), list[float]()
+    gather = kind(layout, code, Traffic(), levels)
+    right = torch.zeros(4, layout.numel)
+    for step in range(3):
+        size = 0.01 if step else 1.0
+        right += size * drawn("normal", right.numel(), step).view_as(right)
+        gather.in_step, gather.sent = True, False
+        gather.fill(rows := torch.empty_like(right), right[dist.get_rank()], group)
+        assert torch.equal(layout.plain(rows)[0], layout.plain(right)[0])
+        errors.append(float((rows - right).norm() / right.norm()))
+    check(gather.kept, gather.forms)
+    return errors
+
+
+@pytest.mark.parametrize("near", [1, 2])
+def test_a_gather_of_differences_loses_a_part_of_them(pool: Pool, near: int) -> None:
+    for first, *others in pool.run(_gathered_differences, 4, near):
+        assert first == 0
+        assert 1e-5 < min(others) <= max(others) < 0.002
 
 
 def test_off_is_what_it_was(pool: Pool) -> None:

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.compression.codec import Blocks
-from compose.compression.gather import Sender, Traffic
+from compose.compression.gather import Sender, Traffic, levels_of
 from compose.compression.packing import BlockFeedback, Feedback, Packing, Scratch, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings
 from compose.parallel.comm import Comm
+from compose.parallel.mesh import Parallel
 from tests.compression.cases import drawn
-from tests.support.pool import Pool
+from tests.support.pool import Pool, make_mesh
 
 
 def feedback_of(numel: int) -> Feedback:
@@ -136,3 +137,45 @@ def test_gradients_of_zero_leave_what_powersgd_begins_with(pool: Pool) -> None:
     """As those under a projection of zeros. Else nothing would ever be sent."""
     for lacks in pool.run(_after_zeros, 2):
         assert max(lacks) < 1e-4
+
+
+def _sums_of(kind: Any, form: str) -> tuple[list[bool], float]:
+    """Whether each plain part of a sum is exact, and the greatest error of one of the others."""
+    ranks, group, whole = dist.get_world_size(), dist.group.WORLD, form == "all"
+    assert group is not None
+    layout = UnitLayout.of([(6,), (96, 64), (3, 4), (70, 68), (1,)], 1 if whole else ranks)
+    levels = levels_of(make_mesh(Parallel(dp_shard=ranks)), 2, 3) if form == "near" else None
+    settings = Settings(Comm(gradients=kind, density=1.0, rank=30), Traffic(), levels=levels)
+    code = GRADIENT_CODES[kind](settings, layout, ranks if whole else 0)
+    numel = layout.ranks * layout.numel
+    each = torch.stack([drawn("normal", numel, rank).view(layout.ranks, -1) for rank in range(ranks)])
+    rows = each[dist.get_rank()]
+    if whole:
+        out, expected = rows[0].clone(), each.sum(0)[0]
+        code.all_reduce(out, group, 1.0)
+    else:
+        out, expected = torch.empty(layout.numel), each.sum(0)[dist.get_rank()]
+        code.reduce_scatter(rows, group, 1.0, out)
+    pairs = list(zip(layout.parts, layout.pieces(out), layout.pieces(expected), strict=True))
+    exact = [
+        torch.allclose(got, right, 1e-6, 1e-6) for part, got, right in pairs if not part.compressed
+    ]
+    errors = [(got - right).norm() / right.norm() for part, got, right in pairs if part.compressed]
+    return exact, float(max(errors))
+
+
+LIMITS = {"bfloat16": 0.005, "int8": 0.02, "int4": 0.3, "top_k": 0.005, "powersgd": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *((kind, form) for kind in LIMITS for form in ("scatter", "all")),
+        *((kind, "near") for kind in ("bfloat16", "int8", "int4")),
+    ],
+)
+def test_sums_of_several_parts(pool: Pool, kind: str, form: str) -> None:
+    """Those that travel plain are exact, wherever they are in a unit."""
+    for exact, error in pool.run(_sums_of, 4 if form == "near" else 2, kind, form):
+        assert exact == [True] * 3
+        assert error < LIMITS[kind]

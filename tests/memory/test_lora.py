@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compose import Parallel
@@ -15,6 +16,7 @@ from compose.config.models import find_model
 from compose.config.rules import meshes
 from compose.memory.lora import linear_layers
 from compose.optim.optimizers import make_state
+from compose.parallel.lora_parallel import Adapter
 from tests.support.checkpoints import goes_on_bitwise, resume, shards, train_on
 from tests.support.faults import with_fault
 from tests.support.helpers import (
@@ -106,6 +108,23 @@ def prove_adapters(pool: Pool, model: Keys, case: str) -> None:
     assert not any(
         row.quantity.endswith("gradient") and ".lora." not in row.name for row in report.rows
     )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_by_hand(dora: bool, bias: bool) -> None:
+    """DoRA (Liu et al. 2024, arXiv:2402.09353) gives each row of W + scale B A a length of its own."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(5, 3, bias=bias), torch.randn(4, 5)
+    adapter = Adapter(layer, 2, 0.5, dora=dora)
+    layer.add_module("lora", adapter)
+    adapter.attach(layer)
+    for parameter in adapter.parameters():
+        nn.init.normal_(parameter)
+    weight = layer.weight + 0.5 * adapter.B @ adapter.A
+    if adapter.magnitude is not None:
+        weight = adapter.magnitude[:, None] * weight / weight.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias))
 
 
 @pytest.mark.parametrize("case", tiered(CASES, (*SLOW, *NEW), CASES.keys() - {*SLOW, *NEW}))

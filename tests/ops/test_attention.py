@@ -20,7 +20,7 @@ from compose import AttentionOptions, Documents, attention, forward_backward
 from compose.build import fill_weights, parallelize
 from compose.data.samples import random_batch
 from compose.ops import attention_kernels, gpu_attention, operators
-from compose.ops.attention import attention_forward, tensors_of
+from compose.ops.attention import attention_backward, attention_forward, tensors_of
 from compose.proof.one_process import PlainAttention
 from tests.support.gpu_kernels import AMPERE, HOPPER, on_cpu, play
 from tests.support.helpers import Keys, make_job, parallel, proofs, prove_step, refused, tier
@@ -154,6 +154,16 @@ def test_opcheck() -> None:
         q, k, v = case.inputs[:3]
         given = (*tensors_of(case.documents), case.sinks, (0,), (0,), *case.options.given(q))
         torch.library.opcheck(attention_forward, (q, k, v, *given))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_opcheck_of_backward(wide: bool) -> None:
+    """A graph that took gradients for narrower than they are would not cast them."""
+    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    rest = (0,), (0,), *AttentionOptions().given(q)
+    out, lse = attention_forward(q, k, v, None, None, None, *rest)
+    given = (torch.ones_like(out), None, q, k, v, out, lse, None, None, *rest)
+    torch.library.opcheck(attention_backward, given, {"wide": wide}, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -433,8 +433,21 @@ def test_an_evaluation_counts_no_log_z() -> None:
         function(hidden @ weight.T, targets)
         function.of_hidden(hidden, weight, targets)
     assert function.tally is None
+    *_, squares, _, _ = _by_hand(hidden, weight, targets, 0.0)
+    counted = torch.stack([squares, (targets != IGNORE).sum()]).double()
     function(hidden @ weight.T, targets)
-    assert function.tally is not None
+    torch.testing.assert_close(function.tally, counted)
+    function.of_hidden(hidden, weight, targets)
+    torch.testing.assert_close(function.tally, 2 * counted)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+def test_z_loss_of_whole_logits(ignored: float) -> None:
+    hidden, weight, targets = _case((2, 13), 7, ignored)
+    loss, _, *expected = _by_hand(hidden, weight, targets, 0.3)
+    result = CrossEntropy(z_loss=0.3)(hidden.requires_grad_() @ weight.requires_grad_().T, targets)
+    (result * GRADIENT).backward()
+    torch.testing.assert_close([result.detach(), hidden.grad, weight.grad], [loss, *expected])
 
 
 def _without_output() -> list[str]:

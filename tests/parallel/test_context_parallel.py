@@ -20,7 +20,7 @@ from compose.parallel.context_parallel import (
     shard_sequence,
 )
 from models.layers.attention import AttentionCore
-from tests.support.helpers import refused, tier
+from tests.support.helpers import refusal, refused, tier
 from tests.support.plain_attention import plain, random_ids
 from tests.support.pool import Pool
 
@@ -93,6 +93,19 @@ def _options(method: Method, keys: dict[str, Any]) -> float:
 @pytest.mark.parametrize("keys", [{"causal": False}, {"softcap": 2.0, "scale": 0.7, "window": 6}])
 def test_other_options(pool: Pool, method: Method, keys: dict[str, Any]) -> None:
     assert max(pool.run(_options, 2, method, keys)) < 1e-12
+
+
+def _other_documents(method: Method) -> str:
+    """Documents of this rank's part alone, in place of those of the whole sequences."""
+    core = parallelize_module(AttentionCore(), init_device_mesh("cpu", (2,)), ContextParallel(method))
+    part = torch.ones(1, 4, 2, 8)
+    return refusal(core, part, part, part, Documents(torch.zeros(1, 4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_of_a_part_are_refused(pool: Pool, method: Method) -> None:
+    line = "attention: documents of 1 x 4 tokens, and keys of 1 x 8"
+    assert pool.run(_other_documents, 2, method) == [line] * 2
 
 
 def _types_of_sums() -> list[torch.dtype]:

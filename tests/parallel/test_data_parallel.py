@@ -1,4 +1,4 @@
-"""parallel.offload: parameters, gradients and optimizer in host memory."""
+"""parallel.offload; which ranks hold the same parameters, and how ranks cut those."""
 
 from typing import Any
 from unittest import mock
@@ -76,3 +76,26 @@ def test_what_cannot_be_offloaded() -> None:
         'optimizer.name: muon sends matrices from device to device, and parallel.offload = "cpu" has'
         ' them in host memory; use "adamw", or parallel.offload = "none"',
     ]
+
+
+def _ranks_of_data(parallel: Parallel) -> list[list[int]]:
+    """The ranks that hold the same shard as this one, and those that share parameters with it."""
+    meshes = data_parallel._data_meshes(make_mesh(parallel), parallel.zero)
+    return [[] if mesh is None else mesh.mesh.flatten().tolist() for mesh in meshes]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        (Parallel(dp_shard=2, cp=2), [[], [0, 1, 2, 3]]),
+        (Parallel(dp_shard=1, dp_replicate=2, cp=2), [[0, 2], [0, 1]]),
+        (Parallel(dp_shard=1, dp_replicate=2, cp=2, zero=0), [[0, 1, 2, 3], [0]]),
+    ],
+)
+def test_ranks_that_share_parameters(pool: Pool, parallel: Parallel, expected: list[list[int]]) -> None:
+    assert pool.run(_ranks_of_data, 4, parallel)[0] == expected
+
+
+def test_stacks_of_few_matrices_are_cut_within_them() -> None:
+    cut = {(2, 6, 8): 2, (2, 3, 5): 0, (8, 3, 4): 0, (6, 8): 0, (6,): 0}
+    assert {shape: data_parallel._stacked_dim(4, shape) for shape in cut} == cut

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from compose.ops.batch import count_targets
 from compose.ops.cross_entropy import cross_entropy
 from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, build_table
-from compose.pipeline.split import balanced, check_layers
-from compose.pipeline.stage import _disjoint
+from compose.pipeline.split import _costs, balanced, check_layers
+from compose.pipeline.stage import PlainStage, _disjoint
 from compose.plan import resolve
 from compose.proof.comparison import whole as full
 from compose.proof.report import Report
@@ -428,6 +429,18 @@ def test_another_number_of_samples_is_tried_once(monkeypatch: pytest.MonkeyPatch
     assert tried == [2, 2]
 
 
+class _Slices(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (2 * x)[:, 1:]
+
+
+def test_a_stream_that_is_a_view_can_be_detached_in_place() -> None:
+    """A backward in two parts does that."""
+    stage = PlainStage(_Slices(), mock.Mock(), last=False)
+    stream = stage(torch.ones(2, 3, requires_grad=True), targets=torch.ones(2))
+    assert stream.detach_().tolist() == [[2.0, 2.0]] * 2
+
+
 def test_cut_by_flops() -> None:
     """The slowest stage of the balanced cut does no more than that of any other."""
     job = make_job(1, model__n_layers=7, model__vocab_size=2000)
@@ -455,6 +468,7 @@ def test_cut_by_weights() -> None:
     """A model that takes no token ids is cut by its matrices: 30, 4 of 36 each, 42."""
     pipeline = NESTED.pipeline
     assert pipeline
+    assert _costs(Nested(), pipeline, 2048) == (30, [36] * 4, 42)
     assert [balanced(Nested(), pipeline, n, 2048) for n in (2, 3)] == [(2, 2), (1, 2, 1)]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from compose.pipeline.schedules import (
     SCHEDULES,
+    ZERO_BUBBLE,
     Action,
     Table,
     build_table,
@@ -14,6 +15,7 @@ from compose.pipeline.schedules import (
     execution_order,
     placement,
     read_table,
+    splits_backward,
     stages_per_rank,
 )
 from tests.support.helpers import refusal, refused
@@ -260,3 +262,12 @@ def test_csv_of_another_size(folder: Path) -> None:
     assert refused(build_table, "table.csv", 1, 0, 1) == [
         "parallel.pp_schedule: table.csv holds no action"
     ]
+
+
+def test_schedules_that_split_backward(folder: Path) -> None:
+    """By name, and as a table of actions."""
+    for name, stages in SCHEDULES.items():
+        splits = name in ZERO_BUBBLE
+        assert splits_backward(name, 2, stages, 0) == splits, name
+        write_table(build_table(name, 2, stages, 4))
+        assert splits_backward("table.csv", 2, stages, 4) == splits, name

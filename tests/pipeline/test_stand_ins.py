@@ -11,10 +11,11 @@ from tests.support.pool import Pool, make_mesh
 
 
 class Layer(nn.Module):
-    """It returns a tuple."""
+    """It returns a tuple. The model's forward reads its factor, of whatever stage it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
+        self.factor = factor
         self.linear = nn.Linear(6, 6)
 
     def forward(self, stream: Tensor, scale: Tensor) -> tuple[Tensor, None]:
@@ -22,19 +23,19 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Forward adds positions, scales each layer by its number and caps the logits."""
+    """Forward adds positions, scales each layer by its factor and caps the logits."""
 
     def __init__(self, reads: str = "") -> None:
         super().__init__()
         self.reads = reads
         self.rows, self.places = nn.Embedding(9, 6), nn.Embedding(5, 6)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer(number + 1.0) for number in range(3))
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 9)
 
     def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
         x = self.rows(tokens) * 2.0 + self.places(torch.arange(tokens.shape[1]))
-        for number, layer in enumerate(self.layers):
-            scale = x.mean() if self.reads else torch.tensor(number + 1.0)
+        for layer in self.layers:
+            scale = x.mean() if self.reads else torch.tensor(layer.factor)
             x, _ = layer(x, scale=scale)
         return 3.0 * (self.head(self.norm(x)) / 3.0).tanh()
 

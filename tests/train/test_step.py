@@ -32,6 +32,7 @@ from compose.ops.batch import IGNORE, empty
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import DataParallel, check_gradients
 from compose.parallel.mesh import AXES, batch_share
+from compose.train.step import local_batch
 from models.layers.attention import AttentionCore
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama
@@ -526,3 +527,20 @@ def _norms_beside_padding() -> list[float]:
 def test_a_routers_losses_are_means_over_tokens_without_padding(pool: Pool) -> None:
     (plain, padded), _ = pool.run(_norms_beside_padding, 2)
     assert padded == pytest.approx(plain, rel=1e-5)
+
+
+class _Placed(nn.Module):
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return tokens + positions
+
+
+def _counted() -> list[list[int]]:
+    """The positions of sequences whose targets are fewer, and come first in the batch."""
+    composition = Composition(_Placed(), make_mesh(Parallel()), pipeline=mock.Mock())
+    return local_batch(composition, {"targets": torch.ones(2, 3), "tokens": torch.ones(2, 5)})[
+        "positions"
+    ].tolist()
+
+
+def test_positions_are_not_those_of_targets(pool: Pool) -> None:
+    assert pool.run(_counted, 1) == [[[0, 1, 2, 3, 4]] * 2]
