@@ -33,8 +33,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
         x = self.rows(tokens) * 2.0 + self.places(torch.arange(tokens.shape[1]))
+        mean = x.mean()
         for number, layer in enumerate(self.layers):
-            scale = x.mean() if self.reads else torch.tensor(number + 1.0)
+            scale = mean if self.reads else torch.tensor(number + 1.0)
             x, _ = layer(x, scale=scale)
         return 3.0 * (self.head(self.norm(x)) / 3.0).tanh()
 
