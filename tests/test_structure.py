@@ -337,8 +337,8 @@ def test_every_option_is_a_field_of_the_config() -> None:
 OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize"
-        " pipeline.stand_ins.try_first_stage pipeline.stand_ins._not_by_number pipeline.stage.plain_stream"
-        " memory.segments._run parallel.gradient_sum._ready"
+        " pipeline.stand_ins.try_first_stage pipeline.stand_ins._not_by_number"
+        " pipeline.stage.plain_stream memory.segments._run parallel.gradient_sum._ready"
         " parallel.tensor_parallel._replicated_input"
     ),
     "the plan's styles": (
