@@ -12,7 +12,7 @@ gradients are reduced:
 Over dp_replicate the (sharded) gradients are all-reduced once a step in every stage.
 
 If there is nothing to shard and nothing to cast, FSDP would only copy. Then gradient_sum.py does the
-all-reduce. It does so for parameters without dims in any case.
+all-reduce. It does so for parameters without dims or elements in any case.
 """
 
 import math
@@ -39,7 +39,7 @@ from torch.profiler import record_function
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import finish_fsdp_backward, fsdp_parameters
-from compose.parallel.gradient_sum import GradientSum
+from compose.parallel.gradient_sum import GradientSum, has_shards
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
 
@@ -248,8 +248,7 @@ def apply_data_parallel(
         data.sums = GradientSum(model, units, groups, reduce)
         model.register_forward_pre_hook(partial(_cast_inputs, how.param_dtype), with_kwargs=True)
         return data
-    # FSDP cannot shard a parameter without dims, which stays whole.
-    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    scalars = {parameter for parameter in model.parameters() if not has_shards(parameter)}
     if scalars:
         over = [mesh.get_group(axis) for axis in _DATA_AXES if axis_size(mesh, axis) > 1]
         data.sums = GradientSum(model, (), over, scalars=True)

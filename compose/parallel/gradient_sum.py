@@ -25,6 +25,11 @@ Reduce = Callable[..., Callable[[Tensor], None]]
 """Returns what sums a flat tensor of gradients, for a model, parameters by name and a group."""
 
 
+def has_shards(parameter: Tensor) -> bool:
+    """Return whether FSDP can cut a parameter: one without dims, or without elements, stays whole."""
+    return bool(parameter.ndim and parameter.numel())
+
+
 class GradientSum:
     """The sum of one model's gradients over ranks, at the end of each step's backward.
 
@@ -45,8 +50,8 @@ class GradientSum:
         ``units`` are the names of each unit's modules, in order of use. What is in no unit makes the
         last. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum goes
         over one after the other. If a gradient is None on one rank, it must be None on all. ``reduce``
-        makes another sum over the first group. With ``scalars`` only parameters without dims are
-        summed, since FSDP shards all others.
+        makes another sum over the first group. With ``scalars`` only parameters that have
+        no shards are summed, since FSDP shards all others.
         """
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.
@@ -99,7 +104,7 @@ class GradientSum:
         units = []
         for modules in self.modules:
             result = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
-            units.append([p for p in result if p not in seen and not (self.scalars and p.ndim)])
+            units.append([p for p in result if p not in seen and not (self.scalars and has_shards(p))])
             seen |= set(result)
         units = [unit for unit in units if unit]
         if [list(map(id, unit)) for unit in units] == [list(map(id, unit)) for unit in self.units]:
