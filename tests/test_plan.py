@@ -95,6 +95,8 @@ def test_parameters_that_a_copy_changes() -> None:
     second.weight.register_hook(lambda gradient: 2 * gradient)
     third.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     third.bias.data = first.bias.data
+    first.register_buffer("mean", first.weight.detach()[0])
+    second.kept = {"bias": second.bias.data}  # type: ignore[assignment]
     hook = "has a hook, which its parts would not have; change the gradient after forward_backward, or"
     hook += " by a torch.autograd.Function in forward"
     assert problems(Plan(), nn.Sequential(*parts)) == [
@@ -102,6 +104,10 @@ def test_parameters_that_a_copy_changes() -> None:
         f"parameter 2.weight {hook}",
         "parameters 0.bias and 2.bias are two in one memory, which a copy separates; make them one"
         " parameter",
+        *(
+            f"parameter {name} are in one memory, which a copy separates; compute that in forward"
+            for name in ("0.weight and 0.mean", "1.bias and 1.kept")
+        ),
     ]
 
 

@@ -339,7 +339,7 @@ OTHER_INPUT = {
         "apply._check_types weights.materialize"
         " pipeline.stand_ins.try_first_stage pipeline.stand_ins._not_by_number"
         " pipeline.stage.plain_stream memory.segments._run parallel.gradient_sum._ready"
-        " parallel.tensor_parallel._replicated_input"
+        " parallel.tensor_parallel._replicated_input memory.activation_checkpointing.__torch_dispatch__"
     ),
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"

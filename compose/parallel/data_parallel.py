@@ -124,9 +124,18 @@ class DataParallel:
         """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
         self.sums_each = False
         """Whether the gradients of every micro-batch are sums over all ranks."""
+        self.replaced: list[tuple[str, Any]] = []
+        """Names of parameters, and weak references to what they were before the model was cut."""
         self.lacking: list[str] = []
         """Parameters without a gradient in the step's first micro-batch, if it has sums of its own."""
+        self.order, self.former_order = list[int](), list[int]()
+        """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.first_has_sums = True, False, False
+
+    def note(self, unit: int, *unused: Any) -> None:
+        """Note that a unit's forward begins."""
+        if not torch.compiler.is_compiling():
+            self.order.append(unit)
 
     def gather(self) -> None:
         """Gather all parameters for code outside of forward and backward, and keep gradients.
@@ -205,19 +214,40 @@ def check_gradients(
     """Raise ConfigError if ranks of data parallel have gradients of different parameters in a step.
 
     A message has the gradients that a rank has, without names. So another parameter's would be added.
+    It is also raised where forward used what a parameter was before it was cut.
     """
+    parts = [*parts]
+    for part in parts:
+        # Most were let go. Gradients come to one that a closure, say, still uses.
+        part.replaced = [(name, old) for name, old in part.replaced if old() is not None]
+        for name, old in part.replaced:
+            if getattr(old(), "grad", None) is not None:
+                raise ConfigError(
+                    f"model: forward uses {name} as it was before the model was cut, as a closure holds"
+                    " it, and so it is not trained; look it up in its module"
+                )
     if (ranks := math.prod(axis_size(mesh, axis) for axis in _DATA_AXES)) == 1:
         return
     lacking = [name for part in parts for name in part.lacking] + _lacking(model)
-    own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
+    changed = False
+    for part in parts:
+        # In stage 1 ranks may run unequal numbers of micro-batches, and send in the first and the last.
+        units, order = len({*part.order}), part.order
+        order = order if part.zero >= 2 else order[:units] + order[-units:]
+        changed |= order != part.former_order
+        part.order, part.former_order = [], order
+    both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
+    own = torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device)
     total = sum_over(own, mesh, _DATA_AXES)
-    # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
-    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
+    # The host waits for a GPU only if a gradient is lacking, or the order is new. A simulation has no
+    # number to read.
+    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and (bool(lacking) or changed)))
     if reads and float(total) != float(own) * ranks:
         raise ConfigError(
             f"model: {lacking[0] if lacking else 'some parameter'} has a gradient on some ranks of data"
-            " parallel and not on others, so that their sums are wrong; let each forward use every"
-            " parameter, as by adding 0.0 * parameter.sum() to its output"
+            " parallel and not on others, or they run units of plan.shard in another order, so that"
+            " their sums are wrong; let each forward use every parameter, as by adding 0.0 *"
+            " parameter.sum() to its output, and in one order"
         )
 
 
@@ -320,6 +350,7 @@ def apply_data_parallel(
         # The last unit's backward follows its forward at once.
         keep = is_last_stage and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
+        modules[0].register_forward_pre_hook(partial(data.note, i))
         if messages:
             messages.attach(modules[0], shards, copies, stacked)
         if not keep:

@@ -1,7 +1,7 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -83,7 +83,9 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
-    with scales, loss_parallel(), hpz, sent, losses as loss:
+    for part in composition.data:
+        part.order = []
+    with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly():
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
@@ -92,6 +94,33 @@ def forward_backward(
     check_gradients(model, composition.data, mesh, total.device)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
+
+
+_SAID = {
+    "got mixed torch.Tensor and DTensor": "forward uses a weight outside of its module, where a rank"
+    " has a part of it; let its module do that, or a unit of plan.shard that holds it",
+    "storage of size 0": "backward needs a weight that FSDP has freed; let units of plan.shard return"
+    " tensors in lists, dicts or dataclasses, and have no gradients computed in forward",
+    "RegisterPostBackwardFunction is a view": "a unit of plan.shard works in place on its input; let"
+    " it make a new tensor",
+    "a leaf Variable that requires grad": "a stage works in place on its input; let it make a new"
+    " tensor",
+    "When use_reentrant=True": "a checkpoint with use_reentrant=True has no backward in two parts; use"
+    " use_reentrant=False",
+}
+"""Parts of what PyTorch says of a model that does what a cut one may not, and what is meant."""
+
+
+@contextmanager
+def _said_plainly() -> Iterator[None]:
+    """Turn what PyTorch says of such a model into a ConfigError."""
+    try:
+        yield
+    except RuntimeError as error:
+        meant = [line for part, line in _SAID.items() if part in str(error)]
+        if not meant:
+            raise
+        raise ConfigError(f"model: {meant[0]}") from error
 
 
 def begun(
