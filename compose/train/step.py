@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -85,7 +86,7 @@ def forward_backward(
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
     for part in composition.data:
         part.order = []
-    with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly():
+    with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
@@ -112,13 +113,13 @@ _SAID = {
 
 
 @contextmanager
-def _said_plainly() -> Iterator[None]:
-    """Turn what PyTorch says of such a model into a ConfigError."""
+def _said_plainly(mesh: DeviceMesh) -> Iterator[None]:
+    """Turn what PyTorch says of such a model into a ConfigError; with tp it may be said of styles."""
     try:
         yield
     except RuntimeError as error:
         meant = [line for part, line in _SAID.items() if part in str(error)]
-        if not meant:
+        if not meant or axis_size(mesh, "tp") > 1:
             raise
         raise ConfigError(f"model: {meant[0]}") from error
 
