@@ -99,13 +99,16 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
     def forward(stream: Any, **inputs: Any) -> Any:
         nonlocal known
         held, kept = list(module.get_submodule(layers).children()), list[Any]()
+        given = [stream]  # for the first call alone: a forward may call a layer twice
         for part in rows:
             part.dtype = stream.dtype
 
         def take(layer: nn.Module, args: Any, named: Any) -> Any:
+            if not given:
+                return args, named
             if args:
-                return (stream, *args[1:]), named
-            return args, {**named, next(iter(inspect.signature(layer.forward).parameters)): stream}
+                return (given.pop(), *args[1:]), named
+            return args, {**named, next(iter(inspect.signature(layer.forward).parameters)): given.pop()}
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             outputs_of_layers(module, len(output) if isinstance(output, tuple) else 0)
@@ -123,7 +126,7 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
             output = whole(module, **inputs)
         if not hands_on:
             return output
-        return kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
+        return kept[-1] if isinstance(kept[-1], Tensor) else kept[-1][0]
 
     told: Any = forward
     told.__signature__, told.outputs = inspect.signature(module.forward), 0
@@ -238,6 +241,16 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
         instead += " (with SequenceParallel the stream is L / tp long)"
     cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
     outputs_of_layers(shell, outputs_of_layers(stage))
+    made, given, other = list[Call](), first, stream + 1
+    line = f"plan.pipeline: {{}}: {instead}; {cure}"
+    with refused_if(line), _not_by_number(shell, cut.layers):
+        alone, _ = run(shell, other.clone(), {})
+    if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
+        raise ConfigError(
+            f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
+            f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
+            f" same; do that in a module of first or last, {_CURE}"
+        )
     whole = {key: stand for part in stands for key, stand in part.items()}
     # No rank knows what layers of other stages return, nor the first one, if it has none.
     results = [call.output for call in seen if call.name not in cut.last][:1]
@@ -251,22 +264,16 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
         try:
             end, wanted = run(stage, first, whole)
             break
-        except Exception:  # their layers return several kinds of results
-            continue
+        except Exception as error:  # their layers return several kinds of results
+            if cut.whole_forward:  # and so would fail in other stages too
+                with refused_if(line):
+                    raise error
     else:
         return stream
-    made, given, other = list[Call](), first, stream + 1
-    with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, cut.layers):
-        alone, _ = run(shell, other.clone(), {})
+    with refused_if(line), _not_by_number(shell, cut.layers):
         for number, own in enumerate(stands, start=1):
             given, more = run(shell if number > 1 else stage, given, own)
             made += [call for call in more if number == len(stands) or call.name not in cut.last]
-    if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
-        raise ConfigError(
-            f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
-            f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
-            f" same; do that in a module of first or last, {_CURE}"
-        )
     wanted.append(Call("the output", {"args": end}, None))
     made.append(Call("the output", {"args": given}, None))
     if [call.name for call in wanted] != [call.name for call in made]:
