@@ -92,8 +92,7 @@ def test_what_layers_get_may_not_depend_on_the_embedding(pool: Pool) -> None:
 
 
 def test_a_forward_that_reads_weights_of_layers_is_refused(pool: Pool) -> None:
-    assert set(pool.run(_reads, 2, "layers")) == {
-        "plan.pipeline: AttributeError: 'Skipped' object has no attribute 'linear' (in forward of Model): a"
-        " later stage calls Model with the stream (1, 5, 6) in place of tokens; take lengths, positions and"
-        " masks from other inputs of the model, or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
-    }
+    (said,) = set(pool.run(_reads, 2, "layers"))
+    assert said.startswith(
+        "plan.pipeline: AttributeError: 'Skipped' object has no attribute 'linear' (in forward of Model):"
+    )
