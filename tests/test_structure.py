@@ -348,6 +348,7 @@ OTHER_INPUT = {
         " parallel.local_parallel._become parallel.local_parallel.sent"
         " parallel.output_projection.step_loss parallel.vocabulary_parallel._apply"
     ),
+    "a loss of a caller's": "parallel.output_projection.__call__",
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
     "the batch": (
         "pipeline.pipeline_parallel._first pipeline.pipeline_parallel.check_whole parallel.mesh.rows_of"

@@ -29,6 +29,7 @@ from compose.ops.batch import IGNORE
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import DataParallel, check_gradients
 from compose.parallel.mesh import AXES, batch_share
+from compose.parallel.output_projection import StepLoss
 from models.layers.attention import AttentionCore
 from models.llama import Config as ShapeOfLlama
 from models.llama import Model as Llama
@@ -223,6 +224,17 @@ def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Para
     # So has the first micro-batch, if its sums are asked for.
     refused = [line.format(1), line.format(0)]
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1, True) == refused
+
+
+@pytest.mark.parametrize(
+    ("value", "form"), [((torch.ones(()), {}), "a tuple"), (torch.ones(2), "a tensor (2,)")]
+)
+def test_a_loss_that_is_no_number_is_refused(value: Any, form: str) -> None:
+    loss = StepLoss(lambda output, targets: value, torch.ones(()), None)
+    assert refusal(loss, torch.ones(2), torch.ones(2)) == (
+        f"loss_function: it returned {form}; return one number, the sum over targets, and keep others"
+        " elsewhere"
+    )
 
 
 class _Ordered(nn.Module):
