@@ -115,7 +115,7 @@ class StepLoss:
         """Return the loss of a micro-batch."""
         if self.output is None:
             value = self.function(output, targets)
-            if not isinstance(value, Tensor) or value.ndim:
+            if not isinstance(value, Tensor) or value.numel() != 1:
                 is_tensor = isinstance(value, Tensor)
                 form = f"a tensor {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
                 raise ConfigError(
