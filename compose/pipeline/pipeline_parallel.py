@@ -11,8 +11,10 @@ For each micro-batch and cut, one activation goes forward and its gradient backw
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -54,10 +56,19 @@ def apply_pipeline_parallel(
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties, trial = split(model, pipeline, layers, mine)
     model.forward = _not_whole
+    model.train = partial(_train, weakref.ref(model), [stage.module for stage in stages])
     kind = PipelineRunner
     if schedule.name in ASYNCHRONOUS:
         from compose.pipeline.pipedream import AsynchronousRunner as kind
     return kind(stages, ties, ranks, schedule, mesh, trial)
+
+
+def _train(model: Callable[[], nn.Module], stages: Sequence[nn.Module], mode: bool = True) -> nn.Module:
+    """Set the mode of a model and of its stages, which have the modules around the layers twice."""
+    whole = model()
+    for module in (whole, *stages):
+        type(module).train(module, mode)
+    return whole
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:

@@ -360,6 +360,24 @@ def test_a_detached_stream_loses_no_gradient_behind_it(pool: Pool, schedule: str
     assert max(pool.run(_cut, 2, schedule)) < 1e-6
 
 
+def _modes() -> list[set[bool]]:
+    plan, options = Plan(pipeline=Pipeline(["into"], "layers", ["head"])), Options(Parallel(pp=2))
+    model = Shared().eval()
+    composition = apply(model, plan, make_mesh(Parallel(pp=2)), options)
+    assert composition.pipeline is not None
+    parts = (model, *(stage.module for stage in composition.pipeline.stages))
+    seen = []
+    for change in (model.train, model.eval):
+        assert change() is model
+        seen.append({module.training for part in parts for module in part.modules()})
+    return seen
+
+
+def test_stages_are_in_the_mode_of_the_model(pool: Pool) -> None:
+    """A stage stayed in evaluation, as a model of transformers is when it was read."""
+    assert pool.run(_modes, 2) == [[{True}, {False}]] * 2
+
+
 def _refusals() -> list[str]:
     config, degrees = _small(), Parallel(pp=2)
     mesh = make_mesh(degrees)
