@@ -64,7 +64,6 @@ def _proof(layers: tuple[int, ...], schedule: str = "1F1B", reads: str = "") -> 
     [
         ((2, 1), "1F1B", ""),
         ((3, 0), "1F1B", "twice"),
-        pytest.param((0, 3), "1F1B", "twice", marks=pytest.mark.slow),
         pytest.param((3, 0), "GPipe", "", marks=pytest.mark.slow),
         pytest.param((1, 1, 1, 0), "ZBVZeroBubble", "", marks=pytest.mark.slow),
     ],
