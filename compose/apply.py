@@ -1,5 +1,6 @@
 """Applies a Plan to a model and a mesh: the one place where this happens, in a fixed order."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -74,6 +75,7 @@ def apply(
             # A frozen weight needs no master: each use would round it to the same value.
             kept = precision.master_dtype if parameter.requires_grad else precision.param_dtype
             parameter.data = parameter.data.to(kept)
+    before = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p.grad is None]
     # Choose from the whole model, so that every rank makes the same choice.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
     # Read the whole plan: a stage without attention or norms cuts sequences like the others.
@@ -149,6 +151,8 @@ def apply(
             data[number] = apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last)
     if runner:
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
+    here_now = set(model.parameters())
+    data[0].replaced = [(name, old) for name, old in before if old() not in here_now]
     output = None
     if resolved.output:
         here = runner is None or any(runner.is_last(stage) for stage in stages)

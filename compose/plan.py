@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
 )
+from torch.utils._pytree import tree_leaves
 
 from compose.errors import ConfigError, did_you_mean
 from compose.ops.tensors import tied_names
@@ -240,6 +241,20 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
+    named = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
+    memory = {p.untyped_storage()._cdata: name for name, p in named}
+    for path, module in model.named_modules():
+        held = {**vars(module), "_parameters": None, "_buffers": None, **module._buffers}
+        # Recurrent networks bring their lists up to date, and hooks what they compute.
+        for key in held if not isinstance(module, nn.RNNBase) and not module._forward_pre_hooks else ():
+            tensors = [x for x in tree_leaves(held[key]) if type(x) is Tensor]
+            names = [memory.get(x.untyped_storage()._cdata) for x in tensors]
+            problems += [
+                f"parameter {name} and {f'{path}.{key}'.lstrip('.')} are in one memory, which a copy"
+                " separates; compute that in forward"
+                for name in names
+                if name
+            ][:1]
     return problems
 
 

@@ -7,14 +7,15 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from compose import Options, Parallel, Plan, apply
 from compose.build import build
 from compose.data.samples import random_batch
 from compose.proof.comparison import whole
 from compose.train.step import forward_backward
-from tests.support.helpers import make_job, share_of
+from tests.support.helpers import make_job, refusal, share_of
 from tests.support.pool import Pool, make_mesh
 
 
@@ -49,6 +50,35 @@ def _of_the_first_rank(zero: Literal[0, 3]) -> bool:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_weights_are_those_of_the_first_rank(pool: Pool, zero: int) -> None:
     assert pool.run(_of_the_first_rank, 2, zero) == [True, True]
+
+
+class Closed(nn.Module):
+    """Forward has a weight in a function too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        weight = self.linear.weight
+        self.function = lambda x: F.linear(x, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.function(x)
+
+
+def _held_by_a_closure() -> str:
+    parallel = Parallel(dp_shard=2, zero=1)
+    composition = apply(Closed(), Plan(), make_mesh(parallel), Options(parallel))
+    batch = {"x": torch.ones(1, 4), "targets": torch.ones(1, 4)}
+    return refusal(forward_backward, composition, batch, loss_function=nn.MSELoss(reduction="sum"))
+
+
+def test_a_weight_that_a_closure_holds_is_refused(pool: Pool) -> None:
+    line = (
+        "model: forward uses linear.weight as it was before the model was cut, as a closure holds it,"
+    )
+    assert pool.run(_held_by_a_closure, 2) == 2 * [
+        f"{line} and so it is not trained; look it up in its module"
+    ]
 
 
 def _is_let_go(keys: dict[str, object]) -> bool:

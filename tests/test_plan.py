@@ -96,6 +96,8 @@ def test_parameters_that_a_copy_changes() -> None:
     second.weight.register_hook(lambda gradient: 2 * gradient)
     third.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     third.bias.data = first.bias.data
+    first.register_buffer("mean", first.weight.detach()[0])
+    second.kept = {"bias": second.bias.data}  # type: ignore[assignment]
     hook = "has a hook, which its parts would not have; change the gradient after forward_backward, or"
     hook += " by a torch.autograd.Function in forward"
     assert problems(Plan(), nn.Sequential(*parts)) == [
@@ -105,6 +107,10 @@ def test_parameters_that_a_copy_changes() -> None:
         " parameter",
         "3 has max_norm, by which forward changes its weight, and ranks would lose such changes; leave"
         " it out, and scale in forward what it returns",
+        *(
+            f"parameter {name} are in one memory, which a copy separates; compute that in forward"
+            for name in ("0.weight and 0.mean", "1.bias and 1.kept")
+        ),
     ]
 
 

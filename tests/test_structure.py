@@ -337,9 +337,10 @@ def test_every_option_is_a_field_of_the_config() -> None:
 OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize"
-        " pipeline.split.try_first_stage pipeline.split._not_by_number pipeline.stage.plain_stream"
-        " memory.segments._run parallel.gradient_sum._ready parallel.gradient_sum._send"
-        " parallel.tensor_parallel._replicated_input"
+        " pipeline.stand_ins.try_first_stage pipeline.stand_ins._not_by_number"
+        " pipeline.stage.plain_stream memory.segments._run parallel.gradient_sum._ready"
+        " parallel.gradient_sum._send parallel.tensor_parallel._replicated_input"
+        " memory.activation_checkpointing.__torch_dispatch__"
     ),
     "the plan's styles": (
         "plan.resolve apply._tensor parallel.tensor_parallel.apply_tensor_parallel"
@@ -348,10 +349,11 @@ OTHER_INPUT = {
         " parallel.local_parallel._become parallel.local_parallel.sent"
         " parallel.output_projection.step_loss parallel.vocabulary_parallel._apply"
     ),
+    "a loss of a caller's": "parallel.output_projection.__call__",
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
     "the batch": (
         "pipeline.pipeline_parallel._first pipeline.pipeline_parallel.check_whole parallel.mesh.rows_of"
-        " parallel.data_parallel.check_gradients"
+        " parallel.gradient_sum.check_gradients"
     ),
     "a schedule's file": "pipeline.schedules.refuse",
     "a rank's file of a checkpoint": "pipeline.pipedream.restore",

@@ -22,7 +22,7 @@ from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
 from compose.parallel.data_parallel import cuts_stacks
-from compose.parallel.gradient_sum import USE_ALL
+from compose.parallel.gradient_sum import USE_ALL, has_shards
 from compose.parallel.hpz import OwnMemory
 from compose.train.hooks import Hook
 from compose.train.readings import Reading
@@ -207,8 +207,8 @@ class StageMessages:
             results: dict[str, nn.Parameter] = {}
             for name in unit:
                 for leaf, parameter in _in_order(model.get_submodule(name)):
-                    # A tied one counts once, and one without dims is not sent by FSDP.
-                    if parameter not in seen and parameter.ndim:
+                    # A tied one counts once, and one without shards is not sent by FSDP.
+                    if parameter not in seen and has_shards(parameter):
                         seen.add(parameter)
                         results[f"{name}.{leaf}" if name else leaf] = parameter
             self.unsent[model.get_submodule(unit[0])] = Unit.of(model, results)

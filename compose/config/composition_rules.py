@@ -19,6 +19,7 @@ from compose.ops.dropout import dropouts
 from compose.ops.tensors import tied_names
 from compose.ops.torch_versions import splits_functions
 from compose.parallel.expert_parallel import routers
+from compose.parallel.gradient_sum import has_shards
 from compose.pipeline.schedules import ASYNCHRONOUS
 
 if TYPE_CHECKING:  # a job holds a setup
@@ -279,17 +280,23 @@ def _float8_split(setup: Setup) -> Iterator[str]:
 
 
 @STEP.add(
-    "with parallel.offload, zero is 3, and every parameter has dims",
-    "other stages hold whole parameters on the device, and a parameter without dims has no shards",
+    "with parallel.offload, zero is 3, and every parameter has dims and elements",
+    "other stages hold whole parameters on the device, and a parameter without these has no shards",
 )
 def _offload(setup: Setup) -> Iterator[str]:
     zero, offload = setup.degrees.zero, setup.degrees.offload
     if offload == "none":
         return
-    for name in [name for name, p in setup.model.named_parameters() if p.ndim == 0][:1]:
+    whole = {name: p for name, p in setup.model.named_parameters() if not has_shards(p)}
+    for name, parameter in [*whole.items()][:1]:
+        lacks = (
+            "elements: leave it out"
+            if parameter.ndim
+            else "dims to be cut along; give it the shape (1,)"
+        )
         yield (
-            f'parallel.offload: "{offload}" moves shards, and parameter {name} has no dims to be cut'
-            ' along; give it the shape (1,), or use parallel.offload = "none"'
+            f'parallel.offload: "{offload}" moves shards, and parameter {name} has no {lacks}, or use'
+            ' parallel.offload = "none"'
         )
     if zero != 3:
         yield (

@@ -157,6 +157,24 @@ def _ulysses(setup: Setup) -> None:
 
 
 @MESH.add(
+    "with cp, modules of PyTorch that mix tokens (RNNs, nn.MultiheadAttention, nn.Conv1d) have a style"
+    " of plan.context",
+    "a rank has a part of each sequence, and they would take it for the whole",
+)
+def _mixing(setup: Setup) -> Iterator[str]:
+    placed = {*dict(setup.resolved.context)}
+    for name, module in setup.model.named_modules() if setup.degrees.cp > 1 else ():
+        wide = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+        mixes = wide or isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
+        if mixes and name not in placed and not inside(name, placed):
+            yield (
+                f"plan.context: {name} is {type(module).__name__}, which mixes tokens, and a rank of cp"
+                " has a part of them; give it a style that exchanges them, or use parallel.cp = 1"
+            )
+            return
+
+
+@MESH.add(
     "zero3_reshard, where it is not 0, goes with zero 3 and divides dp_shard x cp; it is not 1",
     "the ranks that share parameters are cut into equal groups; other stages free nothing between"
     " forward and backward, and nor would groups of one",

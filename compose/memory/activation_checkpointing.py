@@ -316,6 +316,10 @@ def _policy(
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# Their results share memory with what they are given, and no counter of changes.
+_PARTS = {torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default}
+
+
 class _Only(TorchDispatchMode):
     """Shows ``mode`` the operators that are kept, and no other.
 
@@ -330,6 +334,16 @@ class _Only(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _PARTS:  # what works in place on such parts, as a GRU, would change what is kept
+            args = (args[0].clone(), *args[1:])
         if func not in self.kept:
             return func(*args, **(kwargs or {}))
-        return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        try:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            raise ConfigError(
+                f"activation_checkpoint.mode: forward works in place on a result of {func} that is kept"
+                ' for backward; use mode = "full", or have forward make a new tensor'
+            ) from None

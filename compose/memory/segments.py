@@ -142,6 +142,7 @@ class _Segment:
         self.returned, self.again = _Returned(), None
         inputs, outputs, nodes = list[Any](), list[Any](), list[Any]()
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors += self.modules[place].parameters()  # inputs may be within an object
         if place:
             args, kwargs = tree_map(partial(returned.place_of, place - 1, inputs), (args, kwargs))
             if not inputs:

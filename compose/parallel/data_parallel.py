@@ -12,12 +12,10 @@ gradients are reduced:
 Over dp_replicate the (sharded) gradients are all-reduced once a step in every stage.
 
 If there is nothing to shard and nothing to cast, FSDP would only copy. Then gradient_sum.py does the
-all-reduce. It does so for parameters without dims in any case.
+all-reduce. It does so for parameters without dims or elements in any case.
 """
 
-import math
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -36,14 +34,17 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
-from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward, fsdp_parameters
-from compose.parallel.gradient_sum import GradientSum, cast_inputs
+from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward
+from compose.parallel.gradient_sum import (
+    DATA_AXES,
+    GradientSum,
+    cast_inputs,
+    has_shards,
+    without_gradient,
+)
 from compose.parallel.hpz import HpzGather, HpzGroups
-from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
-
-_DATA_AXES = (*BATCH_AXES, "cp")  # over which gradients are summed
+from compose.parallel.mesh import axis_size
 
 
 class UnitMessages(Protocol):
@@ -122,9 +123,18 @@ class DataParallel:
         """Units that are gathered once in a step, with zero 3 too."""
         self.on_first: Callable[[nn.Module], None] | None = None
         """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
+        self.replaced: list[tuple[str, Any]] = []
+        """Names of parameters, and weak references to what they were before the model was cut."""
         self.lacking: list[str] = []
         """Parameters without a gradient where a step's gradients were sent, by "number/name"."""
+        self.order, self.former_order = list[int](), list[int]()
+        """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False
+
+    def note_forward(self, unit: int, *unused: Any) -> None:
+        """Note that a unit's forward begins."""
+        if not torch.compiler.is_compiling():
+            self.order.append(unit)
 
     def gather(self) -> None:
         """Gather all parameters for code outside of forward and backward, and keep gradients.
@@ -185,45 +195,13 @@ class DataParallel:
         if self.sums and self.sums.last:
             self.sums.finish()
         if self.on_first and self.is_first:
-            self.lacking += _lacking(self.model)
+            self.lacking += without_gradient(self.model)
             self.on_first(self.model)
 
-    def note(self, lacking: Sequence[str]) -> None:
+    def note_lacking(self, lacking: Sequence[str]) -> None:
         """Note the parameters of a unit that have no gradient where it sends its gradients."""
         if not self.of_inputs:  # weights' gradients follow
             self.lacking += [f"{self.number}/{name}" for name in lacking]
-
-
-def _lacking(model: nn.Module) -> list[str]:
-    # A unit that stays whole over micro-batches shows no gradients: sums are with the shards.
-    shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in fsdp_parameters(model)}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, p in trained if shards.get(p, p).grad is None]
-
-
-def check_gradients(
-    model: nn.Module, parts: Iterable[DataParallel], mesh: DeviceMesh, device: torch.device
-) -> None:
-    """Raise ConfigError if ranks of data parallel have gradients of different parameters in a step.
-
-    A message has the gradients that a rank has, without names. So another parameter's would be added.
-    """
-    if (ranks := math.prod(axis_size(mesh, axis) for axis in _DATA_AXES)) == 1:
-        return
-    lacking = [name for part in parts for name in part.lacking] + _lacking(model)
-    own = torch.full((), zlib.crc32(" ".join(lacking).encode()), dtype=torch.float64, device=device)
-    total = sum_over(own, mesh, _DATA_AXES)
-    # The host waits for a GPU only if a gradient is lacking. A simulation has no number to read.
-    reads = type(total) is Tensor and (total.is_cpu or (total.is_cuda and bool(lacking)))
-    if reads and float(total) != float(own) * ranks:
-        number = lacking[0].rpartition("/")[0] if lacking else ""
-        where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
-        name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
-        raise ConfigError(
-            f"model: {name} has a gradient on some ranks of data parallel and not on others, so that"
-            " their sums are wrong; let each forward use every parameter, as by adding"
-            " 0.0 * parameter.sum() to its output"
-        )
 
 
 def apply_data_parallel(
@@ -253,10 +231,9 @@ def apply_data_parallel(
         data.sums = GradientSum(model, units, groups, reduce)
         model.register_forward_pre_hook(partial(cast_inputs, how.param_dtype), with_kwargs=True)
         return data
-    # FSDP cannot shard a parameter without dims, which stays whole.
-    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    scalars = {parameter for parameter in model.parameters() if not has_shards(parameter)}
     if scalars:
-        over = [mesh.get_group(axis) for axis in _DATA_AXES if axis_size(mesh, axis) > 1]
+        over = [mesh.get_group(axis) for axis in DATA_AXES if axis_size(mesh, axis) > 1]
         data.sums = GradientSum(model, (), over, scalars=True)
     data_mesh = shards
     messages = data.messages = how.messages
@@ -325,13 +302,14 @@ def apply_data_parallel(
         # The last unit's backward follows its forward at once.
         keep = is_last_stage and i == len(units) - 1
         shard(modules if len(modules) > 1 else modules[0], zero == 3 and not keep)
+        modules[0].register_forward_pre_hook(partial(data.note_forward, i))
         if messages:
             messages.attach(modules[0], shards, copies, stacked)
         if not keep:
             gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
     if data_mesh.size() > 1:
-        before_fsdp_sends(model, data.note)
+        before_fsdp_sends(model, data.note_lacking)
     if messages:
         messages.attach(model, shards, copies, stacked)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in

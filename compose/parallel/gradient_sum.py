@@ -7,9 +7,11 @@ copied once, into the buffer that is sent; afterwards they are parts of it, as w
 of a unit travels while the units before it run backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,14 @@ from torch.profiler import record_function
 
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
+from compose.ops.torch_versions import fsdp_parameters
+from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
+
+if TYPE_CHECKING:
+    from compose.parallel.data_parallel import DataParallel
+
+DATA_AXES = (*BATCH_AXES, "cp")
+"""The axes over which gradients are summed."""
 
 Reduce = Callable[..., Callable[[Tensor], None]]
 """Returns what sums a flat tensor of gradients, for a model, parameters by name and a group."""
@@ -27,6 +37,11 @@ USE_ALL = (
     "let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output, or use"
     ' comm.gradients = "off"'
 )
+
+
+def has_shards(parameter: Tensor) -> bool:
+    """Return whether FSDP can cut a parameter: one without dims, or without elements, stays whole."""
+    return bool(parameter.ndim and parameter.numel())
 
 
 class GradientSum:
@@ -49,8 +64,8 @@ class GradientSum:
         ``units`` are the names of each unit's modules, in order of use. Parameters of no unit form the
         last one. ``groups`` are the ranks with a copy of the parameters; if they are several, the sum
         goes over one after the other. If a gradient is None on one rank, it must be None on all.
-        ``reduce`` makes another sum over the first group. With ``scalars`` only parameters without dims
-        are summed, since FSDP shards all others.
+        ``reduce`` makes another sum over the first group. With ``scalars`` only parameters that have no
+        shards are summed, since FSDP shards all others.
         """
         modules = [[model.get_submodule(name) for name in unit] for unit in units]
         # Backward runs the units in this order.
@@ -104,7 +119,7 @@ class GradientSum:
         units = []
         for modules in self.modules:
             result = dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)
-            units.append([p for p in result if p not in seen and not (self.scalars and p.ndim)])
+            units.append([p for p in result if p not in seen and not (self.scalars and has_shards(p))])
             seen |= set(result)
         units = [unit for unit in units if unit]
         if [list(map(id, unit)) for unit in units] == [list(map(id, unit)) for unit in self.units]:
@@ -212,3 +227,57 @@ def cast_inputs(
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Return the names of trained parameters that have no gradient."""
+    # A unit that stays whole over micro-batches shows no gradients: sums are with the shards.
+    shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in fsdp_parameters(model)}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, p in trained if shards.get(p, p).grad is None]
+
+
+def check_gradients(
+    model: nn.Module, parts: Iterable["DataParallel"], mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Raise ConfigError if ranks of data parallel have gradients of different parameters in a step.
+
+    A message has the gradients that a rank has, without names. So another parameter's would be added.
+    It is also raised where forward used what a parameter was before it was cut.
+    """
+    parts = [*parts]
+    for part in parts:
+        # Most were let go. Gradients come to one that a closure, say, still uses.
+        part.replaced = [(name, old) for name, old in part.replaced if old() is not None]
+        for name, old in part.replaced:
+            if getattr(old(), "grad", None) is not None:
+                raise ConfigError(
+                    f"model: forward uses {name} as it was before the model was cut, as a closure holds"
+                    " it, and so it is not trained; look it up in its module"
+                )
+    if (ranks := math.prod(axis_size(mesh, axis) for axis in DATA_AXES)) == 1:
+        return
+    lacking = [name for part in parts for name in part.lacking] + without_gradient(model)
+    changed = False
+    for part in parts:
+        # In stage 1 ranks may run unequal numbers of micro-batches, and send in the first and the last.
+        units, order = len({*part.order}), part.order
+        order = order if part.zero >= 2 else order[:units] + order[-units:]
+        changed |= order != part.former_order
+        part.order, part.former_order = [], order
+    both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
+    own = torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device)
+    total = sum_over(own, mesh, DATA_AXES)
+    # The host waits for a GPU only if a gradient is lacking or the order is new. A simulation has no
+    # number to read.
+    waits = total.is_cuda and (bool(lacking) or changed)
+    reads = type(total) is Tensor and (total.is_cpu or waits)
+    if reads and float(total) != float(own) * ranks:
+        number = lacking[0].rpartition("/")[0] if lacking else ""
+        where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
+        name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
+        raise ConfigError(
+            f"model: {name} has a gradient on some ranks of data parallel and not on others, or they"
+            " run units of plan.shard in another order, so that their sums are wrong; let each forward"
+            " use every parameter, as by adding 0.0 * parameter.sum() to its output, and in one order"
+        )

@@ -114,7 +114,15 @@ class StepLoss:
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a micro-batch."""
         if self.output is None:
-            return self.function(output, targets) / self.count
+            value = self.function(output, targets)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                is_tensor = isinstance(value, Tensor)
+                form = f"a tensor {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+                raise ConfigError(
+                    f"loss_function: it returned {form}; return one number, the sum over targets, and"
+                    " keep others elsewhere"
+                )
+            return value / self.count
         output = logits_of(output)
         whole = output.full_tensor() if isinstance(output, DTensor) else output
         return whole.sum() / self.count

@@ -11,8 +11,10 @@ For each micro-batch and cut, one activation goes forward and its gradient backw
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,9 +31,9 @@ from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
 from compose.pipeline.schedules import ASYNCHRONOUS, Schedule, build_table, forwards, placement
-from compose.pipeline.split import Stage, Tied, balanced, split, try_first_stage
+from compose.pipeline.split import Stage, Tied, balanced, split
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
-from compose.pipeline.stand_ins import outputs_of_layers
+from compose.pipeline.stand_ins import Trial, outputs_of_layers, try_first_stage
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -48,12 +50,21 @@ def apply_pipeline_parallel(
     ranks = placement(schedule.name, mesh.size(), schedule.virtual_stages)
     layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
-    stages, ties, shell = split(model, pipeline, layers, mine)
+    stages, ties, trial = split(model, pipeline, layers, mine)
     model.forward = _not_whole
+    model.train = partial(_train, weakref.ref(model), [stage.module for stage in stages])
     kind = PipelineRunner
     if schedule.name in ASYNCHRONOUS:
         from compose.pipeline.pipedream import AsynchronousRunner as kind
-    return kind(stages, ties, ranks, schedule, mesh, (shell, pipeline))
+    return kind(stages, ties, ranks, schedule, mesh, trial)
+
+
+def _train(model: Callable[[], nn.Module], stages: Sequence[nn.Module], mode: bool = True) -> nn.Module:
+    """Set the mode of a model and of its stages, which have the modules around the layers twice."""
+    whole = model()
+    for module in (whole, *stages):
+        type(module).train(module, mode)
+    return whole
 
 
 def _not_whole(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +75,7 @@ class PipelineRunner:
     """Runs this rank's stages, in step with those of the other ranks of the pp axis.
 
     ``placement`` is the pp rank of every stage. ``ties`` are the parameters that stages share, the same
-    list on every rank. ``shell`` is the model without the stages' modules, and the cut.
+    list on every rank. ``trial`` is what tries the cut.
     """
 
     loss: StepLoss
@@ -79,10 +90,10 @@ class PipelineRunner:
         placement: Sequence[int],
         schedule: Schedule,
         mesh: DeviceMesh,
-        shell: tuple[nn.Module, "Pipeline"],
+        trial: Trial,
     ) -> None:
         self.stages, self.ties = stages, ties
-        self.shell = shell
+        self.trial = trial
         self.placement, self.schedule = placement, schedule
         self.data: dict[int, DataParallel] = {}
         """The work of data parallel around forward and backward, by the numbers of the stages."""
@@ -167,7 +178,7 @@ class PipelineRunner:
                 f"batch: has no {name}, the first argument of the model's forward; give it under that"
                 " name"
             )
-        return inputs[name] if self.shell[1].whole_forward else inputs.pop(name)
+        return inputs[name] if self.trial.cut.whole_forward else inputs.pop(name)
 
     @torch.no_grad()
     def forward(
@@ -273,7 +284,7 @@ class PipelineRunner:
         def tried() -> tuple[torch.Size, torch.dtype, Any]:
             module = self.stages[0].module
             with torch.no_grad():
-                output = plain_stream(try_first_stage(module, *self.shell, first, inputs))
+                output = try_first_stage(module, self.trial, first, inputs)
             return output.shape, output.dtype, outputs_of_layers(module)
 
         shape, dtype, outputs = on_first_rank(tried, group=self.group, first=self.placement[0])

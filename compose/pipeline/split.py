@@ -1,27 +1,24 @@
-"""The cut of a pipeline: the layers of each stage, what a rank keeps, and whether a model can be cut.
+"""The cut of a pipeline: the layers of each stage, and what a rank keeps.
 
-A stage is the model's own forward with the identity in place of what other stages hold. So forward
-without all these modules, the shell, has to return the stream that it gets as its first argument, and
-to call layers as the first stage does. Otherwise a later stage fails, or is wrong without an error.
+A stage is the model's own forward with the identity in place of what other stages hold; whether that
+computes what the model does is tried before the first step (stand_ins.py).
 """
 
 import copy
-import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compose.errors import ConfigError, refused_if
+from compose.errors import ConfigError
 from compose.ops.batch import Sample, on_meta
-from compose.ops.tensors import held_tensors, local_tensor, tied_names
+from compose.ops.tensors import held_tensors, tied_names
 from compose.parallel.name_patterns import parent
 from compose.pipeline import stand_ins
 
@@ -196,7 +193,7 @@ def fewest_at_most(
 
 def split(
     model: nn.Module, pipeline: "Pipeline", layers: Sequence[int], mine: Sequence[int]
-) -> tuple[list[Stage], list[Tied], nn.Module]:
+) -> tuple[list[Stage], list[Tied], stand_ins.Trial]:
     """Remove from ``model``, in place, all that is not part of this rank's stages.
 
     The identity, which returns its first input, replaces what a stage lacks between its ends. So the
@@ -204,6 +201,9 @@ def split(
     """
     stage_of, last = stages_of(model, pipeline, layers), len(layers) - 1
     ties = _untie(model, stage_of)
+    container = model.get_submodule(pipeline.layers)
+    told = iter([(key, stand_ins.Told(layer)) for key, layer in container.named_children()])
+    stands = [dict(islice(told, count)) for count in layers]
     _remove(model, {name for name, stage in stage_of.items() if stage not in mine}, pipeline)
 
     def without(absent: Set[str], later: bool, hands_on: bool) -> nn.Module:
@@ -217,7 +217,7 @@ def split(
     for stage in mine:
         absent = frozenset(name for name, other in stage_of.items() if other != stage)
         stages.append(Stage(stage, without(absent, stage > 0, stage < last), absent))
-    return stages, ties, without(stage_of.keys(), True, True)
+    return stages, ties, stand_ins.Trial(without(stage_of.keys(), True, True), pipeline, stands)
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
@@ -288,106 +288,3 @@ def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
         if any(f"{other}.".startswith(full) for other in changing):
             twin._modules[name] = _twin(child, full, changing)
     return twin
-
-
-_CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
-
-
-@torch.no_grad()
-def try_first_stage(
-    stage: nn.Module, shell: nn.Module, cut: "Pipeline", first: Tensor, inputs: Mapping[str, Any]
-) -> Any:
-    """Return what the first stage returns, once forward was seen to leave the stream alone."""
-    layers, whole = cut.layers, cut.whole_forward
-    layer = next(stage.get_submodule(layers).children(), None)
-    line = "plan.pipeline: {}: the first stage fails; does the model run by itself?"
-    with refused_if(line), torch.compiler.set_stance("force_eager"):  # graphs are for training
-        if layer is None or first.is_meta:
-            return stage(first, **inputs)
-        output, ((stream, call, result), *_) = stand_ins.calls(layer, lambda: stage(first, **inputs))
-    if type(stream) is not Tensor:
-        return output
-    from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
-
-    name, argument = type(shell).__name__, next(iter(signature(shell.forward).parameters))
-    instead = f"a later stage calls {name} with the stream {_form(stream)} in place of {argument}"
-    if first.ndim == stream.ndim - 1 and first.shape != stream.shape[:-1]:
-        instead += " (with SequenceParallel the stream is L / tp long)"
-    cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
-    container = shell.get_submodule(layers)._modules
-    if not whole:
-        container.clear()
-    stand_ins.outputs_of_layers(shell, stand_ins.outputs_of_layers(stage))
-    taken = signature(shell.forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-        # A stage may take more than its model, as the numbers of samples.
-        inputs = {name: value for name, value in inputs.items() if name in taken}
-    other, held = stream + 1, dict(container)  # another stream shows what forward computes from it
-    stands = dict[str, Any]()
-    for key, part in [*cast(Any, stage.get_submodule(layers)._modules.items())][:2]:
-        stands[key] = stand_ins.Skipped(part)
-        stands[key].forward = wraps(part.forward)(lambda *args, **named: result)
-    *_, second = stands
-
-    def run() -> Any:
-        return shell(other.clone(), **inputs)  # forward may work in place
-
-    with refused_if(f"plan.pipeline: {{}}: {instead}; {cure}"), _not_by_number(shell, layers):
-        alone = plain_stream(run())
-        container.update(stands)
-        _, ((_, later, _), *_) = stand_ins.calls(next(iter(stands.values())), run)
-        _, ((_, behind, _), *_) = stand_ins.calls(stands[second], run)
-        container.clear()
-        container.update({**held, second: stands[second]})
-        _, ((_, begins, _), *_) = stand_ins.calls(stands[second], run)
-    container.clear()
-    container.update(held)
-    if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
-        raise ConfigError(
-            f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
-            f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
-            f" same; do that in a module of first or last, {_CURE}"
-        )
-    for key, early, late in _unlike(call, later):
-        raise ConfigError(
-            f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
-            f" {_form(late)}, not the same, in others: {instead}; {cure}"
-        )
-    for key, early, late in _unlike(begins, behind):
-        raise ConfigError(
-            f"plan.pipeline: the second layer gets {key} = {_form(late)}, and {_form(early)}, not the"
-            " same, if a stage begins with it: a stage hands on the stream alone, and counts its layers"
-            f" anew; have no {key} that depends on the layers before, {_CURE}"
-        )
-    return output
-
-
-@contextmanager
-def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
-    """Refuse a forward that looks up a layer which this stage does not hold."""
-    try:
-        yield
-    except (IndexError, KeyError) as error:
-        callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if shell.get_submodule(layers) in callers:
-            line = f"plan.pipeline: a forward looks up {layers} by number or name, and a stage holds"
-            raise ConfigError(f"{line} only some; iterate over all of them, {_CURE}") from None
-        raise
-
-
-def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the tensors, numbers and texts that differ in two calls of a layer."""
-    kinds = (Tensor, int, float, str, type(None))
-    for key in (key for key in one if key in other):
-        for a, b in zip(tree_leaves(one[key]), tree_leaves(other[key]), strict=False):
-            if isinstance(a, Tensor) and isinstance(b, Tensor):
-                same = local_tensor(a).equal(local_tensor(b))
-            else:  # other objects, as caches, are not compared
-                plain = isinstance(a, kinds) and isinstance(b, kinds)
-                same = not plain or (type(a) is type(b) and a == b)
-            if not same:
-                yield key, a, b
-
-
-def _form(value: Any) -> str:
-    return str(tuple(value.shape) if isinstance(value, Tensor) else value)

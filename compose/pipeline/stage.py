@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -94,10 +96,23 @@ class RuntimeStage(StageOverrides, PipelineStage):
             stage_backward_weight(self.submod.parameters(), groups, retain_graph=again)
             result = (), None
         else:
+            ends = [get_gradient_edge(x) for x in bwd_kwargs["stage_output"] if x.requires_grad]
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             result = grads, _disjoint(groups or [], list(self.submod.parameters()))
+            if ends and not groups:  # a detached stream: no group is behind the stage's input
+                _weights_backward(self.submod, ends, bwd_kwargs["output_grads"])
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
+
+
+@torch.no_grad()
+def _weights_backward(module: nn.Module, ends: Sequence[Any], given: Sequence[Tensor] | None) -> None:
+    """Add to the gradients of weights those from the ends of a stage's graph."""
+    weights = [p for p in module.parameters() if p.requires_grad]
+    new = torch.autograd.grad(ends, weights, given, allow_unused=True) if weights else ()
+    for weight, gradient in zip(weights, new, strict=True):
+        if gradient is not None:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 def _disjoint(groups: Iterable[dict[str, Any]], weights: Sequence[Tensor]) -> list[dict[str, Any]]:

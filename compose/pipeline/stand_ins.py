@@ -1,4 +1,8 @@
-"""Stand-ins for modules that other stages hold, and a stage that runs all of a model's forward.
+"""Stand-ins for modules that other stages hold, and a trial of whether a model can be cut.
+
+A model whose layers are stand-ins has to do the same as its stages one after another: to call layers
+and last modules with the same values, and to return the same. Otherwise a stage would fail, or be wrong
+without an error.
 
 With ``Pipeline.whole_forward`` a stage runs the model's whole forward on the token ids. Layers of other
 stages pass the stream on, and a later stage's embedding gives zeros. The stream that has come from the
@@ -6,14 +10,21 @@ stage before takes the place of what the first layer gets.
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from compose.ops.tensors import arrived
+from compose.errors import ConfigError, refused_if
+from compose.ops.tensors import arrived, local_tensor
+
+if TYPE_CHECKING:
+    from compose.plan import Pipeline
 
 
 class Elsewhere(nn.Identity):
@@ -88,13 +99,16 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
     def forward(stream: Any, **inputs: Any) -> Any:
         nonlocal known
         held, kept = list(module.get_submodule(layers).children()), list[Any]()
+        given = [stream]  # for the first call alone: a forward may call a layer twice
         for part in rows:
             part.dtype = stream.dtype
 
         def take(layer: nn.Module, args: Any, named: Any) -> Any:
+            if not given:
+                return args, named
             if args:
-                return (stream, *args[1:]), named
-            return args, {**named, next(iter(inspect.signature(layer.forward).parameters)): stream}
+                return (given.pop(), *args[1:]), named
+            return args, {**named, next(iter(inspect.signature(layer.forward).parameters)): given.pop()}
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             outputs_of_layers(module, len(output) if isinstance(output, tuple) else 0)
@@ -112,25 +126,205 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
             output = whole(module, **inputs)
         if not hands_on:
             return output
-        return kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
+        return kept[-1] if isinstance(kept[-1], Tensor) else kept[-1][0]
 
     told: Any = forward
     told.__signature__, told.outputs = inspect.signature(module.forward), 0
     return told
 
 
-def calls(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """Return what ``run`` returns; and stream, other arguments and output of each call of ``layer``."""
-    names, seen = list(inspect.signature(layer.forward).parameters), list[list[Any]]()
+class Told(Skipped):
+    """A stand-in for a layer that returns what the trial tells it."""
 
-    def begin(module: nn.Module, args: Any, named: Any) -> None:
+    result: Any = None
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        told: Any = lambda *args, **named: tree_map(_copied, self.result)  # noqa: E731
+        told.__signature__ = inspect.signature(module.forward)
+        self.forward = told
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value  # forward may work in place
+
+
+class Trial(NamedTuple):
+    """The means to try a cut."""
+
+    shell: nn.Module
+    """The model without all that stages share out."""
+    cut: "Pipeline"
+    stands: list[dict[str, Told]]
+    """For each stage a stand-in for each of its layers, by its name in their container."""
+
+
+class Call(NamedTuple):
+    """A call of a module: its inputs by name, with the first one in front, and its output."""
+
+    name: str
+    inputs: dict[str, Any]
+    output: Any
+
+
+def calls(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[Any, list[Call]]:
+    """Return what ``run`` returns, and the calls of ``modules``."""
+    seen = list[Call]()
+
+    def begin(name: str, names: list[str], module: nn.Module, args: Any, named: Any) -> None:
         call = {**dict(zip(names, args, strict=False)), **named}
         stream = call.pop(names[0], None)
         others = {key: "the stream" if value is stream else value for key, value in call.items()}
-        seen.append([arrived(stream), others])
+        seen.append(Call(name, {names[0]: tree_map(_copied, arrived(stream)), **others}, None))
 
-    with (
-        layer.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-        layer.register_forward_hook(lambda *given: seen[-1].append(given[-1])),
-    ):
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        seen[-1] = seen[-1]._replace(output=output)
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            note = partial(begin, name, list(inspect.signature(module.forward).parameters))
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
+            hooks.enter_context(module.register_forward_hook(end))
         return run(), seen
+
+
+_CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
+
+
+@torch.no_grad()
+def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Return the stream that the first stage hands on, once forward was seen to leave it alone."""
+    from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
+
+    shell, cut, stands = trial
+    name, parameters = type(shell).__name__, inspect.signature(shell.forward).parameters
+    devices = [first.device] if first.is_cuda else []
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    # A stage may take more than its model, as the numbers of samples.
+    named = {key: value for key, value in inputs.items() if open_ended or key in parameters}
+    fillers = dict(shell.get_submodule(cut.layers)._modules) if cut.whole_forward else {}
+
+    def run(
+        module: nn.Module, given: Tensor, own: Mapping[str, nn.Module], held: Any = None
+    ) -> tuple[Tensor, list[Call]]:
+        container = module.get_submodule(cut.layers)._modules
+        before = dict(container)
+        buffers = [
+            (part._buffers, key, x) for part in module.modules() for key, x in part._buffers.items()
+        ]
+        values = [_copied(x) for _, _, x in buffers]  # a trial leaves running means as they are
+        container.clear()
+        container.update({**fillers, **own} if held is None else held)
+        watched = {f"{cut.layers}.{key}": part for key, part in own.items()}
+        watched |= {key: module.get_submodule(key) for key in cut.last}
+        try:
+            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+                torch.manual_seed(0)  # graphs are for training, and each run draws the same
+                output, seen = calls(
+                    watched, lambda: module(given, **(inputs if module is stage else named))
+                )
+        finally:
+            container.clear()
+            container.update(before)
+            for (place, key, x), value in zip(buffers, values, strict=True):
+                place[key] = x if x is None else x.copy_(value)
+        return plain_stream(output), seen
+
+    real = dict(stage.get_submodule(cut.layers)._modules)
+    with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
+        stream, seen = run(stage, first, dict([*real.items()][:1]), real)
+    if first.is_meta:
+        return stream
+    argument = next(iter(parameters))
+    instead = f"a later stage calls {name} with the stream {_form(stream)} in place of {argument}"
+    if first.ndim == stream.ndim - 1 and first.shape != stream.shape[:-1]:
+        instead += " (with SequenceParallel the stream is L / tp long)"
+    cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
+    outputs_of_layers(shell, outputs_of_layers(stage))
+    made, given, other = list[Call](), first, stream + 1
+    line = f"plan.pipeline: {{}}: {instead}; {cure}"
+    with refused_if(line), _not_by_number(shell, cut.layers):
+        alone, _ = run(shell, other.clone(), {})
+    if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
+        raise ConfigError(
+            f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
+            f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
+            f" same; do that in a module of first or last, {_CURE}"
+        )
+    whole = {key: stand for part in stands for key, stand in part.items()}
+    # No rank knows what layers of other stages return, nor the first one, if it has none.
+    results = [call.output for call in seen if call.name not in cut.last][:1]
+    for result in results or [stream, (stream, None)]:
+        leaves, form = tree_flatten(result)
+        main = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), 0)
+        for place, stand in enumerate(whole.values(), start=1):
+            # They return different streams, if it is seen where the stream is.
+            moved = leaves[main] + place if isinstance(leaves[main], Tensor) else leaves[main]
+            stand.result = tree_unflatten([*leaves[:main], moved, *leaves[main + 1 :]], form)
+        try:
+            end, wanted = run(stage, first, whole)
+            break
+        except Exception as error:  # their layers return several kinds of results
+            if cut.whole_forward:  # and so would fail in other stages too
+                with refused_if(line):
+                    raise error
+    else:
+        return stream
+    with refused_if(line), _not_by_number(shell, cut.layers):
+        for number, own in enumerate(stands, start=1):
+            given, more = run(shell if number > 1 else stage, given, own)
+            made += [call for call in more if number == len(stands) or call.name not in cut.last]
+    wanted.append(Call("the output", {"args": end}, None))
+    made.append(Call("the output", {"args": given}, None))
+    if [call.name for call in wanted] != [call.name for call in made]:
+        raise ConfigError(
+            f"plan.pipeline: {name} does not call {cut.layers} in their order, and what is last after"
+            f" them; a stage calls its own alone; do so, {_CURE}"
+        )
+    for call, here in zip(wanted, made, strict=True):
+        for key, early, late in _unlike(call.inputs, here.inputs):
+            constant = key in wanted[0].inputs and not [*_unlike({key: early}, wanted[0].inputs)]
+            if constant and key != next(iter(call.inputs)):
+                raise ConfigError(
+                    f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
+                    f" {_form(late)}, not the same, in others: {instead}; {cure}"
+                )
+            key = "input" if key == "args" else key
+            raise ConfigError(
+                f"plan.pipeline: {here.name} gets {key} = {_form(late)} in its stage, and"
+                f" {_form(early)}, not the same, if all layers are there: a stage hands on the stream"
+                f" alone, and counts its layers anew; let {key} depend on nothing but what the layer"
+                f" before returned, {_CURE}"
+            )
+    return stream
+
+
+@contextmanager
+def _not_by_number(shell: nn.Module, layers: str) -> Iterator[None]:
+    """Refuse a forward that looks up a layer which this stage does not hold."""
+    try:
+        yield
+    except (IndexError, KeyError) as error:
+        callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if shell.get_submodule(layers) in callers:
+            line = f"plan.pipeline: a forward looks up {layers} by number or name, and a stage holds"
+            raise ConfigError(f"{line} only some; iterate over all of them, {_CURE}") from None
+        raise
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the tensors, numbers and texts that differ in two calls of a layer."""
+    kinds = (Tensor, int, float, str, type(None))
+    for key in (key for key in one if key in other):
+        for a, b in zip(tree_leaves(one[key]), tree_leaves(other[key]), strict=False):
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                same = local_tensor(a).equal(local_tensor(b))
+            else:  # other objects, as caches, are not compared
+                plain = isinstance(a, kinds) and isinstance(b, kinds)
+                same = not plain or (type(a) is type(b) and a == b)
+            if not same:
+                yield key, a, b
+
+
+def _form(value: Any) -> str:
+    return str(tuple(value.shape) if isinstance(value, Tensor) else value)

@@ -1,13 +1,14 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -19,8 +20,8 @@ from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
-from compose.parallel.data_parallel import check_gradients
 from compose.parallel.expert_parallel import begin_step, finish_step
+from compose.parallel.gradient_sum import check_gradients
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
@@ -86,7 +87,9 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
-    with scales, loss_parallel(), hpz, sent, losses as loss:
+    for part in composition.data:
+        part.order = []
+    with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
@@ -111,6 +114,33 @@ def _check_loss(function: Any) -> None:
             f"loss_function: {type(function).__name__} has parameters that are trained, whose gradients"
             " are not summed over ranks; make them the model's"
         )
+
+
+_SAID = {
+    "got mixed torch.Tensor and DTensor": "forward uses a weight outside of its module, where a rank"
+    " has a part of it; let its module do that, or a unit of plan.shard that holds it",
+    "storage of size 0": "backward needs a weight that FSDP has freed; let units of plan.shard return"
+    " tensors in lists, dicts or dataclasses, and have no gradients computed in forward",
+    "RegisterPostBackwardFunction is a view": "a unit of plan.shard works in place on its input; let"
+    " it make a new tensor",
+    "a leaf Variable that requires grad": "a stage works in place on its input; let it make a new"
+    " tensor",
+    "When use_reentrant=True": "a checkpoint with use_reentrant=True has no backward in two parts; use"
+    " use_reentrant=False",
+}
+"""Parts of what PyTorch says of a model that does what a cut one may not, and what is meant."""
+
+
+@contextmanager
+def _said_plainly(mesh: DeviceMesh) -> Iterator[None]:
+    """Turn what PyTorch says of such a model into a ConfigError; with tp it may be said of styles."""
+    try:
+        yield
+    except RuntimeError as error:
+        meant = [line for part, line in _SAID.items() if part in str(error)]
+        if not meant or axis_size(mesh, "tp") > 1:
+            raise
+        raise ConfigError(f"model: {meant[0]}") from error
 
 
 def begun(

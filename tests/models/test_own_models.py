@@ -28,6 +28,7 @@ from compose import (
 from compose.apply import _check_types
 from compose.config.composition_rules import check_setup
 from compose.config.setup import Setup
+from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.local_parallel import LocalColwise, LocalInput, LocalRowwise
 from compose.parallel.output_projection import CrossEntropy
 from compose.pipeline.schedules import SCHEDULES
@@ -391,6 +392,16 @@ def test_what_fails_in_a_composition_is_one_line(pool: Pool) -> None:
     assert (
         pool.run(_recurrent, 2, True)
         == ["model: no parameter is trained, so that nothing can be proved"] * 2
+    )
+
+
+@pytest.mark.parametrize("mixes", [nn.GRU(4, 4), nn.MultiheadAttention(4, 2), nn.Conv1d(4, 4, 3)])
+def test_modules_that_mix_tokens_need_a_style_with_cp(mixes: nn.Module) -> None:
+    model = nn.ModuleDict({"mixes": mixes, "core": nn.Identity(), "alone": nn.Conv1d(4, 4, 1)})
+    options, plan = Options(Parallel(dp_shard=1, cp=2)), Plan(context={"core": ContextParallel()})
+    assert refusal(check_setup, Setup(model, resolve(plan, model), options, 2, "cpu")) == (
+        f"plan.context: mixes is {type(mixes).__name__}, which mixes tokens, and a rank of cp has a"
+        " part of them; give it a style that exchanges them, or use parallel.cp = 1"
     )
 
 

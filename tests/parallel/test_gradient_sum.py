@@ -24,10 +24,11 @@ class Parts(nn.Module):
         super().__init__()
         self.a, self.frozen, self.b = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
         self.other, self.scale = nn.Linear(2, 2), nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
         self.frozen.requires_grad_(False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.b(self.frozen(self.a(input).tanh())) * self.scale
+        return self.b(self.frozen(self.a(input).tanh())) * self.scale + self.empty.sum()
 
 
 UNITS = [["a", "frozen"], ["b"]]
@@ -105,7 +106,7 @@ def _steps(cp: int, zero: int) -> None:
     ("ranks", "cp", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 0), (4, 2, 0), (4, 2, 3)]
 )
 def test_steps_and_micro_batches_add_up(pool: Pool, ranks: int, cp: int, zero: int) -> None:
-    """With shards, of a parameter without dims."""
+    """With shards, of parameters without dims or elements."""
     pool.run(_steps, ranks, cp, zero)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -306,6 +307,22 @@ class Shared(nn.Module):
         return self.head(x)
 
 
+def _error(model: nn.Module, plan: Plan, mesh: DeviceMesh, options: Options) -> float:
+    plain, loss = copy.deepcopy(model), nn.CrossEntropyLoss(reduction="sum")
+    batch = {"x": torch.randn(4, 5), "targets": torch.arange(4)}
+    (loss(plain(batch["x"]), batch["targets"]) / 4).backward()
+    composition = apply(model, plan, mesh, options)
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    error = 0.0
+    for name, parameter in composition.named_parameters():
+        one, other = (
+            torch.zeros_like(p) if p.grad is None else full(p.grad)
+            for p in (plain.get_parameter(name), parameter)
+        )
+        error = max(error, float((other - one).abs().max()))
+    return error
+
+
 def _shared(schedule: str) -> tuple[Report, float]:
     """The proof, and the greatest error of a gradient against plain PyTorch."""
     torch.manual_seed(0)
@@ -314,17 +331,7 @@ def _shared(schedule: str) -> tuple[Report, float]:
     options, mesh = Options(Parallel(pp=2, pp_schedule=schedule)), make_mesh(Parallel(pp=2))
     loss = nn.CrossEntropyLoss(reduction="sum")
     report = verify(model, plan, mesh, batch, options, Trial(micro_batch=1, loss_function=loss))
-    plain = copy.deepcopy(model)
-    (loss(plain(batch["x"]), batch["targets"]) / 4).backward()
-    composition = apply(model, plan, mesh, options)
-    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
-    error = 0.0
-    for name, parameter in composition.named_parameters():
-        one = plain.get_parameter(name).grad
-        assert parameter.grad is not None
-        assert one is not None
-        error = max(error, float((full(parameter.grad) - one).abs().max()))
-    return report, error
+    return report, _error(model, plan, mesh, options)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
@@ -332,6 +339,46 @@ def test_stages_that_share_a_module_and_weights_used_twice(pool: Pool, schedule:
     results = pool.run(_shared, 2, schedule)
     proved([report for report, _ in results])
     assert max(error for _, error in results) < 1e-6
+
+
+class Cut(Layer):
+    """It gives no gradient to the layers before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+def _cut(schedule: str) -> float:
+    """The greatest error of a gradient against plain PyTorch."""
+    torch.manual_seed(0)
+    model = Shared()
+    model.layers[3] = Cut(nn.LayerNorm(6))
+    plan = Plan(pipeline=Pipeline(["into"], "layers", ["head"]))
+    options, mesh = Options(Parallel(pp=2, pp_schedule=schedule)), make_mesh(Parallel(pp=2))
+    return _error(model, plan, mesh, options)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "DualPipeV"])
+def test_a_detached_stream_loses_no_gradient_behind_it(pool: Pool, schedule: str) -> None:
+    assert max(pool.run(_cut, 2, schedule)) < 1e-6
+
+
+def _modes() -> list[set[bool]]:
+    plan, options = Plan(pipeline=Pipeline(["into"], "layers", ["head"])), Options(Parallel(pp=2))
+    model = Shared().eval()
+    composition = apply(model, plan, make_mesh(Parallel(pp=2)), options)
+    assert composition.pipeline is not None
+    parts = (model, *(stage.module for stage in composition.pipeline.stages))
+    seen = []
+    for change in (model.train, model.eval):
+        assert change() is model
+        seen.append({module.training for part in parts for module in part.modules()})
+    return seen
+
+
+def test_stages_are_in_the_mode_of_the_model(pool: Pool) -> None:
+    """A stage stayed in evaluation, as a model of transformers is when it was read."""
+    assert pool.run(_modes, 2) == [[{True}, {False}]] * 2
 
 
 def _refusals() -> list[str]:

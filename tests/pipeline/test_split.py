@@ -116,6 +116,39 @@ class HandedOn(Model):
         return self.head(x)
 
 
+class FromTheEmbedding(Model):
+    """A skip connection that crosses stages."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = before = self.embedding(shift=0.5, tokens=tokens)
+        for layer in self.layers:
+            x = layer(x)[0] + before
+        return self.head(x)
+
+
+class ScaledAtTheEnd(Model):
+    """A stage has another last layer."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(shift=0.5, tokens=tokens)
+        for number, layer in enumerate(self.layers, start=1):
+            x = layer(x)[0] * (3.0 if number == len(self.layers) else 1.0)
+        return self.head(x)
+
+
+class RegularizedByItsWeights(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + sum(p.square().sum() for p in self.parameters())
+
+
+class RunTwice(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(shift=0.5, tokens=tokens)
+        for layer in [*self.layers, *self.layers]:
+            x, _ = layer(x)
+        return self.head(x)
+
+
 class Numbered(Model):
     """nn.TransformerEncoder looks at its first layer so."""
 
@@ -126,9 +159,14 @@ class Numbered(Model):
 CHANGED = "{} does something to the stream outside the modules of first, layers and last: without them"
 CHANGED += " it takes (1, 4, 6) and returns (1, 4, 6), not the same; do that in a module of first or"
 CHANGED += " last, " + CURE
-SECOND = "the second layer gets scale = {}, and {}, not the same, if a stage begins with it: a stage"
-SECOND += " hands on the stream alone, and counts its layers anew; have no scale that depends on the"
-SECOND += " layers before, " + CURE
+IN_STAGE = (
+    "{0} gets {1} = {2} in its stage, and {3}, not the same, if all layers are there: a stage hands"
+)
+IN_STAGE += (
+    " on the stream alone, and counts its layers anew; let {1} depend on nothing but what the layer"
+)
+IN_STAGE += " before returned, " + CURE
+STREAM = "(1, 4, 6)"
 
 
 PIPELINE = Pipeline(["embedding"], "layers", ["head"])
@@ -147,6 +185,30 @@ def _verified() -> Report:
 
 def test_called_by_keyword(pool: Pool) -> None:
     proved(pool.run(_verified, 2))
+
+
+class Counting(Model):
+    """Its embedding counts its calls, as running means do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.register_buffer("calls", torch.zeros(()))
+        self.embedding.register_forward_pre_hook(self.count)
+
+    @staticmethod
+    def count(module: Any, args: Any) -> None:
+        module.calls += 1
+
+
+def _calls_of_the_embedding() -> float:
+    model, parallel = Counting(), Parallel(pp=2)
+    composition = apply(model, Plan(pipeline=PIPELINE), make_mesh(parallel), Options(parallel))
+    forward_backward(composition, _batch(), micro_batch=1)
+    return float(getattr(model.embedding, "calls", 0.0))
+
+
+def test_a_trial_leaves_buffers_as_they_were(pool: Pool) -> None:
+    assert pool.run(_calls_of_the_embedding, 2) == [2.0, 0.0]
 
 
 def test_a_balanced_model_keeps_a_forward_of_a_layers_own() -> None:
@@ -205,9 +267,18 @@ def _refused(kind: type[Model], tp: int) -> str:
             + LATER.format("Masked", "(1, 4, 6)", ""),
         ),
         (InPlace, 1, CHANGED.format("InPlace")),
-        (FromTheFirst, 1, SECOND.format("(1, 4, 6)", "the stream")),
-        (Counted, 1, SECOND.format("(1,)", "(1,)")),
-        (HandedOn, 1, SECOND.format("(1, 4, 6)", "None")),
+        (FromTheFirst, 1, IN_STAGE.format("layers.2", "scale", "the stream", STREAM)),
+        (Counted, 1, IN_STAGE.format("layers.2", "scale", "(1,)", "(1,)")),
+        (HandedOn, 1, IN_STAGE.format("layers.2", "scale", "None", STREAM)),
+        (FromTheEmbedding, 1, IN_STAGE.format("layers.3", "hidden", STREAM, STREAM)),
+        (ScaledAtTheEnd, 1, IN_STAGE.format("layers.2", "hidden", STREAM, STREAM)),
+        (RegularizedByItsWeights, 1, IN_STAGE.format("layers.2", "hidden", STREAM, STREAM)),
+        (
+            RunTwice,
+            1,
+            "RunTwice does not call layers in their order, and what is last after them; a stage calls"
+            f" its own alone; do so, {CURE}",
+        ),
         (
             Numbered,
             1,

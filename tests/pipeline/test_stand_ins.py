@@ -34,50 +34,65 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
         x = self.rows(tokens) * 2.0 + self.places(torch.arange(tokens.shape[1]))
+        mean = x.mean()
         for layer in self.layers:
-            scale = x.mean() if self.reads else torch.tensor(layer.factor)
+            scale = mean if self.reads == "embedding" else torch.tensor(layer.factor)
             x, _ = layer(x, scale=scale)
+            if self.reads == "layers":
+                x, _ = layer(x, scale=scale + self.layers[0].linear.weight.sum())  # type: ignore
+            if self.reads == "twice":
+                x, _ = layer(x, scale=scale)
         return 3.0 * (self.head(self.norm(x)) / 3.0).tanh()
 
 
 PIPELINE = Pipeline(["rows", "places"], "layers", ["norm", "head"], whole_forward=True)
 
 
-def _proof(layers: tuple[int, ...], schedule: str = "1F1B") -> Report:
+def _proof(layers: tuple[int, ...], schedule: str = "1F1B", reads: str = "") -> Report:
     torch.manual_seed(0)
     tokens = torch.randint(9, (4, 6))
     parallel = Parallel(pp=2, dp_shard=1, pp_layers=layers, pp_schedule=schedule)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     plan = Plan(pipeline=PIPELINE)
-    return verify(Model(), plan, make_mesh(parallel), batch, Options(parallel), Trial(micro_batch=1))
+    return verify(
+        Model(reads), plan, make_mesh(parallel), batch, Options(parallel), Trial(micro_batch=1)
+    )
 
 
 # The last stage may hold no layers, and a rank may hold several stages.
 @pytest.mark.parametrize(
-    ("layers", "schedule"),
+    ("layers", "schedule", "reads"),
     [
-        ((2, 1), "1F1B"),
-        pytest.param((3, 0), "GPipe", marks=pytest.mark.slow),
-        pytest.param((1, 1, 1, 0), "ZBVZeroBubble", marks=pytest.mark.slow),
+        ((2, 1), "1F1B", ""),
+        ((3, 0), "1F1B", "twice"),
+        pytest.param((3, 0), "GPipe", "", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 0), "ZBVZeroBubble", "", marks=pytest.mark.slow),
     ],
 )
-def test_equals_one_process(pool: Pool, layers: tuple[int, ...], schedule: str) -> None:
-    proved(pool.run(_proof, 2, layers, schedule))
+def test_equals_one_process(pool: Pool, layers: tuple[int, ...], schedule: str, reads: str) -> None:
+    proved(pool.run(_proof, 2, layers, schedule, reads))
 
 
-def _reads_the_stream() -> str:
+def _reads(what: str) -> str:
     parallel = Parallel(pp=2, dp_shard=1)
     tokens = torch.ones(2, 5, dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens}
     plan = Plan(pipeline=PIPELINE)
-    return refusal(verify, Model("embedding"), plan, make_mesh(parallel), batch, Options(parallel))
+    return refusal(verify, Model(what), plan, make_mesh(parallel), batch, Options(parallel))
 
 
 def test_what_layers_get_may_not_depend_on_the_embedding(pool: Pool) -> None:
-    said = set(pool.run(_reads_the_stream, 2))
+    said = set(pool.run(_reads, 2, "embedding"))
     assert len(said) == 1
     line = said.pop()
     assert line.startswith(
         "plan.pipeline: layers get scale = () in the first stage, and (), not the same"
     )
     assert line.endswith("or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)")
+
+
+def test_a_forward_that_reads_weights_of_layers_is_refused(pool: Pool) -> None:
+    (said,) = set(pool.run(_reads, 2, "layers"))
+    assert said.startswith(
+        "plan.pipeline: AttributeError: 'Skipped' object has no attribute 'linear' (in forward of Model"
+    )

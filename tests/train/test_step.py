@@ -30,8 +30,10 @@ from compose.build import build
 from compose.data.samples import random_batch
 from compose.ops.batch import IGNORE, empty
 from compose.parallel.context_parallel import ContextParallel
-from compose.parallel.data_parallel import DataParallel, check_gradients
+from compose.parallel.data_parallel import DataParallel
+from compose.parallel.gradient_sum import check_gradients
 from compose.parallel.mesh import AXES, batch_share
+from compose.parallel.output_projection import StepLoss
 from compose.train.step import local_batch
 from models.layers.attention import AttentionCore
 from models.llama import Config as ShapeOfLlama
@@ -191,8 +193,9 @@ class _Chosen(nn.Module):
 
 
 UNLIKE = (
-    "model: {} has a gradient on some ranks of data parallel and not on others, so that their sums are"
-    " wrong; let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
+    "model: {} has a gradient on some ranks of data parallel and not on others, or they run units of"
+    " plan.shard in another order, so that their sums are wrong; let each forward use every parameter,"
+    " as by adding 0.0 * parameter.sum() to its output, and in one order"
 )
 
 
@@ -235,6 +238,56 @@ def test_replicas_with_gradients_of_different_parameters(pool: Pool) -> None:
     refused = [UNLIKE.format(f"parts.{part}.weight") for part in (1, 0)] * 2
     parallel = Parallel(dp_shard=2, dp_replicate=2)
     assert pool.run(_choose, 4, parallel, [[1.0, -1.0], [-1.0, 1.0]] * 2, 1) == refused
+
+
+@pytest.mark.parametrize(
+    ("value", "form"), [((torch.ones(()), {}), "a tuple"), (torch.ones(2), "a tensor (2,)")]
+)
+def test_a_loss_that_is_no_number_is_refused(value: Any, form: str) -> None:
+    loss = StepLoss(lambda output, targets: value, torch.ones(()), None)
+    assert refusal(loss, torch.ones(2), torch.ones(2)) == (
+        f"loss_function: it returned {form}; return one number, the sum over targets, and keep others"
+        " elsewhere"
+    )
+
+
+class _Ordered(nn.Module):
+    """The sign of the first number chooses the order of its layers."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.parts = by, nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        parts = [*self.parts][:: 1 if self.by != "order" or input[0, 0] > 0 else -1]
+        if self.by == "weights":
+            input = input @ self.parts.get_submodule("0").get_parameter("weight")
+        for part in parts:
+            input = part(input).tanh()
+        return input
+
+
+def _order(by: str, zero: Literal[1, 2, 3]) -> str:
+    parallel = Parallel(dp_shard=2, zero=zero)
+    plan = Plan(shard=["parts.*"])
+    composition = apply(_Ordered(by), plan, make_mesh(parallel), Options(parallel))
+    input = torch.full((1, 3), 1.0 - 2 * dist.get_rank())
+    batch = {"input": input, "targets": torch.zeros(1, dtype=torch.int64)}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return refusal(forward_backward, composition, batch, loss_function=loss)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ranks_that_run_units_in_different_orders(pool: Pool, zero: Literal[1, 3]) -> None:
+    """A rank ran the other rank's layer in place of its own."""
+    assert pool.run(_order, 2, "order", zero) == [UNLIKE.format("some parameter")] * 2
+    assert pool.run(_order, 2, "none", zero) == [""] * 2
+
+
+def test_a_weight_outside_of_its_module_is_said_plainly(pool: Pool) -> None:
+    line = "model: forward uses a weight outside of its module, where a rank has a part of it; let its"
+    line += " module do that, or a unit of plan.shard that holds it"
+    assert pool.run(_order, 2, "weights", 3) == [line] * 2
 
 
 class _ChosenLayer(nn.Module):
