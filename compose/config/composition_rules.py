@@ -287,17 +287,11 @@ def _offload(setup: Setup) -> Iterator[str]:
     zero, offload = setup.degrees.zero, setup.degrees.offload
     if offload == "none":
         return
-    whole = {name: p for name, p in setup.model.named_parameters() if not has_shards(p)}
-    for name, parameter in [*whole.items()][:1]:
-        lacks = (
-            "elements: leave it out"
-            if parameter.ndim
-            else "dims to be cut along; give it the shape (1,)"
-        )
-        yield (
-            f'parallel.offload: "{offload}" moves shards, and parameter {name} has no {lacks}, or use'
-            ' parallel.offload = "none"'
-        )
+    whole = [(name, p.ndim) for name, p in setup.model.named_parameters() if not has_shards(p)]
+    for name, dims in whole[:1]:
+        lacks = "elements: leave it out" if dims else "dims to be cut along; give it the shape (1,)"
+        line = f'parallel.offload: "{offload}" moves shards, and parameter {name} has no {lacks}'
+        yield f'{line}, or use parallel.offload = "none"'
     if zero != 3:
         yield (
             f"parallel.zero: {zero} keeps whole parameters on the device, and parallel.offload ="

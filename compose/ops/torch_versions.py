@@ -64,7 +64,7 @@ def finish_fsdp_backward(module: FSDPModule) -> None:
         state._state_ctx.manual_backward_finalization_active = False
     # In a backward in two parts a hook may put some of a unit's gradients aside, in the type of sums.
     # FSDP sums gradients of one type alone.
-    for group in _fsdp_groups(module):
+    for group in _fsdp_groups(cast(nn.Module, module)):
         if any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params):
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()

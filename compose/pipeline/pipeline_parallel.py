@@ -59,9 +59,11 @@ def apply_pipeline_parallel(
     return kind(stages, ties, ranks, schedule, mesh, trial)
 
 
-def _train(model: Callable[[], nn.Module], stages: Sequence[nn.Module], mode: bool = True) -> nn.Module:
+def _train(
+    model: Callable[[], nn.Module | None], stages: Sequence[nn.Module], mode: bool = True
+) -> nn.Module:
     """Set the mode of a model and of its stages, which have the modules around the layers twice."""
-    whole = model()
+    whole = cast(nn.Module, model())
     for module in (whole, *stages):
         type(module).train(module, mode)
     return whole

@@ -230,7 +230,7 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
                 place[key] = x if x is None else x.copy_(value)
         return plain_stream(output), seen
 
-    real = dict(stage.get_submodule(cut.layers)._modules)
+    real: dict[str, Any] = dict(stage.get_submodule(cut.layers)._modules)
     with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
         stream, seen = run(stage, first, dict([*real.items()][:1]), real)
     if first.is_meta:

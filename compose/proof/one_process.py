@@ -266,8 +266,7 @@ class Widened(_InBackward):
 
     def __init__(self, widens: bool = True) -> None:
         super().__init__()
-        self.widens = widens
-        self.narrowed: list[str] = []
+        self.widens, self.narrowed = widens, list[str]()
 
     def handle(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Widen what ``func`` takes, and note if it rounds."""
