@@ -87,11 +87,13 @@ clock goes with the root of the power, and norms and losses have 0.75 of a copy'
 predictions were made from kept records, by the function that the command calls.
 
 The aim is a mean of 10% and a bias of 5%. The mean is not reached. What remains has two signs, by what
-programs do otherwise. NVIDIA's (Megatron, NeMo) are 10% to 20% faster than this composition would be:
-their norms, rotations and sums of gradients are fused, messages of tp overlap with products, float8 is
+programs do otherwise. NVIDIA's programs on H100 (Megatron-LM, NeMo, Bridge) are faster than this
+composition would be: with tp = 8 it would take 15% to 48% longer, and with DeepEP up to twice as long.
+Their norms, rotations and sums of gradients are fused, messages of tp overlap with products, float8 is
 in the first and the last layer too, and DeepEP sends a token to a node once. Eager programs of 2023
-and 2024 are 5% to 20% slower. Steps of 0.4 to 0.5 s on 512 devices (Ultra-Scale Playbook) take three
-times as long, for which no source was found; nor for KempnerForge's 70B, whose network is assumed.
+and 2024 are slower: they take 5% to 20% longer than predicted. Weights that are kept in bfloat16 are
+rounded stochastically here, which takes 0.7 s a step for 8B on one device (KempnerForge). Steps of 0.4
+to 0.5 s on 512 devices (Ultra-Scale Playbook) take three times as long, for which no source was found.
 """
 
 
