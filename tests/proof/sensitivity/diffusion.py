@@ -12,8 +12,8 @@ FAULTS = table(
 [diffusion]
 the mean of a rank's own targets, not of all | SMALL parallel__dp_shard=2 | loss | step 1
     in compose.train.step:forward_backward
-    - sum_over(count_for(loss_function, targets), mesh, BATCH_AXES).clamp(min=1)
-    + count_for(loss_function, targets).clamp(min=1) * 2
+    - sum_over(counts, mesh, BATCH_AXES).clamp(min=1)
+    + counts.clamp(min=1) * 2
 a patch is lost at each border of cp | CP model__image_size=8 train__seq_len=16 | gradient | layers.*.attention.w?.weight
     in compose.parallel.context_parallel:shard_sequence
     pieces = value.chunk(count, 1) => pieces = [piece[:, :-1] for piece in value.chunk(count, 1)]
