@@ -337,7 +337,8 @@ def test_every_option_is_a_field_of_the_config() -> None:
 OTHER_INPUT = {
     "the model": (
         "apply._check_types weights.materialize"
-        " pipeline.stand_ins.try_first_stage pipeline.stand_ins._not_by_number"
+        " pipeline.stand_ins.try_first_stage pipeline.stand_ins._compare"
+        " pipeline.stand_ins._not_by_number"
         " pipeline.stage.plain_stream memory.segments._run parallel.gradient_sum._ready"
         " parallel.gradient_sum._send parallel.tensor_parallel._replicated_input"
         " memory.activation_checkpointing.__torch_dispatch__"

@@ -194,57 +194,25 @@ _CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
 @torch.no_grad()
 def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     """Return the stream that the first stage hands on, once forward was seen to leave it alone."""
-    from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
-
     shell, cut, stands = trial
+    real: dict[str, Any] = dict(stage.get_submodule(cut.layers)._modules)
+    with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
+        stream, seen = _run(trial, stage, first, inputs, dict([*real.items()][:1]), real)
+    if first.is_meta:
+        return stream
     name, parameters = type(shell).__name__, inspect.signature(shell.forward).parameters
-    devices = [first.device] if first.is_cuda else []
+    instead = f"a later stage calls {name} with the stream {_form(stream)} in place of"
+    instead += f" {next(iter(parameters))}"
+    if first.ndim == stream.ndim - 1 and first.shape != stream.shape[:-1]:
+        instead += " (with SequenceParallel the stream is L / tp long)"
+    instead += f"; take lengths, positions and masks from other inputs of the model, {_CURE}"
+    outputs_of_layers(shell, outputs_of_layers(stage))
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     # A stage may take more than its model, as the numbers of samples.
     named = {key: value for key, value in inputs.items() if open_ended or key in parameters}
-    fillers = dict(shell.get_submodule(cut.layers)._modules) if cut.whole_forward else {}
-
-    def run(
-        module: nn.Module, given: Tensor, own: Mapping[str, nn.Module], held: Any = None
-    ) -> tuple[Tensor, list[Call]]:
-        container = module.get_submodule(cut.layers)._modules
-        before = dict(container)
-        buffers = [
-            (part._buffers, key, x) for part in module.modules() for key, x in part._buffers.items()
-        ]
-        values = [_copied(x) for _, _, x in buffers]  # a trial leaves running means as they are
-        container.clear()
-        container.update({**fillers, **own} if held is None else held)
-        watched = {f"{cut.layers}.{key}": part for key, part in own.items()}
-        watched |= {key: module.get_submodule(key) for key in cut.last}
-        try:
-            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-                torch.manual_seed(0)  # graphs are for training, and each run draws the same
-                output, seen = calls(
-                    watched, lambda: module(given, **(inputs if module is stage else named))
-                )
-        finally:
-            container.clear()
-            container.update(before)
-            for (place, key, x), value in zip(buffers, values, strict=True):
-                place[key] = x if x is None else x.copy_(value)
-        return plain_stream(output), seen
-
-    real: dict[str, Any] = dict(stage.get_submodule(cut.layers)._modules)
-    with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
-        stream, seen = run(stage, first, dict([*real.items()][:1]), real)
-    if first.is_meta:
-        return stream
-    argument = next(iter(parameters))
-    instead = f"a later stage calls {name} with the stream {_form(stream)} in place of {argument}"
-    if first.ndim == stream.ndim - 1 and first.shape != stream.shape[:-1]:
-        instead += " (with SequenceParallel the stream is L / tp long)"
-    cure = f"take lengths, positions and masks from other inputs of the model, {_CURE}"
-    outputs_of_layers(shell, outputs_of_layers(stage))
-    made, given, other = list[Call](), first, stream + 1
-    line = f"plan.pipeline: {{}}: {instead}; {cure}"
-    with refused_if(line), _not_by_number(shell, cut.layers):
-        alone, _ = run(shell, other.clone(), {})
+    other = stream + 1  # another stream shows what forward computes from it
+    with refused_if(f"plan.pipeline: {{}}: {instead}"), _not_by_number(shell, cut.layers):
+        alone, _ = _run(trial, shell, other.clone(), named, {})
     if alone.shape != other.shape or not torch.equal(alone.to(other.dtype), other):
         raise ConfigError(
             f"plan.pipeline: {name} does something to the stream outside the modules of first, layers"
@@ -255,31 +223,82 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
     # No rank knows what layers of other stages return, nor the first one, if it has none.
     results = [call.output for call in seen if call.name not in cut.last][:1]
     for result in results or [stream, (stream, None)]:
-        leaves, form = tree_flatten(result)
-        main = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), 0)
-        for place, stand in enumerate(whole.values(), start=1):
-            # They return different streams, if it is seen where the stream is.
-            moved = leaves[main] + place if isinstance(leaves[main], Tensor) else leaves[main]
-            stand.result = tree_unflatten([*leaves[:main], moved, *leaves[main + 1 :]], form)
+        _tell(whole, result)
         try:
-            end, wanted = run(stage, first, whole)
+            end, wanted = _run(trial, stage, first, inputs, whole)
             break
         except Exception as error:  # their layers return several kinds of results
             if cut.whole_forward:  # and so would fail in other stages too
-                with refused_if(line):
+                with refused_if(f"plan.pipeline: {{}}: {instead}"):
                     raise error
     else:
         return stream
-    with refused_if(line), _not_by_number(shell, cut.layers):
+    made, given = list[Call](), first
+    with refused_if(f"plan.pipeline: {{}}: {instead}"), _not_by_number(shell, cut.layers):
         for number, own in enumerate(stands, start=1):
-            given, more = run(shell if number > 1 else stage, given, own)
-            made += [call for call in more if number == len(stands) or call.name not in cut.last]
+            module, more = (shell, named) if number > 1 else (stage, inputs)
+            given, called = _run(trial, module, given, more, own)
+            made += [call for call in called if number == len(stands) or call.name not in cut.last]
     wanted.append(Call("the output", {"args": end}, None))
     made.append(Call("the output", {"args": given}, None))
+    _compare(trial, wanted, made, instead)
+    return stream
+
+
+def _run(
+    trial: Trial,
+    module: nn.Module,
+    given: Tensor,
+    inputs: Mapping[str, Any],
+    own: Mapping[str, nn.Module],
+    held: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, list[Call]]:
+    """Return the stream that ``module`` makes of ``given`` with ``own`` as its layers, and their calls.
+
+    ``held`` are its layers, if they are more. The last modules' calls are among them.
+    """
+    from compose.pipeline.stage import plain_stream  # it imports PyTorch's pipelines and the compiler
+
+    shell, cut, _ = trial
+    container = module.get_submodule(cut.layers)._modules
+    before = dict(container)
+    fillers = dict(shell.get_submodule(cut.layers)._modules) if cut.whole_forward else {}
+    buffers = [(part._buffers, key, x) for part in module.modules() for key, x in part._buffers.items()]
+    values = [_copied(x) for _, _, x in buffers]  # a trial leaves running means as they are
+    container.clear()
+    container.update({**fillers, **own} if held is None else held)
+    watched = {f"{cut.layers}.{key}": part for key, part in own.items()}
+    watched |= {key: module.get_submodule(key) for key in cut.last}
+    devices = [given.device] if given.is_cuda else []
+    try:
+        # Graphs are for training, and each run draws the same.
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
+            output, seen = calls(watched, lambda: module(given, **inputs))
+    finally:
+        container.clear()
+        container.update(before)
+        for (place, key, x), value in zip(buffers, values, strict=True):
+            place[key] = x if x is None else x.copy_(value)
+    return plain_stream(output), seen
+
+
+def _tell(stands: Mapping[str, Told], result: Any) -> None:
+    """Have stand-ins return ``result``, each with another stream, so that its place is seen."""
+    leaves, form = tree_flatten(result)
+    main = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), 0)
+    for place, stand in enumerate(stands.values(), start=1):
+        moved = leaves[main] + place if isinstance(leaves[main], Tensor) else leaves[main]
+        stand.result = tree_unflatten([*leaves[:main], moved, *leaves[main + 1 :]], form)
+
+
+def _compare(trial: Trial, wanted: list[Call], made: list[Call], instead: str) -> None:
+    """Raise ConfigError unless stages make the calls of the whole model."""
+    shell, cut, _ = trial
     if [call.name for call in wanted] != [call.name for call in made]:
         raise ConfigError(
-            f"plan.pipeline: {name} does not call {cut.layers} in their order, and what is last after"
-            f" them; a stage calls its own alone; do so, {_CURE}"
+            f"plan.pipeline: {type(shell).__name__} does not call {cut.layers} in their order, and what"
+            f" is last after them; a stage calls its own alone; do so, {_CURE}"
         )
     for call, here in zip(wanted, made, strict=True):
         for key, early, late in _unlike(call.inputs, here.inputs):
@@ -287,7 +306,7 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
             if constant and key != next(iter(call.inputs)):
                 raise ConfigError(
                     f"plan.pipeline: layers get {key} = {_form(early)} in the first stage, and"
-                    f" {_form(late)}, not the same, in others: {instead}; {cure}"
+                    f" {_form(late)}, not the same, in others: {instead}"
                 )
             key = "input" if key == "args" else key
             raise ConfigError(
@@ -296,7 +315,6 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
                 f" alone, and counts its layers anew; let {key} depend on nothing but what the layer"
                 f" before returned, {_CURE}"
             )
-    return stream
 
 
 @contextmanager
