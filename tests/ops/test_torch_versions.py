@@ -32,10 +32,13 @@ INSTEAD = {
     "a walk of our own over lists and dicts": """
         torch.utils._pytree.tree_leaves torch.utils._pytree.tree_flatten
         torch.utils._pytree.tree_map torch.utils._pytree.tree_map_only
+        torch.utils._pytree.tree_unflatten
     """,
     "a copy, whether it is a view or not": "torch.Tensor._is_view",
     "data_ptr, where there is memory": "torch.UntypedStorage._cdata",
     "named_children and setattr": "torch.nn.Module._modules",
+    "named_buffers and setattr": "torch.nn.Module._buffers",
+    "no line on a module's hooks": "torch.nn.Module._forward_pre_hooks",
     "no line on a parameter's hooks": """
         torch.Tensor._backward_hooks torch.Tensor._post_accumulate_grad_hooks
     """,
