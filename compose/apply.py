@@ -151,6 +151,7 @@ def apply(
             data[number] = apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last)
     if runner:
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
+    # A closure of the model may still use a parameter as it was: check_gradients asks for it.
     here_now = set(model.parameters())
     data[0].replaced = [(name, old) for name, old in before if old() not in here_now]
     output = None
