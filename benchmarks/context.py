@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compose import AttentionOptions, attention
-from compose.ops.attention import Merged, Sums, parts_of
+from compose.ops.attention import GradientParts, MergedOutput, parts_of
 from compose.ops.attention_layout import task_of
 from compose.parallel.context_parallel import ContextParallel, Method, chunk_starts
 
@@ -106,7 +106,7 @@ def ring_of_two(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     scores = (True, 0, q.shape[-1] ** -0.5, 0.0)
     for mine, rows in enumerate(places):
         here = q[:, rows].transpose(1, 2)
-        of_q, total = Sums([here], once=False), Merged(here, here.shape[-1])
+        of_q, total = GradientParts([here], once=False), MergedOutput(here, here.shape[-1])
         # A rank's own keys first, then what the ring brings.
         arrived = []
         for source in (mine, 1 - mine):
@@ -120,7 +120,7 @@ def ring_of_two(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
         out[:, rows] = whole.transpose(1, 2)
         result = (whole, total.lse)
         for keys, values, rows_k, parts in arrived:
-            of_kv = Sums([keys, values], once=False)
+            of_kv = GradientParts([keys, values], once=False)
             for at_q, at_k, (one, *two) in parts.backward(
                 grad[:, rows].transpose(1, 2), (here, keys, values), result
             ):

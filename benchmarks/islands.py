@@ -51,7 +51,7 @@ STUDY = Study(
     },
     code={
         "2 islands, half missed": (
-            "import compose.diloco.messages as e; e.Exchange._present = lambda self, name, grace:"
+            "import compose.diloco.messages as e; e.WorkerExchange._present = lambda self, name, grace:"
             f" {{0}} if int(name.split('.')[0]) % {2 * EVERY} == 0 else {{0, 1}}"
         )
     },
@@ -62,13 +62,13 @@ STUDY = Study(
 )
 PACED = """
 import time, compose.diloco.messages as e
-real = e.Exchange._run
+real = e.WorkerExchange._run
 def run(self, name, message, grace):
     begun, before = time.perf_counter(), self.sent
     found = real(self, name, message, grace)
     time.sleep(max(0.0, begun + (self.sent - before) * 8 / {rate} - time.perf_counter()))
     return found
-e.Exchange._run = run
+e.WorkerExchange._run = run
 """
 
 

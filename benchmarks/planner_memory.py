@@ -64,7 +64,7 @@ from compose.planner import estimate, memory
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.few_layers import runs_of
 from compose.planner.memory import categorize
-from compose.planner.record_pool import Asked, RecordPool, step_of
+from compose.planner.record_pool import RecordPool, RecordRequest, step_of
 from compose.planner.trace import RankStep, trace
 from compose.profiling.summary import allocations
 from compose.profiling.trace import NOTED, Trace, step_span
@@ -326,7 +326,7 @@ def stream_of(job: Job, cluster: Cluster) -> Any:
 
 def _stream(job: Job, cluster: Cluster) -> Any:
     runs = runs_of(job)
-    asked = Asked(job, cluster, None, 0, runs and runs.fewest(), None)
+    asked = RecordRequest(job, cluster, None, 0, runs and runs.fewest(), None)
     return trace(step_of(asked, 0)).broadcast[0]
 
 

@@ -34,7 +34,7 @@ from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.estimate import OtherProgram, estimate
-from compose.planner.record import Message, Operator, Record
+from compose.planner.record import Operator, Record, RecordedMessage
 from compose.planner.step_time import PART, axis_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # models/ is of the checkout
@@ -84,7 +84,7 @@ def before_flash_attention(record: Record, job: Job) -> None:
     """
     length = job.config.train.seq_len
     for work in record.work:
-        if isinstance(work, Message) and axis_of(work, job.degrees) in _DATA:
+        if isinstance(work, RecordedMessage) and axis_of(work, job.degrees) in _DATA:
             work.stream = 0
         elif isinstance(work, Operator) and work.shape[-2:] == (length, length):
             scores = math.prod(work.shape)
@@ -102,7 +102,7 @@ def before_flash_attention(record: Record, job: Job) -> None:
 def pieces_of_products(record: Record, job: Job) -> None:
     """Messages of tensor parallel go in as many pieces as ranks, while products compute; one cannot."""
     for work in record.work:
-        if isinstance(work, Message) and axis_of(work, job.degrees) == "tp":
+        if isinstance(work, RecordedMessage) and axis_of(work, job.degrees) == "tp":
             work.bytes //= job.degrees.tp
 
 
@@ -267,7 +267,9 @@ def every_second_product() -> Iterator[None]:
             return CheckpointPolicy.MUST_SAVE
 
         keeping, finding = create_selective_checkpoint_contexts(policy)
-        return recomputation._Only(kept, keeping), recomputation._Only(kept, finding)
+        return recomputation._KeptOperatorsOnly(kept, keeping), recomputation._KeptOperatorsOnly(
+            kept, finding
+        )
 
     with mock.patch.object(recomputation, "_contexts", contexts):
         yield

@@ -32,14 +32,14 @@ from compose.parallel.output_projection import Output
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.schedules import Schedule
 from compose.pipeline.split import Stage
-from compose.plan import Plan, Resolved, resolve
+from compose.plan import Plan, ResolvedPlan, resolve
 
 if TYPE_CHECKING:
     from compose.pipeline.pipeline_parallel import PipelineRunner
 
 
 def apply(
-    model: nn.Module, plan: Plan | Resolved, mesh: DeviceMesh, options: Options | None = None
+    model: nn.Module, plan: Plan | ResolvedPlan, mesh: DeviceMesh, options: Options | None = None
 ) -> Composition:
     """Cut ``model`` over ``mesh`` in place, as ``plan`` says.
 
@@ -66,7 +66,7 @@ def apply(
     zero, ep, offload = parallel.zero, parallel.ep, parallel.offload == "cpu"
     _check_types(model, precision.master_dtype)
     pp, cp, tp = (axis_size(mesh, axis) for axis in ("pp", "cp", "tp"))
-    resolved = plan if isinstance(plan, Resolved) else resolve(plan, model)
+    resolved = plan if isinstance(plan, ResolvedPlan) else resolve(plan, model)
     check_setup(Setup(model, resolved, options, mesh.size(), mesh.device_type))
     choice = select_layers(model, resolved, tp, precision.float8, mesh.device_type)
     _broadcast(model, mesh.device_type)
@@ -215,7 +215,11 @@ def _broadcast(model: nn.Module, device_type: str) -> None:
 
 
 def _tensor(
-    model: nn.Module, resolved: Resolved, mesh: DeviceMesh, choice: Choice, messages: Messages | None
+    model: nn.Module,
+    resolved: ResolvedPlan,
+    mesh: DeviceMesh,
+    choice: Choice,
+    messages: Messages | None,
 ) -> None:
     replicated = [(name, Replicated()) for name in resolved.replicate]
     styles = float8_styles(resolved.tensor, resolved.float8, choice)

@@ -24,7 +24,7 @@ from compose.object_storage import Remote, as_path
 from compose.ops.cross_entropy import LossFunction
 from compose.optim.lr_schedule import set_learning_rate
 from compose.optim.offload_files import remove_left
-from compose.optim.optimizers import OPTIMIZERS, Settings, make_optimizer, stage_group
+from compose.optim.optimizers import OPTIMIZERS, OptimizerSettings, make_optimizer, stage_group
 from compose.optim.parameter_rules import parameter_rules
 from compose.weights import fill_from_rows, init_weights, materialize
 
@@ -127,7 +127,7 @@ def build_optimizer(
     config = job.config
     rules = parameter_rules(job.model, job.plan, config.optimizer)
     of_matrices = OPTIMIZERS[config.optimizer.name].of_matrices
-    settings = Settings(
+    settings = OptimizerSettings(
         config.optimizer,
         config.precision,
         config.train.seed,

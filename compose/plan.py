@@ -129,7 +129,7 @@ _NAMES = ("replicate", "checkpoint", "compile", "float8", "float8_except")
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedPlan:
     """A plan resolved for a model: module names replace the patterns."""
 
     tensor: list[tuple[str, ParallelStyle]]
@@ -145,7 +145,7 @@ class Resolved:
     pipeline: Pipeline | None
     heads: tuple[int, int] | None
 
-    def without(self, modules: Iterable[str]) -> "Resolved":
+    def without(self, modules: Iterable[str]) -> "ResolvedPlan":
         """Return what is left if ``modules``, with everything inside them, are on other ranks."""
         gone = frozenset(modules)
 
@@ -161,7 +161,7 @@ class Resolved:
         )
 
 
-def resolve(plan: Plan, model: nn.Module) -> Resolved:
+def resolve(plan: Plan, model: nn.Module) -> ResolvedPlan:
     """Match every pattern of a plan with a model's modules; ConfigError has all problems."""
     names = [name for name, _ in model.named_modules() if name]
     problems: list[str] = []
@@ -190,11 +190,11 @@ def resolve(plan: Plan, model: nn.Module) -> Resolved:
             return units
         return patterns
 
-    parts = {each.name: resolved(each.name) for each in fields(Resolved)}
+    parts = {each.name: resolved(each.name) for each in fields(ResolvedPlan)}
     if problems:  # after a mistyped pattern, uncovered parameters are no news
         raise ConfigError(*problems)
     outputs = parts["output"]
-    result = Resolved(**{**parts, "output": outputs[0] if outputs else ""})
+    result = ResolvedPlan(**{**parts, "output": outputs[0] if outputs else ""})
     problems += _unfit_parameters(model)
     tensor, expert = [n for n, _ in result.tensor], [n for n, _ in result.expert]
     sharded = [n for unit in result.shard for n in unit]

@@ -57,7 +57,7 @@ _TRANSPOSED: dict[type, type[ParallelStyle]] = {
 }
 
 
-class _NoForm(Exception):
+class _NoTensorParallel(Exception):
     """Tensor parallel of a model has no form here; the reason."""
 
 
@@ -85,7 +85,7 @@ def plan_of(model: nn.Module, parallel: Parallel | None = None) -> Plan:
     heads, reason = None, ""
     try:
         tensor, replicate, heads = decoder.tensor(parallel.loss)
-    except _NoForm as error:
+    except _NoTensorParallel as error:
         reason = str(error)
     wants = (
         ("tp", reason),
@@ -264,11 +264,11 @@ class _Decoder:
     ) -> tuple[dict[str, ParallelStyle], list[str], tuple[int, int] | None]:
         """Return the styles, the modules that stay whole, and the heads if ranks have some of them.
 
-        ``sharded``: the logits stay sharded over the vocabulary. Raises _NoForm.
+        ``sharded``: the logits stay sharded over the vocabulary. Raises _NoTensorParallel.
         """
         asked = getattr(self.config, "base_model_tp_plan", None) or _PLANS.get(self.config.model_type)
         if not asked:
-            raise _NoForm("its config has no base_model_tp_plan")
+            raise _NoTensorParallel("its config has no base_model_tp_plan")
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
         parameters = [name for name, _ in self.model.named_parameters()]
@@ -280,7 +280,7 @@ class _Decoder:
             if not names and not matching(path, parameters)[0]:
                 continue  # of layers that this config has not
             if not names or kind not in _STYLES:
-                raise _NoForm(f"{path} asks for {kind}, which has no form here")
+                raise _NoTensorParallel(f"{path} asks for {kind}, which has no form here")
             style, given = _STYLES[kind]
             if hasattr(self.modules[names[0]], "nf"):
                 style = _TRANSPOSED[style]
@@ -289,7 +289,7 @@ class _Decoder:
             placed |= dict.fromkeys(names, kind)
         head = self.model.get_output_embeddings()
         if head is None:
-            raise _NoForm("it has no projection onto the vocabulary")
+            raise _NoTensorParallel("it has no projection onto the vocabulary")
         layout = Shard(-1) if sharded else Replicate()
         ends: dict[str, ParallelStyle] = {
             self._name_of(self.model.get_input_embeddings()): LocalEmbedding(Replicate()),
@@ -309,14 +309,18 @@ class _Decoder:
             if name in placed or not own:
                 continue
             if not name or any(True for _ in module.children()):
-                raise _NoForm(f"{name or 'the model'} has weights of its own beside those of modules")
+                raise _NoTensorParallel(
+                    f"{name or 'the model'} has weights of its own beside those of modules"
+                )
             width = getattr(self.modules[parent(name)], "head_dim", None)
             # transformers before version 5 leaves norms of heads out of its plans.
             if parent(name) in attention and all(p.shape == (width,) for p in own):
                 style, given = _STYLES[_HEAD_NORM]
                 styles[_pattern(name)] = style(**given)
             elif inside(name, cut):  # its input may be a rank's part, or whole
-                raise _NoForm(f"its base_model_tp_plan leaves out {_pattern(name)}, between cut layers")
+                raise _NoTensorParallel(
+                    f"its base_model_tp_plan leaves out {_pattern(name)}, between cut layers"
+                )
             else:
                 replicate[_pattern(name)] = None
         return styles, list(replicate), (heads, kv_heads) if attention else None

@@ -213,6 +213,15 @@ def test_trainer_and_checkpointer_know_no_feature_by_name() -> None:
         assert not [text for text in tested if re.search(features, text, re.IGNORECASE)]
 
 
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(module_of(path))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def reach(name: str) -> set[str]:
     """All modules of compose that importing one imports."""
     results = {name}

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from compose.checkpoint.local_shards import LocalShard, ShardLoadPlanner, ShardSavePlanner
-from compose.checkpoint.safetensors_files import NAMES, Planned, bytes_of, header
+from compose.checkpoint.safetensors_files import NAMES, PlannedTensor, bytes_of, header
 from compose.config.json_files import Count, read_json
 from compose.errors import ConfigError, fill, open_own, write_whole
 from compose.ops.tensors import checksums
@@ -119,11 +119,11 @@ class PartsWriter(FileSystemWriter):
             data = item.tensor_data
             assert data is not None
             key = item.index.fqn
-            planned.append(Planned(key, tuple(data.chunk.sizes), data.properties.dtype))
+            planned.append(PlannedTensor(key, tuple(data.chunk.sizes), data.properties.dtype))
             begin[key] = {"saved_offsets": list(data.chunk.offsets)}
             sums[key] = int(checksums([cast(Tensor, planner.resolve_data(item))]))
         with open_own(Path(self.path) / name, "wb") as file, ThreadPoolExecutor(1) as helper:
-            summed = _Summed(file, helper)
+            summed = _ChecksummedFile(file, helper)
             words = {"DCP_SHARDING_INFO": json.dumps(begin), SUMS: json.dumps(sums)}
             head = header(planned, words)
             _reserve(file, len(head) + sum(one.nbytes for one in planned))
@@ -147,7 +147,7 @@ def _reserve(file: IO[bytes], size: int) -> None:
                 raise
 
 
-class _Summed:
+class _ChecksummedFile:
     """A file that is only appended to, and its checksum, which the thread of ``helper`` computes."""
 
     def __init__(self, file: IO[bytes], helper: ThreadPoolExecutor) -> None:
@@ -259,7 +259,7 @@ class DescribedTensor:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _DescribedTensors:
     tensors: dict[str, DescribedTensor]
 
 
@@ -282,7 +282,7 @@ def description(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]
 def read_metadata(folder: Path) -> Metadata:
     """Return DCP's description of the checkpoint in ``folder``."""
     path = folder / METADATA
-    tensors = read_json(path, _Described, own=True).tensors
+    tensors = read_json(path, _DescribedTensors, own=True).tensors
     for name, stored in tensors.items():
         if wrong := flaw(stored):
             raise ConfigError(f"{path}: tensors.{name if name.isprintable() else ascii(name)}: {wrong}")

@@ -24,7 +24,7 @@ from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_folder import differences, fill_shard, kept_tokenizer, name_of, published
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
-from compose.checkpoint.safetensors_files import Planned, TensorFiles, write_files
+from compose.checkpoint.safetensors_files import PlannedTensor, TensorFiles, write_files
 from compose.checkpoint.uploads import put_folder
 from compose.config.hugging_face import config_problems, find_hf
 from compose.config.json_files import parse_json
@@ -123,12 +123,12 @@ def export(
     if known.lora:
         value_of = peft.merged_weights(source, known, _on_meta(model), _ends_of(model), hf_name, read)
 
-    plan: list[list[Planned]] = []
+    plan: list[list[PlannedTensor]] = []
     for group in groups:
         _, place, tensor = group[0]
         kind = dtype if isinstance(tensor, nn.Parameter) else torch.float32
         shape = place.shape(tensor.shape)
-        plan.append([Planned(name, shape, kind) for name in place.names(tensor.shape)])
+        plan.append([PlannedTensor(name, shape, kind) for name in place.names(tensor.shape)])
 
     def tensors() -> Iterator[Tensor]:
         for group, planned in zip(groups, plan, strict=True):

@@ -45,7 +45,7 @@ _TEXT, _PEER = ".json", ".peer"  # ends of the names of texts, and of copies of 
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _CopyHeader:
     """The text beside a file: a copy of the parts of one rank."""
 
     step: Count
@@ -61,7 +61,7 @@ class _Copy:
     config: str
 
 
-class _Slot:
+class _SharedFile:
     """A file in shared memory, mapped, with the text beside it."""
 
     def __init__(self, path: Path) -> None:
@@ -114,16 +114,16 @@ def process_space() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _read_text(path: Path) -> _Copy | None:
+def _read_text(path: Path) -> _CopyHeader | None:
     """Return what is beside a file; None if it is not what was written."""
     try:
         head, _, text = read_own(path).partition(b"\n")
-        return parse_json(text, _Copy) if int(head, 16) == zlib.crc32(text) else None
+        return parse_json(text, _CopyHeader) if int(head, 16) == zlib.crc32(text) else None
     except (OSError, ValueError):
         return None
 
 
-def _damage(path: Path, copy: _Copy) -> str:
+def _damage(path: Path, copy: _CopyHeader) -> str:
     """Return the first tensor of a copy that is not what was written; empty if there is none."""
     try:
         with open_own(path) as file:
@@ -188,8 +188,8 @@ class Copies:
         process = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
         self.launcher = f"{process}.{process_space()}"
         self._make(size)
-        self.slots = [_Slot(self.folder / self._name(self.rank, slot)) for slot in (0, 1)]
-        self.received: dict[int, list[_Slot]] = {}
+        self.slots = [_SharedFile(self.folder / self._name(self.rank, slot)) for slot in (0, 1)]
+        self.received: dict[int, list[_SharedFile]] = {}
         self.slot, self.state, self.settled = 0, WHOLE, True
         self.thread: threading.Thread | None = None
 
@@ -225,7 +225,7 @@ class Copies:
 
     def find(self, say: Callable[[str], None]) -> CopiedStep | None:
         """Return the newest step of which all parts are left, in memory of any node; a collective."""
-        held: dict[str, _Copy] = {}
+        held: dict[str, _CopyHeader] = {}
         wrong = []
         for path in sorted(self.folder.glob(f"*{_TEXT}")):
             name, copy = path.name.removesuffix(_TEXT), _read_text(path)
@@ -269,7 +269,7 @@ class Copies:
             return CopiedStep(step, folder, reader, sorted(files))
         return None
 
-    def _damaged(self, mine: Mapping[str, _Copy]) -> dict[str, str]:
+    def _damaged(self, mine: Mapping[str, _CopyHeader]) -> dict[str, str]:
         """Return the copies that are damaged, and where; ranks of a node share the reading."""
         share = sorted(mine)[self.near.index(self.rank) :: len(self.near)]
         own = {name: _damage(self.folder / name, mine[name]) for name in share}
@@ -314,7 +314,7 @@ class Copies:
         self.thread = threading.Thread(target=self._complete, args=given, daemon=True)
         self.thread.start()
 
-    def _complete(self, slot: _Slot, filled: bool, progress: Progress) -> None:
+    def _complete(self, slot: _SharedFile, filled: bool, progress: Progress) -> None:
         """Sum and publish the copy, and exchange it with peers. This runs in the thread."""
         state = FAILED
         try:
@@ -364,14 +364,14 @@ class Copies:
         try:
             for rank, size in sizes.items():
                 names = [self.folder / f"{self._name(rank, number)}{_PEER}" for number in (0, 1)]
-                self.received.setdefault(rank, [*map(_Slot, names)])[self.slot].reserve(size)
+                self.received.setdefault(rank, [*map(_SharedFile, names)])[self.slot].reserve(size)
         except OSError as error:
             self._say_failed(step, error)
             return False
         return True
 
     def _exchange(
-        self, slot: _Slot, text: bytes, to: Sequence[int], sources: Sequence[int]
+        self, slot: _SharedFile, text: bytes, to: Sequence[int], sources: Sequence[int]
     ) -> dict[int, bytes]:
         """Send the copy to a peer, and receive those of others; return their texts."""
         words, texts = torch.frombuffer(bytearray(text), dtype=torch.uint8), dict[int, bytes]()

@@ -80,7 +80,7 @@ class _RemoteFile:
         try:
             values = parse_json(bytes(self.bytes(8, size)), dict[str, dict[str, Any]])
             self.words, self.begin = values.pop("__metadata__", {}), 8 + size
-            self.stored = {name: _Stored(self, **entry) for name, entry in values.items()}
+            self.stored = {name: _RemoteTensor(self, **entry) for name, entry in values.items()}
         except (TypeError, ValueError) as error:
             raise SafetensorError(str(error)) from None
 
@@ -95,7 +95,7 @@ class _RemoteFile:
     def metadata(self) -> dict[str, str]:
         return self.words
 
-    def get_slice(self, name: str) -> "_Stored":
+    def get_slice(self, name: str) -> "_RemoteTensor":
         return self.stored[name]
 
     def get_tensor(self, name: str) -> Tensor:
@@ -111,7 +111,7 @@ class _RemoteFile:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _RemoteTensor:
     """A tensor in the header of a :class:`_RemoteFile`, which reads it."""
 
     file: _RemoteFile
@@ -212,7 +212,7 @@ class TensorFiles:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """A tensor that will be written."""
 
     name: str
@@ -226,10 +226,10 @@ class Planned:
 
 
 def write_files(
-    folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
+    folder: Path, planned: Sequence[PlannedTensor], tensors: Iterable[Tensor], limit: int
 ) -> list[Path]:
     """Write tensors into files, holding only one tensor at a time."""
-    shards: list[list[Planned]] = [[]]
+    shards: list[list[PlannedTensor]] = [[]]
     filled = 0
     for one in planned:
         if shards[-1] and filled + one.nbytes > limit:
@@ -256,7 +256,7 @@ def write_files(
     return [folder / name for name in names]
 
 
-def header(planned: Sequence[Planned], more: Mapping[str, str] | None = None) -> bytes:
+def header(planned: Sequence[PlannedTensor], more: Mapping[str, str] | None = None) -> bytes:
     """Return the beginning of a file whose tensors lie one after another."""
     # transformers requires "pt"
     words: dict[str, Any] = {"__metadata__": {"format": "pt", **(more or {})}}

@@ -33,7 +33,7 @@ from compose.errors import (
 from compose.object_storage import Remote, any_path, as_path
 
 
-class Words(NamedTuple):
+class ParsedWords(NamedTuple):
     """A parsed command line."""
 
     plain: list[str]
@@ -113,7 +113,7 @@ def flag_error(flag: str, text: str) -> ConfigError:
     return ConfigError(f"{COMMAND_LINE}: {flag}: {text}")
 
 
-def number_of(given: Words, flag: str, counted: str, default: int = 0) -> int:
+def number_of(given: ParsedWords, flag: str, counted: str, default: int = 0) -> int:
     """Return the number after a flag, or ``default`` if the flag is absent."""
     if flag not in given.flags:
         return default
@@ -151,13 +151,13 @@ def launched_ranks() -> int:
 
 def read_words(
     words: Sequence[str], flags: Mapping[str, str], keys: bool = True, stores: bool = False
-) -> Words:
+) -> ParsedWords:
     """Parse a command line: its flags, --help and -h, and --table.key=value with ``keys``.
 
     With ``stores`` a word that is no option may be a URL.
     """
     known = [*flags, "--help"]
-    result = Words([], [], {}, [])
+    result = ParsedWords([], [], {}, [])
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -224,7 +224,7 @@ def _warn(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def read_flags(command: str, words: Sequence[str]) -> Words:
+def read_flags(command: str, words: Sequence[str]) -> ParsedWords:
     """Return the words of a command without keys; --help prints its text and exits."""
     usage = COMMANDS[command]
     if {"--help", "-h"} & set(words):
@@ -233,7 +233,7 @@ def read_flags(command: str, words: Sequence[str]) -> Words:
     return read_words(words, usage.flags, keys=False, stores=command == "convert")
 
 
-def read_arguments(words: Sequence[str], program: str, usage: Usage) -> Words:
+def read_arguments(words: Sequence[str], program: str, usage: Usage) -> ParsedWords:
     """Return the words of a program that reads a TOML file.
 
     ``--help`` prints every key and exits; with the name of a table, those of this table.

@@ -39,7 +39,7 @@ from compose.train.processes import process_group
 from compose.train.workers import this_worker
 
 if TYPE_CHECKING:
-    from compose.data.token_set_writing import Counts
+    from compose.data.token_set_writing import TokenCounts
 
 _MESHES = 2000  # they take about a minute
 
@@ -269,7 +269,7 @@ def _named(flags: Mapping[str, str], flag: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
-def _table(counts: "Counts", lengths: np.ndarray, chat: bool) -> str:
+def _table(counts: "TokenCounts", lengths: np.ndarray, chat: bool) -> str:
     """Return what became of the rows."""
     from compose.data.token_files import as_table
 
@@ -298,7 +298,7 @@ class ProgressBar:
         self.first: int | None = None  # bytes that an earlier attempt has finished
         self.terminal = sys.stderr.isatty()
 
-    def __call__(self, done: int, counts: "Counts") -> None:
+    def __call__(self, done: int, counts: "TokenCounts") -> None:
         """Show how far the job is."""
         passed = time.monotonic() - self.begun
         if self.first is None:

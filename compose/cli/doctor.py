@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from compose.cli import COMMANDS
 from compose.cli.command_line import (
-    Words,
+    ParsedWords,
     device_problems,
     is_first_rank,
     launched_ranks,
@@ -317,7 +317,7 @@ def doctor(arguments: Sequence[str], seconds: float = _SECONDS) -> int:
     return 2 if count["fail"] and (alone or is_first_rank()) else 0
 
 
-def _tell(given: Words, new: Sequence[Line], lines: Sequence[Line]) -> None:
+def _tell(given: ParsedWords, new: Sequence[Line], lines: Sequence[Line]) -> None:
     if is_first_rank():
         print(*new, sep="\n", flush=True)
     if is_first_rank() and (out := given.flags.get("--json")):

@@ -15,7 +15,7 @@ from compose.checkpoint.hf_folder import checkpoints, is_hugging_face, kept_toke
 from compose.checkpoint.loading import damage, load
 from compose.cli import COMMANDS
 from compose.cli.command_line import (
-    Words,
+    ParsedWords,
     device_problems,
     flag_error,
     launched_ranks,
@@ -35,7 +35,7 @@ from compose.config.toml import override
 from compose.data.chat_messages import Chat, read_chat
 from compose.data.documents import JSON_LINES, parsed_json
 from compose.data.generation_config import end_ids, repetition_penalty
-from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
+from compose.data.tokenizer import FILE, ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError, noted, or_say, there
 from compose.object_storage import as_path
 from compose.parallel.mesh import init_mesh
@@ -123,7 +123,7 @@ def _stored_config(source: Path, folders: Sequence[Path], own: Sequence[str]) ->
     )
 
 
-def _generate_text(source: Path, words: Words) -> None:
+def _generate_text(source: Path, words: ParsedWords) -> None:
     prompts = given_prompts(words.given)
     sampling = _sampling(words.flags)
     best = "--best" in words.flags
@@ -219,8 +219,8 @@ def _tokenizer(given: str, source: Path, folders: Sequence[Path], config: Config
     size = config.model.config.vocab_size
     beside = kept_tokenizer(folders[0]) if folders else source
     there = (beside / FILE).exists()
-    if given == Bytes.name or (not given and not there and size == Bytes.vocab_size):
-        tokenizer: Tokenizer = Bytes()
+    if given == ByteTokenizer.name or (not given and not there and size == ByteTokenizer.vocab_size):
+        tokenizer: Tokenizer = ByteTokenizer()
     elif given or there:
         tokenizer = open_tokenizer(model_path(given, "--tokenizer: ") if given else beside)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from compose.cli.command_line import flag_error, number_of, read_flags
 from compose.cli.migrate_files import Leaves, read_leaves, shown
 from compose.cli.migrate_meaning import work_out
-from compose.cli.migrate_tables import FORMATS, Entry, Facts, Format, load_formats
+from compose.cli.migrate_tables import FORMATS, KnownValues, ReportLine, TrainerTable, load_formats
 from compose.config import rules
 from compose.config.hugging_face import model_folder
 from compose.config.tables import TABLES
@@ -57,7 +57,7 @@ def migrate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def report(entries: Sequence[Entry]) -> str:
+def report(entries: Sequence[ReportLine]) -> str:
     """Return a line for each leaf of the files, under what became of it."""
     lines: list[str] = []
     for kind in KINDS[:-1]:
@@ -66,9 +66,9 @@ def report(entries: Sequence[Entry]) -> str:
     return "\n".join(lines)
 
 
-def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str, list[Entry]]:
+def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str, list[ReportLine]]:
     """Return the text of a TOML file for some files of other trainers, and what became of each leaf."""
-    tables, facts = load_formats(), Facts()
+    tables, facts = load_formats(), KnownValues()
     read = {path: read_leaves(path) for path in paths}
     kinds = {path: format_of(path, leaves, tables) for path, leaves in read.items()}
     _add_named(read, kinds, tables)
@@ -84,7 +84,9 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     return text, list(dict.fromkeys(facts.entries))  # a list of words is said once
 
 
-def _add_named(read: dict[Path, Leaves], kinds: dict[Path, str], tables: Mapping[str, Format]) -> None:
+def _add_named(
+    read: dict[Path, Leaves], kinds: dict[Path, str], tables: Mapping[str, TrainerTable]
+) -> None:
     """Add the files that keys name, which may be in the folder of the naming file too."""
     paths = [path for path, kind in kinds.items() if kind in ("accelerate", "training_arguments")]
     for path in paths:
@@ -105,7 +107,7 @@ def _add_named(read: dict[Path, Leaves], kinds: dict[Path, str], tables: Mapping
             paths.append(other)
 
 
-def format_of(path: Path, leaves: Leaves, tables: dict[str, Format]) -> str:
+def format_of(path: Path, leaves: Leaves, tables: dict[str, TrainerTable]) -> str:
     """Return the format that knows most of the leaves' keys, of those that have a file of this kind."""
     scores = {}
     fitting = _OF_SUFFIX.get(path.suffix, ("training_arguments", "megatron"))
@@ -122,7 +124,7 @@ def format_of(path: Path, leaves: Leaves, tables: dict[str, Format]) -> str:
     return best
 
 
-def _toml(facts: Facts, sources: str, world: int) -> str:
+def _toml(facts: KnownValues, sources: str, world: int) -> str:
     """Return the TOML of our keys, each with a comment on where it comes from."""
     lines = [f"# Made by compose migrate from {sources}."]
     here = dict(facts.values)
@@ -132,14 +134,14 @@ def _toml(facts: Facts, sources: str, world: int) -> str:
             del here[key]
             text = f"{key} = {toml_value(fact.value)} ({fact.origin}) is not on this machine"
             cure = ', with model.preset = "hf"' if key == "checkpoint.load_hf" else ""
-            facts.entries.append(Entry("to set", f"{text}; set the key to a path{cure}"))
+            facts.entries.append(ReportLine("to set", f"{text}; set the key to a path{cure}"))
     if "checkpoint.load_hf" in here:
         here["model.preset"] = here["checkpoint.load_hf"]._replace(value="hf")
     wanted = _WANTED | ({"model.lora.targets": 'as "all-linear"'} if "model.lora.rank" in here else {})
     for key, what in wanted.items():
         other = {"model.name": "model.preset", "train.steps": "train.epochs"}.get(key, key)
         if key not in here and other not in here and key not in facts.values:
-            facts.entries.append(Entry("to set", f"{key}, {what}: no file says it"))
+            facts.entries.append(ReportLine("to set", f"{key}, {what}: no file says it"))
     lines += [f"# to set: {entry.line}" for entry in facts.entries if entry.kind == "to set"]
     if world:
         lines.append(f"# run: torchrun --nproc-per-node {world} train.py FILE.toml")
@@ -153,7 +155,7 @@ def _toml(facts: Facts, sources: str, world: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _check(text: str, facts: Facts, world: int) -> None:
+def _check(text: str, facts: KnownValues, world: int) -> None:
     """Add to the report what our own reader and rules say of the file that is to be printed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "migrated.toml"
@@ -167,4 +169,4 @@ def _check(text: str, facts: Facts, world: int) -> None:
                 line = problem.removeprefix(f"{file}: ")
                 fact = facts.values.get(line.partition(": ")[0])
                 origin = f"{fact.origin}: " if fact else ""
-                facts.entries.append(Entry("refused", f"{origin}{line}"))
+                facts.entries.append(ReportLine("refused", f"{origin}{line}"))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from compose.cli.migrate_files import shown
-from compose.cli.migrate_tables import Fact, Facts, Format
+from compose.cli.migrate_tables import KnownValue, KnownValues, TrainerTable
 from compose.errors import toml_value
 
 BATCH, MICRO = "train.global_batch", "train.micro_batch"
@@ -26,7 +26,7 @@ _READ_WITH: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int) -> int:
+def work_out(facts: KnownValues, tables: Mapping[str, TrainerTable], world: int, steps: int) -> int:
     """Put our keys in the place of facts; return the number of ranks, 0 if nobody says it."""
     filled = "training_arguments" in tables
     if filled:  # a schedule that DeepSpeed does not name is that of TrainingArguments
@@ -70,11 +70,11 @@ def work_out(facts: Facts, tables: Mapping[str, Format], world: int, steps: int)
         else:
             facts.note("not needed", f"{where} = auto: {_AUTO}, and nothing here waits for it")
     for key in sorted(set(facts.waiting) - set(facts.values)):
-        facts.values[key] = Fact(None, facts.waiting[key])
+        facts.values[key] = KnownValue(None, facts.waiting[key])
     return world
 
 
-def _switched_on(facts: Facts) -> None:
+def _switched_on(facts: KnownValues) -> None:
     """Set each KEY that KEY~on switches on to KEY~value, unless a file sets it."""
     for key in [name.removesuffix("~on") for name in facts.values if name.endswith("~on")]:
         if facts.get(f"{key}~on") and f"{key}~value" in facts and key not in facts:
@@ -82,7 +82,7 @@ def _switched_on(facts: Facts) -> None:
 
 
 def _defaults(
-    facts: Facts,
+    facts: KnownValues,
     title: str,
     rows: Mapping[str, Any],
     left: set[str],
@@ -97,7 +97,7 @@ def _defaults(
                 facts.changed(notes[key], key)
 
 
-def _options(facts: Facts) -> None:
+def _options(facts: KnownValues) -> None:
     """Put keys in the place of facts of one table each."""
     given = {*facts.values, *facts.left}
     if facts.get("optimizer.warmup~given") == "WarmupLR" and "optimizer.lr~instead" not in given:
@@ -141,7 +141,7 @@ def _options(facts: Facts) -> None:
         facts.note(kind, text, "optimizer.warmup~given")
 
 
-def _model(facts: Facts, tables: Iterable[Format]) -> None:
+def _model(facts: KnownValues, tables: Iterable[TrainerTable]) -> None:
     name, flavor = facts.get("model.name~name", ""), facts.get("model.preset~flavor", "")
     for table in (table for table in tables if name and table.models):
         known = {key.lower(): shape for key, shape in table.models.items()}
@@ -163,7 +163,7 @@ def _model(facts: Facts, tables: Iterable[Format]) -> None:
             facts.pop(key)
 
 
-def _shape(facts: Facts) -> None:
+def _shape(facts: KnownValues) -> None:
     """Name the model that has the parts that the flags of Megatron-LM name."""
     parts = ("norm", "positions", "gated", "bias", "learnt")
     norm, positions, gated, bias, learnt = (facts.pop(f"model.{part}~") for part in parts)
@@ -198,12 +198,12 @@ def _shape(facts: Facts) -> None:
         facts.changed("--vocab-size is that of the tokenizer; model.vocab_size is assumed, set it")
 
 
-def _product(facts: Facts, *axes: str) -> int:
+def _product(facts: KnownValues, *axes: str) -> int:
     """Return the ranks along some axes of the mesh."""
     return math.prod(facts.get(f"parallel.{axis}", 1) for axis in axes)
 
 
-def _ranks(facts: Facts, given: int) -> int:
+def _ranks(facts: KnownValues, given: int) -> int:
     """Return the number of ranks, and set the degrees of data parallel."""
     one, machines = facts.pop("world~per_machine"), facts.pop("world~machines", 1)
     world = given or facts.pop("world~processes") or (one * machines if one else 0)
@@ -225,7 +225,7 @@ def _ranks(facts: Facts, given: int) -> int:
     return world
 
 
-def _batch(facts: Facts, world: int) -> None:
+def _batch(facts: KnownValues, world: int) -> None:
     """Work out global_batch = micro_batch x accumulation x ranks of data parallel."""
     inner = _product(facts, "tp", "cp", "pp")
     if local := facts.get(f"{MICRO}~per_rank"):
@@ -262,7 +262,7 @@ def _batch(facts: Facts, world: int) -> None:
         facts.note("refused", text, BATCH)
 
 
-def _steps(facts: Facts, given: int) -> None:
+def _steps(facts: KnownValues, given: int) -> None:
     batch = facts.get(BATCH)
     for key in ("train.steps", "train.steps~schedule", "optimizer.warmup~warmup"):
         samples = facts.pop(f"{key}~samples" if "~" not in key else f"{key}_samples")
@@ -284,7 +284,7 @@ def _steps(facts: Facts, given: int) -> None:
         facts.pop("train.epochs")
 
 
-def _schedule(facts: Facts) -> None:
+def _schedule(facts: KnownValues) -> None:
     """Work out the learning rate's schedule, which other trainers begin at other steps."""
     lr, kind = facts.get("optimizer.lr"), facts.get("optimizer.warmup~kind", "")
     lowest = facts.pop("optimizer.min_lr~absolute")
@@ -342,7 +342,7 @@ def _schedule(facts: Facts) -> None:
         facts.put("optimizer.decay_end", end, "train.steps~schedule", text="the end of its schedule")
 
 
-def _precision(facts: Facts, world: int) -> None:
+def _precision(facts: KnownValues, world: int) -> None:
     kind, param = facts.pop("precision.reduce~kind"), facts.get("precision.param", "float32")
     if param == "float32":
         return
@@ -360,7 +360,7 @@ def _precision(facts: Facts, world: int) -> None:
             facts.changed("gradients are reduced in float32, not in float16", "precision.param")
 
 
-def _zero(facts: Facts) -> None:
+def _zero(facts: KnownValues) -> None:
     if facts.get("parallel.zero~distributed") and not facts.get("parallel.zero"):
         facts.put("parallel.zero", 1, "parallel.zero~distributed")
     elif "parallel.zero~distributed" in facts and "parallel.zero" not in facts:

@@ -46,14 +46,14 @@ _SAID = {"refuse": "refused", "note": "changed in meaning", "unused": "not neede
 """Words in a case that set no key, and the kind of their entry."""
 
 
-class Fact(NamedTuple):
+class KnownValue(NamedTuple):
     """The value of one of our keys, or of a fact, and where it comes from."""
 
     value: Any
     origin: str
 
 
-class Entry(NamedTuple):
+class ReportLine(NamedTuple):
     """A line of the report on one leaf of a file."""
 
     kind: str
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
     line: str
 
 
-class Row(NamedTuple):
+class KeyMeaning(NamedTuple):
     """The meaning of a key in a table."""
 
     section: str
@@ -84,11 +84,11 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class TrainerTable:
     """The table of one trainer."""
 
     title: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, KeyMeaning]
     """By a key's name, or a pattern of names; the first that fits counts."""
     rewrite: Sequence[Sequence[str]]
     strict: Sequence[str]  # patterns of keys of which an unknown one is refused
@@ -111,12 +111,12 @@ class Format:
             key = re.sub(pattern, other, key)
         return key
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> KeyMeaning | None:
         """Return the row of a key; None if the table does not know the key."""
         patterns = (row for each, row in self.rows.items() if "*" in each and fnmatchcase(name, each))
         return self.rows.get(name) or next(patterns, None)
 
-    def unknown(self, where: str, name: str, value: Any) -> Entry:
+    def unknown(self, where: str, name: str, value: Any) -> ReportLine:
         """Return the entry of a key that the table does not know."""
         names = self.names
         like = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -126,20 +126,24 @@ class Format:
         near = bool(difflib.get_close_matches(name, names, n=1, cutoff=self.typo))
         strict = any(fnmatchcase(name, pattern) for pattern in self.strict)
         text = f"{where} = {shown(value)}: {self.title} has no such key{hint}"
-        return Entry("refused", f"{text}, or remove it") if near or strict else Entry("unknown", text)
+        return (
+            ReportLine("refused", f"{text}, or remove it")
+            if near or strict
+            else ReportLine("unknown", text)
+        )
 
 
 @functools.cache
-def load_formats() -> dict[str, Format]:
+def load_formats() -> dict[str, TrainerTable]:
     """Return the table of each format."""
     folder, results = files("compose.cli") / "migrate_keys", {}
     for name in FORMATS:
         table = tomllib.loads((folder / f"{name}.toml").read_text("utf-8"))
-        results[name] = Format(rows=_rows(table), **table)
+        results[name] = TrainerTable(rows=_rows(table), **table)
     return results
 
 
-def _rows(table: dict[str, Any]) -> dict[str, Row]:
+def _rows(table: dict[str, Any]) -> dict[str, KeyMeaning]:
     """Take the sections of keys out of a table, and return their rows."""
     rows = list[tuple[str, str, Mapping[str, Any]]]()
     notes = table.pop("notes", {})
@@ -156,19 +160,19 @@ def _rows(table: dict[str, Any]) -> dict[str, Row]:
     for section, said in _LISTS.items():
         for why, names in table.pop(section, {}).items():
             rows.append((section, names, {"*": {said: why}}))
-    results = dict[str, Row]()
+    results = dict[str, KeyMeaning]()
     for section, names, cases in rows:
         for name in names.split():
-            results.setdefault(name, Row(section, cases))
+            results.setdefault(name, KeyMeaning(section, cases))
     return results
 
 
 @dataclass
-class Facts:
+class KnownValues:
     """All that the files say, by our keys and by facts."""
 
-    values: dict[str, Fact] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    values: dict[str, KnownValue] = field(default_factory=dict)
+    entries: list[ReportLine] = field(default_factory=list)
     auto: dict[str, str] = field(default_factory=dict)
     """Where "auto" stands, and the keys of ours that a program fills in."""
     left: set[str] = field(default_factory=set)
@@ -192,18 +196,18 @@ class Facts:
     def put(self, key: str, value: Any, *sources: str, text: str = "") -> None:
         """Set a key by what others say; the text says how, the sources are facts."""
         origins = [self.values[name].origin for name in (*sources, key) if name in self.values]
-        self.values[key] = Fact(value, "; ".join(filter(None, dict.fromkeys([*origins, text]))))
+        self.values[key] = KnownValue(value, "; ".join(filter(None, dict.fromkeys([*origins, text]))))
 
     def note(self, kind: str, text: str, key: str = "") -> None:
         """Add a line to the report, with the place that ``key`` comes from."""
         place = f"{self.values[key].origin}: " if key in self.values else ""
-        self.entries.append(Entry(kind, place + text))
+        self.entries.append(ReportLine(kind, place + text))
 
     def changed(self, text: str, key: str = "") -> None:
         """Note that something has another meaning here."""
         self.note("changed in meaning", text, key)
 
-    def read(self, file: str, table: Format, leaves: Leaves) -> None:
+    def read(self, file: str, table: TrainerTable, leaves: Leaves) -> None:
         """Account for every leaf of a file."""
         others: dict[str, list[str]] = {}
         names = {table.plain(key) for key, value in leaves if value is not None}
@@ -235,7 +239,7 @@ class Facts:
         for why, keys in others.items():
             self.note("refused", f"{file}: {', '.join(keys)}: {why}")
 
-    def _apply(self, where: str, row: Row, value: Any, word: Any) -> None:
+    def _apply(self, where: str, row: KeyMeaning, value: Any, word: Any) -> None:
         """Set and say what a row has for one word of a value."""
         case = row.case(word)
         if case is None:
@@ -270,7 +274,7 @@ class Facts:
         """Set a key or a fact. Raises ValueError if it cannot be, LookupError if it may be left out."""
         own = key if key in _TEXTS else "the number of ranks" if key[:6] == "world~" else ""
         if key.endswith("~raw"):
-            self.values.setdefault(key, Fact(value, where))
+            self.values.setdefault(key, KnownValue(value, where))
             return
         if variable := unset(value) or (own and value is True and "a name"):
             line = f"{variable} has no value in this script"
@@ -282,7 +286,7 @@ class Facts:
             other = f"{self.values[key].origin} says {toml_value(self.get(key))}"
             line = f"says {toml_value(value)} for {key.partition('~')[0]}, and {other}"
             raise ValueError(f"{line}; remove one of them")
-        self.values.setdefault(key, Fact(value, where))
+        self.values.setdefault(key, KnownValue(value, where))
 
 
 def _converted(setting: Any, value: Any, word: Any) -> Any:

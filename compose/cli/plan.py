@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, check_out, flag_error, number_of, read_arguments
+from compose.cli.command_line import ParsedWords, check_out, flag_error, number_of, read_arguments
 from compose.cli.question import (
     STANDARD,
     Question,
@@ -60,7 +60,7 @@ from compose.planner.explain import explain
 from compose.planner.measure import as_toml
 from compose.planner.page import page_of
 from compose.planner.record_cache import default_folder
-from compose.planner.search import MOST, Searched, fewest, own, search
+from compose.planner.search import MOST, SearchResult, fewest, own, search
 
 T = TypeVar("T")
 _OBJECTIVES = ("time", "memory", "devices", "params")
@@ -149,7 +149,7 @@ def plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_flags(given: Words) -> None:
+def _check_flags(given: ParsedWords) -> None:
     """Raise ConfigError for flags without an effect beside another, and for outputs that are inputs."""
     flags, objective = given.flags, given.flags.get("--objective")
     files = [flag for flag in _WRITTEN if flag in flags]
@@ -193,7 +193,7 @@ def _check_flags(given: Words) -> None:
 
 
 def _answer(
-    given: Words, question: Question, space: Space, results: Sequence[Candidate], made: bool
+    given: ParsedWords, question: Question, space: Space, results: Sequence[Candidate], made: bool
 ) -> dict[str, Any]:
     """Print the answer in sentences, each once it is known, and return it for JSON."""
     tokens = amount(given, "--tokens", example_tokens(space))
@@ -227,7 +227,7 @@ def _unless_stopped(compare: Callable[[], list[T]]) -> list[T] | None:
         return None
 
 
-def _against(given: Words) -> int:
+def _against(given: ParsedWords) -> int:
     """Compare a run with its prediction; --write makes a corrected cluster's file."""
     if not given.flags.get("--cluster"):
         raise flag_error("plan", "--against needs --cluster, on which the run was made")
@@ -243,7 +243,7 @@ def _against(given: Words) -> int:
     return 0
 
 
-def _space(given: Words, question: Question) -> Space:
+def _space(given: ParsedWords, question: Question) -> Space:
     objective = given.flags.get("--objective", "time")
     if objective not in _OBJECTIVES:
         near = did_you_mean(objective, _OBJECTIVES)
@@ -291,7 +291,7 @@ def _space(given: Words, question: Question) -> Space:
     return Space(config, cluster, world_size, pins, objective, islands, freely, cache, question.kinds)
 
 
-def _largest(given: Words, began: float) -> tuple[Question, Searched]:
+def _largest(given: ParsedWords, began: float) -> tuple[Question, SearchResult]:
     """Search the standard sizes from the largest on, and return the first that fits."""
     for what in [*given.plain, *(flag for flag in ("--model",) if flag in given.flags)]:
         raise flag_error("--objective", f"params looks for a standard size; it goes without {what}")
@@ -311,7 +311,7 @@ def _largest(given: Words, began: float) -> tuple[Question, Searched]:
     raise flag_error("--objective", f"none of {', '.join(STANDARD)} fits on {given.flags['--gpus']}")
 
 
-def _fewest(given: Words, question: Question, space: Space) -> tuple[Space, list[Candidate]]:
+def _fewest(given: ParsedWords, question: Question, space: Space) -> tuple[Space, list[Candidate]]:
     tokens, days = amount(given, "--tokens"), amount(given, "--days")
     result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
     if not result[1]:
@@ -326,7 +326,7 @@ def _progress(began: float, text: str) -> None:
     print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
-def _search(given: Words, question: Question, space: Space, began: float) -> Searched:
+def _search(given: ParsedWords, question: Question, space: Space, began: float) -> SearchResult:
     most = number_of(given, "--candidates", "candidates", MOST)
     seconds = amount(given, "--seconds", math.inf) - (time.monotonic() - began)
     with refused_in(question.where):
@@ -340,14 +340,14 @@ def _search(given: Words, question: Question, space: Space, began: float) -> Sea
     return result
 
 
-def _looked_at(searched: Searched) -> str:
+def _looked_at(searched: SearchResult) -> str:
     many, fit = len(searched.candidates), searched.let_through
     if many > fit:
         return f"no candidate may fit, and {many} of those that need least memory were looked at"
     return f"{many} of {fit} candidates that may fit were looked at"
 
 
-def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
+def _short(space: Space, best: Candidate, searched: SearchResult | None) -> str:
     over = (best.reserved - capacity(space.cluster)) / 2**30
     by = f"the best {lack_of_node(space, best) or f'is short of {over:.1f} GiB a device'}"
     if searched and not searched.certain:
@@ -360,7 +360,7 @@ def _short(space: Space, best: Candidate, searched: Searched | None) -> str:
 
 
 def _write(
-    given: Words,
+    given: ParsedWords,
     question: Question,
     space: Space,
     recorded: Sequence[Candidate],
@@ -378,7 +378,7 @@ def _write(
             _write_file(flag, path, text(path))
 
 
-def _set_there(given: Words, question: Question) -> dict[str, object]:
+def _set_there(given: ParsedWords, question: Question) -> dict[str, object]:
     """Return the values of the keys that the command line sets; a table's are those of its keys."""
     values = values_of(question.config)
     names = dict.fromkeys([name for name, _ in (*question.keys, *given.overrides)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from compose.checkpoint.hf_folder import model_in
-from compose.cli.command_line import Words, flag_error, model_path, named_path, number_of
+from compose.cli.command_line import ParsedWords, flag_error, model_path, named_path, number_of
 from compose.config.models import ModelFolder, find_model, max_seq_len, model_names
 from compose.config.tables import Config
 from compose.config.toml import COMMAND_LINE, given_keys, load, nearest_key, values_of, without_file
@@ -87,7 +87,7 @@ class Question:
     """The kinds of device, if there are several, of which ``cluster`` is the weakest."""
 
 
-def read_question(given: Words) -> Question:
+def read_question(given: ParsedWords) -> Question:
     """Return the model and the devices of a command line of plan."""
     kinds = _devices(given)
     if len(kinds) == 1:
@@ -96,7 +96,7 @@ def read_question(given: Words) -> Question:
     return replace(_read_question(given, weakest(kinds), ranks), kinds=kinds)
 
 
-def _read_question(given: Words, cluster: Cluster, world_size: int) -> Question:
+def _read_question(given: ParsedWords, cluster: Cluster, world_size: int) -> Question:
     batches = _batches(given)
     if "--model" not in given.flags:
         # These take the place of a file's keys.
@@ -113,7 +113,7 @@ def _read_question(given: Words, cluster: Cluster, world_size: int) -> Question:
 
 
 def question_of(
-    given: Words, model: str, cluster: Cluster, world_size: int, batches: tuple[int, ...]
+    given: ParsedWords, model: str, cluster: Cluster, world_size: int, batches: tuple[int, ...]
 ) -> Question:
     """Return the question for a model by its name."""
     keys = model_keys(model)
@@ -145,7 +145,7 @@ def question_words(model: str, count: float, config: Config, batch_given: bool) 
     )
 
 
-def _devices(given: Words) -> tuple[tuple[Cluster, int], ...]:
+def _devices(given: ParsedWords) -> tuple[tuple[Cluster, int], ...]:
     if "--gpus" not in given.flags:
         if not given.flags.get("--cluster") or not given.flags.get("--world-size"):
             raise flag_error("plan", "needs --gpus, as 16xa100_40gb, or --cluster and --world-size")
@@ -277,7 +277,7 @@ def default_batch(count: float, seq_len: int, world_size: int) -> int:
     return max(n for n in divisors(world_size) if n <= samples)
 
 
-def _batches(given: Words) -> tuple[int, ...]:
+def _batches(given: ParsedWords) -> tuple[int, ...]:
     text = given.flags.get("--batch")
     if text is None:
         return ()
@@ -287,7 +287,7 @@ def _batches(given: Words) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def amount(given: Words, flag: str, default: float = 0.0) -> float:
+def amount(given: ParsedWords, flag: str, default: float = 0.0) -> float:
     """Return the number after a flag: 15e12, or with a suffix as 300B or 1T; or ``default``, if any."""
     text = given.flags.get(flag, "")
     if default and flag not in given.flags:
@@ -312,7 +312,7 @@ def amount_in_words(tokens: float) -> str:
     return f"{tokens:,.0f}"
 
 
-def pinned(given: Words, question: Question) -> dict[str, str]:
+def pinned(given: ParsedWords, question: Question) -> dict[str, str]:
     """Return the keys that the search must not change, each with what pins it.
 
     The command line and --keep pin a key. A file pins it by another value than the default, but for
@@ -333,7 +333,7 @@ def pinned(given: Words, question: Question) -> dict[str, str]:
     return {key: by for key, by in result.items() if key not in free}
 
 
-def freed(given: Words) -> frozenset[str]:
+def freed(given: ParsedWords) -> frozenset[str]:
     """Return the keys of FREED that --free names."""
     return frozenset(_names(given, "--free", KNOWN)) & set(FREED)
 
@@ -345,7 +345,7 @@ def pinned_words(config: Config, pins: Mapping[str, str]) -> str:
     return f"pinned: {', '.join(parts)}; --free KEY releases one" if parts else ""
 
 
-def for_devices(given: Words, question: Question) -> Question:
+def for_devices(given: ParsedWords, question: Question) -> Question:
     """Return the question in bfloat16 on a GPU, if it leaves the type at its default."""
     of_key = question.given.get(_PRECISION, "")
     kept = of_key == COMMAND_LINE or _PRECISION in given.flags.get("--keep", "").split(",")
@@ -360,7 +360,7 @@ def for_devices(given: Words, question: Question) -> Question:
     return replace(question, config=config, changed=(_PRECISION,), words=words)
 
 
-def _names(given: Words, flag: str, known: Any) -> list[str]:
+def _names(given: ParsedWords, flag: str, known: Any) -> list[str]:
     names = [name for name in given.flags.get(flag, "").split(",") if name]
     for name in names:
         if name not in known:

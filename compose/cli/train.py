@@ -19,7 +19,7 @@ from compose.memory.float8 import select_layers
 from compose.memory.quantized import count_parameters
 from compose.optim.lr_schedule import short_of_warmup
 from compose.parallel.mesh import AXES, init_mesh
-from compose.train.held_state import Placed, copied_bytes, placements, state_bytes
+from compose.train.held_state import PlacedParameter, copied_bytes, placements, state_bytes
 
 _PURPOSES = ("weights", "gradients", "activations")
 
@@ -71,7 +71,7 @@ def describe(job: Job) -> None:
             print("", *lines(job, job.config.outer, job.islands), sep="\n")
 
 
-def _stage(job: Job, rank: int) -> list[Placed]:
+def _stage(job: Job, rank: int) -> list[PlacedParameter]:
     """Return the parameters that ``rank`` holds."""
     from compose.planner.fake_world import fake_group
 
@@ -116,11 +116,11 @@ def _mesh_line(job: Job) -> str:
     return "\n".join(lines)
 
 
-def _table(placed: list[Placed], pp: int) -> list[str]:
+def _table(placed: list[PlacedParameter], pp: int) -> list[str]:
     """Return a line for each parameter; equal layers share one line with their number."""
     known = [*AXES, "dp_shard_cp", "dp_replicate_cp", "expert_replicate", "expert_shard", "ep"]
     axes = [axis for axis in known if any(axis in p.placements for p in placed)]
-    groups: dict[tuple[object, ...], list[Placed]] = {}
+    groups: dict[tuple[object, ...], list[PlacedParameter]] = {}
     for p in placed:
         pattern = re.sub(r"\.\d+\.", ".*.", p.name)
         equal = (p.pp, pattern, p.shape, tuple(p.placements.items()), p.local_shape)
@@ -141,7 +141,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _summary(placed: list[list[Placed]], job: Job) -> list[str]:
+def _summary(placed: list[list[PlacedParameter]], job: Job) -> list[str]:
     """Return the parameter count, the FLOPs, and the bytes on the rank that holds most."""
     config = job.config
     parameters = count_parameters(job.model)

@@ -117,8 +117,8 @@ class Activations:
     def __init__(self, code: RowCode, traffic: Traffic) -> None:
         self.code, self.traffic = code, traffic
         self.observer: Callable[..., Tensor] | None = None
-        """It is told of every message, and returns the result; see :meth:`Sends.brings`."""
-        self.places: list[Sends] = []
+        """It is told of every message, and returns the result; see :meth:`ModuleMessages.brings`."""
+        self.places: list[ModuleMessages] = []
 
     def styles(
         self, styles: Iterable[tuple[str, ParallelStyle]], axis: str
@@ -128,7 +128,7 @@ class Activations:
         for name, style in styles:
             if isinstance(style, SendsActivations):
                 style = copy(style)
-                place = Sends(self, name, axis)
+                place = ModuleMessages(self, name, axis)
                 self.places.append(place)
                 if axis == "ep":
                     style.send = partial(send_rows, place)
@@ -138,7 +138,7 @@ class Activations:
         return result
 
 
-class Sends:
+class ModuleMessages:
     """The messages of one module."""
 
     def __init__(self, owner: Activations, name: str, axis: str) -> None:
@@ -169,7 +169,7 @@ class Sends:
 
 
 # An operator takes strings and no objects. The composition holds the values.
-_BY_KEY: WeakValueDictionary[str, Sends] = WeakValueDictionary()
+_BY_KEY: WeakValueDictionary[str, ModuleMessages] = WeakValueDictionary()
 
 
 def send_stream(key: str, forward: Kind, backward: Kind, group: Any, tensor: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def _(tensor: Tensor, kind: str, group: str, key: str, gradient: bool) -> Tensor
     return tensor.new_empty(batch, after, *rest)
 
 
-def _gather(module: Sends, tensor: Tensor, group: Any) -> Tensor:
+def _gather(module: ModuleMessages, tensor: Tensor, group: Any) -> Tensor:
     """Return every rank's (B, L, D) one after another, (B, ranks * L, D), float32."""
     code = module.owner.code
     codes, others = code.encode(tensor), _resolve_process_group(group).size() - 1
@@ -241,7 +241,7 @@ def _gather(module: Sends, tensor: Tensor, group: Any) -> Tensor:
     return code.decode(send_plain(codes, "gather", group), tensor.shape[-1])
 
 
-def _sum(module: Sends, tensor: Tensor, group: Any) -> Tensor:
+def _sum(module: ModuleMessages, tensor: Tensor, group: Any) -> Tensor:
     """Return the sum of all ranks' (B, ranks * L, D), this rank's part (B, L, D), float32."""
     ranks: dist.ProcessGroup = _resolve_process_group(group)
     count, code = ranks.size(), module.owner.code
@@ -262,7 +262,7 @@ def _sum(module: Sends, tensor: Tensor, group: Any) -> Tensor:
 
 
 def send_rows(
-    module: Sends, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    module: ModuleMessages, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Send rows (N, D) to the ranks, and return the received ones."""
     return _RowsMessage.apply(rows, received, sent, group, module)  # type: ignore[no-any-return]
@@ -286,7 +286,7 @@ def _exchange_rows(
     received: list[int],
     sent: list[int],
     group: dist.ProcessGroup,
-    module: Sends,
+    module: ModuleMessages,
     gradient: bool,
 ) -> Tensor:
     def send(x: Tensor) -> Tensor:

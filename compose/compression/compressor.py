@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from compose.compression.activations import Activations, RowCode
 from compose.compression.gather import GATHERS, QuantizedGather, Sender, Traffic, check, levels_of
 from compose.compression.losses import Losses, cosine
-from compose.compression.packing import Scratch, UnitLayout
-from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, Progress, Settings
+from compose.compression.packing import ReusedMemory, UnitLayout
+from compose.compression.reduce import GRADIENT_CODES, LOSSY, GradientCode, StepProgress, SumSettings
 from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.parallel.comm import Comm
@@ -33,7 +33,7 @@ class Compression:
 
     def __init__(self, comm: Comm, mesh: DeviceMesh, zero: int, compiled: bool) -> None:
         self.comm, self.device, self.compiled = comm, mesh.device_type, compiled
-        self.traffic, self.progress = Traffic(), Progress(comm.start_step)
+        self.traffic, self.progress = Traffic(), StepProgress(comm.start_step)
         self.levels = levels_of(mesh, comm.near, zero) if comm.compresses else None
         self.stages: list[StageMessages] = []
         self.activations: Activations | None = None
@@ -58,7 +58,7 @@ class Compression:
         return self.stages[-1]
 
     @property
-    def units(self) -> "list[Unit]":
+    def units(self) -> "list[CompressedUnit]":
         """The units of all stages."""
         return [unit for stage in self.stages for unit in stage.units]
 
@@ -143,7 +143,7 @@ class Compression:
 
 
 @dataclass
-class Unit:
+class CompressedUnit:
     """One unit's parameters and messages."""
 
     model: nn.Module  # the stage, or the whole model
@@ -157,10 +157,11 @@ class Unit:
     """Its "gather", and the sums of gradients by what they are over: "shards" or "replicas"."""
 
     @staticmethod
-    def of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "Unit":
+    def of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> "CompressedUnit":
         """Return the unit of parameters that are not cut yet, and not sent."""
         shapes = {name: tuple(local_tensor(p).shape) for name, p in parameters.items()}
-        return Unit(model, shapes, {name for name, p in parameters.items() if p.requires_grad})
+        trained = {name for name, p in parameters.items() if p.requires_grad}
+        return CompressedUnit(model, shapes, trained)
 
     def named(self, trained: bool) -> list[str]:
         """Return the names of all parameters, or of those that have gradients."""
@@ -191,12 +192,12 @@ class StageMessages:
 
     def __init__(self, owner: Compression) -> None:
         self.owner, self.comm = owner, owner.comm
-        self.settings = Settings(owner.comm, owner.traffic, owner.compiled)
+        self.settings = SumSettings(owner.comm, owner.traffic, owner.compiled)
         self.reduces = owner.comm.gradients != "off"
         self.last = True  # whether this is the last micro-batch of the step
-        self.scratch = Scratch()
-        self.units: list[Unit] = []
-        self.unsent: dict[nn.Module, Unit] = {}
+        self.scratch = ReusedMemory()
+        self.units: list[CompressedUnit] = []
+        self.unsent: dict[nn.Module, CompressedUnit] = {}
         self.gathers: dict[nn.Module, QuantizedGather] = {}
         self.restored: dict[str, Tensor] = {}  # what units that do not exist yet will take
 
@@ -211,7 +212,7 @@ class StageMessages:
                     if parameter not in seen and has_shards(parameter):
                         seen.add(parameter)
                         results[f"{name}.{leaf}" if name else leaf] = parameter
-            self.unsent[model.get_submodule(unit[0])] = Unit.of(model, results)
+            self.unsent[model.get_submodule(unit[0])] = CompressedUnit.of(model, results)
 
     def attach(
         self,
@@ -249,13 +250,13 @@ class StageMessages:
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
     ) -> Callable[[Tensor], None]:
         """Return the all-reduce of the flat gradients of a unit that FSDP does not cut."""
-        unit = Unit.of(model, parameters)
+        unit = CompressedUnit.of(model, parameters)
         result = self._replica_sum(unit, group)
         self._add(unit)
         return result.sum
 
     def _replica_sum(
-        self, unit: Unit, group: dist.ProcessGroup, own_mesh: bool = False
+        self, unit: CompressedUnit, group: dist.ProcessGroup, own_mesh: bool = False
     ) -> "ReplicaSum":
         near, levels = self.comm.near, None if own_mesh else self.owner.levels
         if unit.ranks > 1:  # other replicas are far
@@ -266,14 +267,14 @@ class StageMessages:
         unit.senders["replicas"] = code
         return ReplicaSum(self, code, group)
 
-    def _add(self, unit: Unit) -> None:
+    def _add(self, unit: CompressedUnit) -> None:
         self.units.append(unit)
         for begin, sender in unit.named_senders():
             sender.restore(self.restored, begin)
             sender.observer = self.owner.observe and self.owner.observe(sender)
 
     def senders(self) -> Iterator[tuple[str, Sender]]:
-        """Yield the senders of all units, as :meth:`Unit.named_senders` does."""
+        """Yield the senders of all units, as :meth:`CompressedUnit.named_senders` does."""
         for unit in self.units:
             yield from unit.named_senders()
 

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.compression.activations import LARGEST_FLOAT8, RowCode, Sends
+from compose.compression.activations import LARGEST_FLOAT8, ModuleMessages, RowCode
 from compose.compression.codec import Blocks, block_scales, block_steps, top_code
 from compose.compression.gather import QuantizedGather, Sender, gathered
 from compose.compression.packing import Packing
-from compose.compression.reduce import BlockSum, GradientCode, TopK
+from compose.compression.reduce import BlockSum, GradientCode, TopKSum
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import REDUCE_SCATTER
 
 if TYPE_CHECKING:
-    from compose.compression.compressor import Unit
+    from compose.compression.compressor import CompressedUnit
 
 _FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
 """The bits of a number in e4m3 behind the leading one, and the exponent of its least normal number."""
@@ -90,7 +90,7 @@ class Losses:
         self.missing = rows.clone() if self.missing is None else self.missing + rows
 
     def selected(
-        self, code: TopK, rows: Tensor, wanted: Tensor, group: dist.ProcessGroup, whole: bool
+        self, code: TopKSum, rows: Tensor, wanted: Tensor, group: dist.ProcessGroup, whole: bool
     ) -> None:
         """Note that of rows (R, S) with their residual the largest elements are sent; a collective."""
         sent = wanted.clone()
@@ -117,7 +117,7 @@ class Losses:
         code.whole.collect(gathered(missing, group), self.missing)
 
 
-def missing_of(unit: "Unit") -> Tensor | None:
+def missing_of(unit: "CompressedUnit") -> Tensor | None:
     """Return what this rank's gradients of a unit lack, (S,), if they are observed; a collective."""
     missing = {kind: s.observer.missing for kind, s in unit.senders.items() if s.observer}
     shards, total = missing.get("shards"), missing.get("replicas")
@@ -129,7 +129,7 @@ def missing_of(unit: "Unit") -> Tensor | None:
     return shards if total is None else total + shards
 
 
-def cosine(units: "Sequence[Unit]", device: str) -> float:
+def cosine(units: "Sequence[CompressedUnit]", device: str) -> float:
     """Return the cosine between the gradients and those of plain messages; a collective."""
     sums = torch.zeros(3, dtype=torch.float64)
     for unit in units:
@@ -276,7 +276,7 @@ class ActivationAccount:
 
     def __call__(
         self,
-        module: Sends,
+        module: ModuleMessages,
         result: Tensor,
         gradient: bool,
         plain: Callable[[], Tensor],

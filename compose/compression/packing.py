@@ -32,7 +32,7 @@ FEWEST = 4096
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """A parameter's part on each rank."""
 
     shape: tuple[int, ...]  # padded
@@ -48,7 +48,7 @@ class Part:
 class UnitLayout:
     """The parts of a unit, in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
     ranks: int  # that share the unit
 
     @staticmethod
@@ -61,7 +61,7 @@ class UnitLayout:
             whole = [*shape] or [1]
             compressed = len(shape) > 1 and math.prod(shape) >= FEWEST
             whole[dim] = -(-whole[dim] // ranks)
-            parts.append(Part(tuple(whole), compressed))
+            parts.append(ParameterPart(tuple(whole), compressed))
         return UnitLayout(tuple(parts), ranks)
 
     @property
@@ -79,7 +79,7 @@ class UnitLayout:
 
     def among(self, ranks: int) -> "UnitLayout":
         """Return the layout of one row, cut once more over ``ranks``."""
-        parts = (Part((-(-part.numel // ranks),), part.compressed) for part in self.parts)
+        parts = (ParameterPart((-(-part.numel // ranks),), part.compressed) for part in self.parts)
         return UnitLayout(tuple(parts), ranks)
 
     def spread(self, flat: Tensor, ranks: int) -> Tensor:
@@ -99,7 +99,7 @@ class UnitLayout:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ElementRun:
     """Compressed elements of a row that follow one another, and their blocks."""
 
     begin: int
@@ -194,18 +194,18 @@ class Packing:
             done = end
 
     @cached_property
-    def runs(self) -> list[_Run]:
+    def runs(self) -> list[_ElementRun]:
         """The compressed parts, in order. Those that follow one another without padding are one run."""
-        results: list[_Run] = []
+        results: list[_ElementRun] = []
         begin, first = 0, 0
         for part in self.layout.parts:
             end = begin + part.numel
             if part.compressed:
                 blocks = -(-part.numel // self.code.size)
-                run = _Run(begin, end, first, blocks, blocks * self.code.size - part.numel)
+                run = _ElementRun(begin, end, first, blocks, blocks * self.code.size - part.numel)
                 if results and not results[-1].padding and results[-1].end == begin:
                     last = results.pop()
-                    run = _Run(last.begin, end, last.first, last.blocks + blocks, run.padding)
+                    run = _ElementRun(last.begin, end, last.first, last.blocks + blocks, run.padding)
                 results.append(run)
                 first += blocks
             begin = end
@@ -240,7 +240,7 @@ class Packing:
         return sum(run.blocks for run in self.runs)
 
 
-class Scratch:
+class ReusedMemory:
     """Memory that one message after another is written to, as a host is slow to give new memory.
 
     On a GPU, whose allocator keeps memory, each call returns its own: a stream may still read the last.
@@ -316,7 +316,9 @@ class BlockFeedback(Residual):
 class Feedback(Residual):
     """The residual of one unit's messages of any form, for gradients without a loss scale."""
 
-    def __init__(self, sender: "Sender", numel: int, scratch: Scratch, compiled: bool = False) -> None:
+    def __init__(
+        self, sender: "Sender", numel: int, scratch: ReusedMemory, compiled: bool = False
+    ) -> None:
         code = Blocks(8, 4096, compiled=compiled)
         super().__init__(sender, code, -(-numel // code.size))
         self.scratch = scratch

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compose.composition import Composition
-from compose.compression.compressor import Compression, Unit
+from compose.compression.compressor import CompressedUnit, Compression
 from compose.compression.losses import Account, ActivationAccount, ActivationLoss, missing_of
 from compose.compression.reduce import LOSSY
 from compose.config.tables import Config
@@ -131,7 +131,7 @@ class CompressedMessages(Observer):
 
         Parameters that have no formula are left out.
         """
-        parts: list[tuple[Unit, Tensor]] = []
+        parts: list[tuple[CompressedUnit, Tensor]] = []
         for unit in self.compression.units:
             accounts = [a for kind, a in accounts_of(unit).items() if weights == (kind == "gather")]
             if weights or all(a.missing is None or len(a.squares) for a in accounts):
@@ -145,7 +145,7 @@ class CompressedMessages(Observer):
         return [self._norms([(unit, a.strayed[i]) for unit, a in accounts]) for i in (0, 1)]
 
     def _norms(
-        self, parts: Iterable[tuple[Unit, Tensor]], trained: bool = True, times: int = 1
+        self, parts: Iterable[tuple[CompressedUnit, Tensor]], trained: bool = True, times: int = 1
     ) -> dict[str, float]:
         """Return the root of all ranks' squares (parts,) over ``times``, by name; a collective."""
         own: dict[str, float] = defaultdict(float)
@@ -172,7 +172,7 @@ class CompressedMessages(Observer):
     def _whole_names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self.composition.named_parameters()}
 
-    def _whole(self, unit: Unit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
+    def _whole(self, unit: CompressedUnit, flat: Tensor, trained: bool) -> dict[str, Tensor]:
         """Return the parts of a rank's row (S,) as whole tensors; a collective."""
         result, whole_names = {}, self._whole_names()
         for parameter, piece in unit.pieces(flat, trained):
@@ -180,7 +180,7 @@ class CompressedMessages(Observer):
         return result
 
 
-def accounts_of(unit: Unit) -> dict[str, Account]:
+def accounts_of(unit: CompressedUnit) -> dict[str, Account]:
     """Return the accounts of a unit's sums and its gather, by name."""
     return {kind: sender.observer for kind, sender in unit.senders.items()}
 

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from compose.compression.codec import Blocks, numbers
 from compose.compression.gather import Levels, Sender, Traffic, gathered
-from compose.compression.packing import BlockFeedback, Feedback, Packing, Part, Scratch, UnitLayout
+from compose.compression.packing import (
+    BlockFeedback,
+    Feedback,
+    Packing,
+    ParameterPart,
+    ReusedMemory,
+    UnitLayout,
+)
 from compose.ops.tensors import at_least_float32
 from compose.ops.torch_versions import REDUCE_SCATTER
 from compose.parallel.comm import Comm
@@ -27,14 +34,14 @@ ROTATED = True
 
 
 @dataclass(frozen=True)
-class Settings:
+class SumSettings:
     """The settings of all sums of a stage."""
 
     comm: Comm
     traffic: Traffic
     compiled: bool = False
     levels: Levels | None = None
-    wanted: Scratch = field(default_factory=Scratch)
+    wanted: ReusedMemory = field(default_factory=ReusedMemory)
     """Memory for gradients with their residual, which units share."""
 
     def blocks(self, bits: int) -> Blocks:
@@ -65,7 +72,7 @@ class GradientCode(Sender):
         raise NotImplementedError
 
 
-class Plain(GradientCode):
+class PlainSum(GradientCode):
     """The sum in the gradients' own type."""
 
     def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
@@ -80,7 +87,7 @@ class Plain(GradientCode):
 
 
 @dataclass
-class Progress:
+class StepProgress:
     """The optimizer steps since the run began, those that begin it uncompressed, and the loss scale."""
 
     start_step: int = 0
@@ -89,7 +96,7 @@ class Progress:
 
     def chosen(self, code: GradientCode) -> GradientCode:
         """Return what sums gradients now."""
-        return code if self.step >= self.start_step else Plain(code.traffic)
+        return code if self.step >= self.start_step else PlainSum(code.traffic)
 
 
 class BlockSum(GradientCode):
@@ -100,7 +107,9 @@ class BlockSum(GradientCode):
     An all-reduce is a sum for each rank, and a gather of the sums in 8 bits or more.
     """
 
-    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0, bits: int = 8) -> None:
+    def __init__(
+        self, settings: SumSettings, layout: UnitLayout, among: int = 0, bits: int = 8
+    ) -> None:
         super().__init__(settings.traffic)
         self.whole, self.layout = layout, layout.among(among) if among else layout
         self.levels = settings.levels
@@ -154,7 +163,7 @@ class BlockSum(GradientCode):
         self.whole.collect(rows, flat)
 
 
-class LowRank(GradientCode):
+class LowRankSum(GradientCode):
     """The sum of gradients as products of low rank: PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
 
     A gradient M (m, c) is sent as P = M Q (m, r) and Q = M^T P (c, r), where P is made orthonormal
@@ -163,7 +172,7 @@ class LowRank(GradientCode):
     dims as columns. A part whose factors have no fewer elements than itself travels plain.
     """
 
-    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
+    def __init__(self, settings: SumSettings, layout: UnitLayout, among: int = 0) -> None:
         """Take a layout; all ranks get the whole sum, so it is not cut over ``among``."""
         super().__init__(settings.traffic)
         self.layout, self.rank = layout, settings.comm.rank
@@ -172,7 +181,7 @@ class LowRank(GradientCode):
         for i, (_, columns) in self.shapes.items():
             self.forms[f"factor{i}"] = (columns, self.rank), torch.float32
 
-    def _matrix(self, part: Part) -> tuple[int, int] | None:
+    def _matrix(self, part: ParameterPart) -> tuple[int, int] | None:
         rows, columns = self.layout.ranks * part.shape[0], math.prod(part.shape[1:])
         worth = self.rank * (rows + columns) < rows * columns
         return (rows, columns) if part.compressed and worth else None
@@ -249,14 +258,14 @@ class LowRank(GradientCode):
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-class TopK(GradientCode):
+class TopKSum(GradientCode):
     """The sum of the largest elements (Aji and Heafield 2017, arXiv:1704.05021; Lin et al. 2018).
 
     The k elements of largest magnitude of each part for a rank are sent: values in bfloat16, and places
     in int32. Error feedback keeps all others.
     """
 
-    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
+    def __init__(self, settings: SumSettings, layout: UnitLayout, among: int = 0) -> None:
         """Take a layout; rows are sent to every rank, so it is not cut over ``among``."""
         super().__init__(settings.traffic)
         self.layout, density = layout, settings.comm.density
@@ -325,12 +334,12 @@ class TopK(GradientCode):
         return out
 
 
-GRADIENT_CODES: dict[str, Callable[[Settings, UnitLayout, int], GradientCode]] = {
+GRADIENT_CODES: dict[str, Callable[[SumSettings, UnitLayout, int], GradientCode]] = {
     "bfloat16": partial(BlockSum, bits=16),
     "int8": partial(BlockSum, bits=8),
     "int4": partial(BlockSum, bits=4),
-    "powersgd": LowRank,
-    "top_k": TopK,
+    "powersgd": LowRankSum,
+    "top_k": TopKSum,
 }
 """The sum of each value of comm.gradients: for a reduce-scatter, or an all-reduce among ranks."""
 LOSSY = ("int4", "powersgd", "top_k")

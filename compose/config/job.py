@@ -16,7 +16,7 @@ from compose.errors import ConfigError
 from compose.memory.lora import adapt
 from compose.parallel.mesh import Parallel, Share, deal
 from compose.pipeline.schedules import build_table
-from compose.plan import Plan, Resolved, resolve
+from compose.plan import Plan, ResolvedPlan, resolve
 
 _TRIED = 1_000_000  # most sizes to try for a size that divides
 
@@ -32,7 +32,7 @@ class Job:
     model: nn.Module
     """The whole model, on meta, with its adapters. Code that changes it must copy it first."""
     plan: Plan
-    resolved: Resolved
+    resolved: ResolvedPlan
     """The plan, with the names of the model's modules."""
     islands: int = 1
     """Groups of ranks that train alone: the ranks of dp_replicate with [outer]. The tables are those of

@@ -12,7 +12,7 @@ from compose.config.json_files import types_of
 from compose.errors import ReadWith, noted, toml_value
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import splits_backward
-from compose.plan import Resolved
+from compose.plan import ResolvedPlan
 
 Asked = TypeVar("Asked")
 Check = Callable[[Asked], Iterable[str] | None]
@@ -33,7 +33,7 @@ class Setup:
 
     model: nn.Module
     """The whole model, on any device."""
-    resolved: Resolved
+    resolved: ResolvedPlan
     options: Options
     """Their degrees are known."""
     world_size: int

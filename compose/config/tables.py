@@ -181,7 +181,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class _Core:
+class _CoreTables:
     """The tables that are no add-on's."""
 
     run: Run = field(default_factory=Run)
@@ -214,7 +214,7 @@ OF_ADD_ONS = {
 
 if TYPE_CHECKING:
 
-    class Config(_Core):
+    class Config(_CoreTables):
         """All tables of a run."""
 
         def __getattr__(self, name: str) -> Any: ...
@@ -223,13 +223,13 @@ else:
     Config = dataclasses.make_dataclass(
         "Config",
         [(name, kind, field(default_factory=kind)) for name, (kind, _) in OF_ADD_ONS.items()],
-        bases=(_Core,),
+        bases=(_CoreTables,),
         namespace={"__module__": __name__, "__doc__": "All tables of a run."},
         frozen=True,
     )
 
 TABLES: dict[str, type] = {}
-for _field in dataclasses.fields(_Core):
+for _field in dataclasses.fields(_CoreTables):
     if _field.name != "source":
         TABLES[_field.name] = _field.default_factory  # type: ignore[assignment]
         TABLES |= {"model.lora": Lora} if _field.name == "model" else {}

@@ -39,7 +39,7 @@ _MOST_FILES = 100  # in a chain of files that extend one another
 _SHOWN = 200  # characters of a line in a message
 
 
-class _Vanished(float):
+class _UnderflowedFloat(float):
     """A number in a file that is not 0, but becomes 0 as a float."""
 
     text = ""
@@ -48,7 +48,7 @@ class _Vanished(float):
 def _float(text: str) -> float:
     value = float(text)
     if value == 0 and set(text.lower().partition("e")[0]) & set("123456789"):
-        value = _Vanished(value)
+        value = _UnderflowedFloat(value)
         value.text = text
     return value
 
@@ -270,7 +270,7 @@ def _checked(table: str, kind: type, keys: Keys, values: Mapping[str, Any]) -> d
     good, fields = {}, {each.name for each in dataclasses.fields(kind)}
     for key, value in values.items():
         several = value if isinstance(value, list) else [value]
-        vanished = [one.text for one in several if isinstance(one, _Vanished)]
+        vanished = [one.text for one in several if isinstance(one, _UnderflowedFloat)]
         try:
             if key not in known:
                 bare = f"is no key, since {kind.__name__} has no line of text under it"

@@ -65,7 +65,7 @@ class Chat:
     """Whether the row had a text and its continuation in place of the two messages."""
 
 
-class _Row:
+class _RowFields:
     """The content of a row or a message, by the common names of fields."""
 
     def __init__(self, values: Mapping[str, Any], names: ChatNames) -> None:
@@ -99,7 +99,7 @@ class _Row:
 
 def read_chat(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> Chat:
     """Return the chat in a row. Raises ValueError if its shape is not clear, or something is wrong."""
-    shape, given, first, texts = shape_of(row, names), _Row(row, names), 0, False
+    shape, given, first, texts = shape_of(row, names), _RowFields(row, names), 0, False
     if shape == "chosen":
         return pairs_of(row, names)[0]
     if shape == "alpaca":
@@ -119,7 +119,7 @@ def shape_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> str:
     """Return the shape of a row, by its keys. Raises ValueError if it has none, or several."""
     if names.shape:
         return names.shape
-    get = _Row(row, names).get
+    get = _RowFields(row, names).get
     shapes = [s for s, needs in SHAPES.items() if all(get(each) is not None for each in needs)]
     named = [shape for shape in shapes if dict(names.fields).keys() & set(SHAPES[shape])]
     if len(named or shapes) == 1 and (named or shapes) != ["chosen"]:
@@ -153,7 +153,7 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     Replies after the messages that both begin with are learnt: after ``prompt``, ``conversations`` or
     ``instruction``, or, where both are whole chats, after what is the same in both. Raises ValueError.
     """
-    given = _Row(row, names)
+    given = _RowFields(row, names)
     values = list(map(given.needed, SHAPES["chosen"]))
     prompt = given.get("prompt")
     if prompt is not None:
@@ -181,7 +181,7 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
     return _chat(given, sides[0], first, texts), _chat(given, sides[1], first, texts)
 
 
-def _chat(row: _Row, messages: list[ChatMessage], first: int, texts: bool) -> Chat:
+def _chat(row: _RowFields, messages: list[ChatMessage], first: int, texts: bool) -> Chat:
     """Return the chat of messages, of which replies from ``first`` on are learnt."""
     system = row.names.shape != PLAIN and row.get("system")
     if system and all(message["role"] != "system" for message in messages):
@@ -209,7 +209,7 @@ def _turns(value: Any, role: str) -> list[Any]:
     return [value] if isinstance(value, dict) else [*value]
 
 
-def _instruction(row: _Row) -> list[Any]:
+def _instruction(row: _RowFields) -> list[Any]:
     """Return what Alpaca's row asks, after its history; the input stands below the instruction.
 
     LlamaFactory joins them so too (its data/converter.py).
@@ -229,7 +229,7 @@ def _messages(messages: Sequence[Any], names: ChatNames) -> list[ChatMessage]:
 
 
 def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
-    if not isinstance(message, dict) or not isinstance(_Row(message, names).get("role"), str):
+    if not isinstance(message, dict) or not isinstance(_RowFields(message, names).get("role"), str):
         raise ValueError(f"message {number} has no role")
     message = _with_role(message, number, names)
     # transformers drops a key without a value too.
@@ -259,7 +259,7 @@ def _message(message: Any, number: int, names: ChatNames) -> ChatMessage:
 
 def _with_role(message: ChatMessage, number: int, names: ChatNames) -> ChatMessage:
     """Return a message with role and content by these names, and a call of ShareGPT as OpenAI's."""
-    fields = list(map(_Row(message, names).field, _MESSAGE))
+    fields = list(map(_RowFields(message, names).field, _MESSAGE))
     given: str = message[fields[0]]
     content = message.get(fields[1])
     role = dict(names.roles).get(given, given)

@@ -172,7 +172,7 @@ def tokenizer_of(config: Config, sets: Sequence[Samples]) -> tokenizer.Tokenizer
         if (folder / tokenizer.FILE).exists():
             return tokenizer.open_tokenizer(folder)
     if all(each.tokenizer == "" for each in sets):
-        return tokenizer.Bytes()
+        return tokenizer.ByteTokenizer()
     raise ConfigError(
         f"metrics.prompts: {sets[0].name} has no tokenizer to encode them; use a folder of compose"
         " tokenize, or metrics.samples_every = 0"

@@ -7,7 +7,7 @@ from typing import Any
 from compose.config.json_files import KnownKeys, read_json
 from compose.data.chat_template import ChatTemplate
 from compose.data.special_tokens import GENERATION, MODEL, model_ends, read_beside
-from compose.data.tokenizer import FILE, Bytes, JsonTokenizer, Tokenizer, open_tokenizer
+from compose.data.tokenizer import FILE, ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 from compose.errors import ConfigError
 
 KEYS = KnownKeys(
@@ -105,8 +105,8 @@ def generation_values(folder: Path | None, vocab_size: int) -> dict[str, Any]:
             place = vocabulary.get(token or "", vocab_size)
             if results[f"{name}_id"] is None and place < vocab_size:  # the model may lack a row for it
                 results[f"{name}_id"] = place
-    elif vocab_size == Bytes.vocab_size:
-        tokenizer = Bytes()
+    elif vocab_size == ByteTokenizer.vocab_size:
+        tokenizer = ByteTokenizer()
     if tokenizer:
         ends = [each for each in end_ids(tokenizer, folder) if each < vocab_size]
         results["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None

@@ -187,7 +187,7 @@ class _Shard(BaseModel):
     documents: Count
 
 
-class Manifest(BaseModel):
+class TokenSetManifest(BaseModel):
     """The used part of a manifest."""
 
     kind: Literal["text", "chat", "pairs"]
@@ -205,7 +205,7 @@ class TokenSet:
     """A token set, opened."""
 
     path: Path
-    manifest: Manifest
+    manifest: TokenSetManifest
     tokens: TokenRow
     ends: np.ndarray
     """The index over the whole row: for each document the place after its last token, int64."""
@@ -220,7 +220,7 @@ def open_token_set(folder: Path) -> TokenSet:
     version = read_json(path, _Format).format
     if version != FORMAT:
         raise ConfigError(f"{path}: is of format {version}, this reads {FORMAT}")
-    manifest = read_json(path, Manifest)
+    manifest = read_json(path, TokenSetManifest)
     tokenizer, chat = manifest.tokenizer, manifest.kind != "text"
     if tokenizer.end >= tokenizer.vocab_size or (tokenizer.end < 0 and not chat):
         raise ConfigError(f"{path}: tokenizer.end: {tokenizer.end} is no id of its vocabulary")

@@ -71,7 +71,7 @@ class TokenizeJob:
 
 
 @dataclass
-class Counts:
+class TokenCounts:
     """The counts of one shard, or of all shards."""
 
     tokens: Count = 0
@@ -146,14 +146,14 @@ def units_of(job: TokenizeJob) -> list[FilePart]:
 
 
 def make_token_set(
-    job: TokenizeJob, target: Path, workers: int, progress: Callable[[int, Counts], None]
-) -> Counts:
+    job: TokenizeJob, target: Path, workers: int, progress: Callable[[int, TokenCounts], None]
+) -> TokenCounts:
     """Do the rest of ``job`` in a folder."""
     _claim(job, target)
-    units, total, done = units_of(job), Counts(), 0
-    shards: dict[str, Counts] = {}
+    units, total, done = units_of(job), TokenCounts(), 0
+    shards: dict[str, TokenCounts] = {}
 
-    def finished(unit: FilePart, counts: Counts) -> None:
+    def finished(unit: FilePart, counts: TokenCounts) -> None:
         nonlocal done
         shards[unit.name] = counts
         done += unit.stop - unit.start
@@ -181,7 +181,7 @@ def make_token_set(
 
 def _work(
     job: TokenizeJob, target: Path, units: Sequence[FilePart], workers: int
-) -> Iterator[tuple[FilePart, Counts]]:
+) -> Iterator[tuple[FilePart, TokenCounts]]:
     """Yield each unit and its counts when its shard is finished."""
     if workers < 2:
         for unit in units:
@@ -197,7 +197,7 @@ def _work(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _add(total: Counts, more: Counts) -> None:
+def _add(total: TokenCounts, more: TokenCounts) -> None:
     for name in ("tokens", "documents", "empty", "rows", "replies", "learnt", "bad"):
         setattr(total, name, getattr(total, name) + getattr(more, name))
     total.highest = max(total.highest, more.highest)
@@ -227,11 +227,11 @@ def _claim(job: TokenizeJob, target: Path) -> None:
         raise ConfigError(f"{target}: cannot be used: {reason}") from None
 
 
-def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | None:
+def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> TokenCounts | None:
     """Return the counts of a finished shard, else None. The counts are written last."""
     path = target / f".{unit.name}.json"
     try:
-        counts = read_json(path, Counts)
+        counts = read_json(path, TokenCounts)
     except ConfigError:
         return None
     sizes = {
@@ -245,7 +245,9 @@ def _shard_there(job: TokenizeJob, target: Path, unit: FilePart) -> Counts | Non
     return counts
 
 
-def _publish(job: TokenizeJob, target: Path, shards: list[tuple[str, Counts]], total: Counts) -> None:
+def _publish(
+    job: TokenizeJob, target: Path, shards: list[tuple[str, TokenCounts]], total: TokenCounts
+) -> None:
     tokenizer = _tokenizer(job)
     copy_tokenizer(tokenizer.path.parent, target, tokenizer.path)
     size = max(tokenizer.ordinary, total.highest + 1, job.end + 1)  # of the vocabulary that it needs
@@ -282,10 +284,10 @@ def _tokenizer(job: TokenizeJob) -> JsonTokenizer:
     return result
 
 
-def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> Counts:
+def make_shard(job: TokenizeJob, target: Path, unit: FilePart) -> TokenCounts:
     """Write the shard of one unit, whole or not at all."""
     tokenizer = _tokenizer(job)
-    counts, chat = Counts(), job.kind != "text"
+    counts, chat = TokenCounts(), job.kind != "text"
     names = ["tokens", "ends", *(["trained"] if chat else [])]
     aside = [target / f".{name}-{unit.name}.bin" for name in names]
     for path in aside:  # left by a killed attempt, or a link
@@ -316,7 +318,7 @@ Piece = tuple[list[int], list[bool], bool]
 """Ids, which of them are learnt, and whether a document ends here."""
 
 
-def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
+def _bad(job: TokenizeJob, counts: TokenCounts) -> Callable[[BadLine], None]:
     def left_out(error: BadLine) -> None:
         counts.bad += 1
         if len(counts.reasons) < _REASONS:
@@ -326,7 +328,7 @@ def _bad(job: TokenizeJob, counts: Counts) -> Callable[[BadLine], None]:
 
 
 def _texts(
-    job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: Counts
+    job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: TokenCounts
 ) -> Iterator[Piece]:
     before, after = tokenizer.around if job.added else ([], [])
     ending = [] if after[-1:] == [job.end] else [job.end]
@@ -361,7 +363,7 @@ def _first_shape(job: TokenizeJob, unit: FilePart) -> str:
 
 
 def _chats(
-    job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: Counts
+    job: TokenizeJob, unit: FilePart, tokenizer: JsonTokenizer, counts: TokenCounts
 ) -> Iterator[Piece]:
     replies, bad = replies_for(job, tokenizer), _bad(job, counts)
     shape = _first_shape(job, unit) if unit.start else ""

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
-class Bytes:
+class ByteTokenizer:
     """The tokenizer whose ids are the bytes of UTF-8; the id 256 ends a document."""
 
     name, sha256, vocab_size, ordinary, end = "bytes", "", SEPARATOR + 1, SEPARATOR + 1, SEPARATOR
@@ -142,7 +142,7 @@ class JsonTokenizer:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-Tokenizer = Bytes | JsonTokenizer
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def _split_as_llama(tokenizer: Any, config: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ class LocalParameter:
 
 
 @dataclass(frozen=True)
-class Span:
+class ParameterSpan:
     """A part of a parameter in a fragment."""
 
     parameter: LocalParameter
@@ -118,7 +118,9 @@ def _poured(filled: Sequence[int], amount: int) -> list[int]:
     return got
 
 
-def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> list[list[Span]]:
+def fragments_of(
+    composition: Composition, layers: Sequence[str], each: int
+) -> list[list[ParameterSpan]]:
     """Return this rank's spans of each fragment, of ``each`` layers; a collective of the worker."""
     copies: dict[str, list[nn.Parameter]] = {}
     for name, parameter in composition.named_parameters():
@@ -133,7 +135,7 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
         for name, region in regions.items():
             holders.setdefault((name, region), []).append(rank)
     groups = _groups(composition.mesh, {tuple(ranks) for ranks in holders.values()})
-    results: list[list[Span]] = []
+    results: list[list[ParameterSpan]] = []
     for fragment in shares(dict(sorted(whole.items())), layers, each):
         results.append([])
         for name, part in fragment.items():
@@ -143,7 +145,7 @@ def fragments_of(composition: Composition, layers: Sequence[str], each: int) -> 
             rows, size = rows_of(part, here[name])
             if size:
                 local = LocalParameter(name, copies[name], ranks, groups.get(ranks))
-                results[-1].append(Span(local, rows, size))
+                results[-1].append(ParameterSpan(local, rows, size))
     return results
 
 

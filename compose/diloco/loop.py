@@ -31,11 +31,11 @@ from compose.checkpoint.local_shards import LocalShard, local_shard_of
 from compose.composition import Composition
 from compose.compression.gather import Forms, check
 from compose.diloco import Outer, best_lr
-from compose.diloco.fragments import Span, fragments_of
+from compose.diloco.fragments import ParameterSpan, fragments_of
 from compose.diloco.messages import (
     CHECK,
     Code,
-    Exchange,
+    WorkerExchange,
     averaged_buffers,
     checksum,
     code_of,
@@ -81,7 +81,7 @@ class OuterLoop(Hook):
         self.lr = options.lr or best_lr(worker.count)
         self.fragments = fragments_of(composition, layers, options.fragments)
         self.between = options.every // len(self.fragments)
-        self.exchange = Exchange(worker, dist.get_rank(), timeout, options.grace)
+        self.exchange = WorkerExchange(worker, dist.get_rank(), timeout, options.grace)
         self.weights: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
         self.residuals: dict[int, Tensor] = {}  # with top_k, the residual of each fragment
@@ -190,7 +190,7 @@ class OuterLoop(Hook):
         for span, values in self._spread(fragment, mean.to(theta.dtype)):
             self._step(span, values, pending.mix if took_part else None, step)
 
-    def _step(self, span: Span, mean: Tensor, mix: float | None, step: int) -> None:
+    def _step(self, span: ParameterSpan, mean: Tensor, mix: float | None, step: int) -> None:
         """Take the outer step of a span; with ``mix`` None this worker keeps its own weights."""
         theta = self.weights[span.parameter.name]
         wide, mean = span.take(theta).double(), mean.to(theta.device).double()
@@ -225,9 +225,9 @@ class OuterLoop(Hook):
         device = "cpu" if self.options.offload else parts[-1].device
         return torch.cat([part.to(device) for part in parts])
 
-    def _spread(self, fragment: int, own: Tensor) -> Iterator[tuple[Span, Tensor]]:
+    def _spread(self, fragment: int, own: Tensor) -> Iterator[tuple[ParameterSpan, Tensor]]:
         """Yield the values of each span whole, from what each of its ranks has; a collective."""
-        together: dict[dist.ProcessGroup | None, list[tuple[Span, Tensor]]] = {}
+        together: dict[dist.ProcessGroup | None, list[tuple[ParameterSpan, Tensor]]] = {}
         at = 0
         for span in self.fragments[fragment]:
             size = span.own[1] - span.own[0]

@@ -94,7 +94,7 @@ class E3M0:
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopKCode:
     """The largest elements of each row: 12 bits for the place, one for the sign, one for the magnitude.
 
     A magnitude is one of two, which 32 rows share: the means of those below and above their mean. A row
@@ -150,7 +150,7 @@ class TopK:
         return out.flatten()[: len(like)].to(like.dtype)
 
 
-Code = BlockCode | E3M0 | TopK
+Code = BlockCode | E3M0 | TopKCode
 """A form in which a vector of floats is sent."""
 
 
@@ -160,7 +160,7 @@ def code_of(options: Outer, dtype: torch.dtype) -> Code:
         return BlockCode(Blocks(0 if options.dtype == "float32" else 16, 1), dtype)
     if options.dtype == "int8":
         return BlockCode(Blocks(8, BLOCK), dtype)
-    return E3M0() if options.dtype == "e3m0" else TopK(round(options.density * ROW))
+    return E3M0() if options.dtype == "e3m0" else TopKCode(round(options.density * ROW))
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -186,7 +186,7 @@ _LOOK = 0.02  # seconds between two looks into the store
 _MISSES = 2  # exchanges in a row that go on without a worker, which has not read their messages
 
 
-class Exchange:
+class WorkerExchange:
     """The exchanges of one rank with those at its place in other workers, in a thread of their own."""
 
     def __init__(self, worker: Worker, rank: int, timeout: timedelta, grace: float) -> None:

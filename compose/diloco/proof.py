@@ -76,7 +76,7 @@ def fragments_of_model(
 
 
 @dataclass
-class OneProcess:
+class OuterLoopInOneProcess:
     """All workers in one process: the values of each, buffers too, and the common ones; flat."""
 
     options: Outer
@@ -235,7 +235,7 @@ def prove_outer_loop(job: Job, mesh: DeviceMesh, device: torch.device) -> Report
         local.setdefault(name, []).append(tensor.detach())
     whole = _joined({name: t.shape for name, t in [*job.model.named_parameters(), *buffers]}, local)
     trained = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
-    one = OneProcess(
+    one = OuterLoopInOneProcess(
         options,
         fragments_of_model(trained, layers, options.fragments),
         messages_of(loop) if options.dtype != "float32" else [],

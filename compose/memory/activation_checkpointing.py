@@ -307,7 +307,7 @@ def _contexts(kept: Operators) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     if torch.compiler.is_compiling():  # the compiler asks for every operator whether it is kept
         return keeping, finding
     bypass_saved_tensors_hooks(keeping)
-    return _Only(kept, keeping), _Only(kept, finding)
+    return _KeptOperatorsOnly(kept, keeping), _KeptOperatorsOnly(kept, finding)
 
 
 def _policy(
@@ -320,7 +320,7 @@ def _policy(
 _PARTS = {torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default}
 
 
-class _Only(TorchDispatchMode):
+class _KeptOperatorsOnly(TorchDispatchMode):
     """Shows ``mode`` the operators that are kept, and no other.
 
     ``mode`` expects to see each operator again. But FSDP gathers a unit within this one, and does not

@@ -32,7 +32,7 @@ class ActivationOffload:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
-        self.last: weakref.ref[_Unit] | None = None
+        self.last: weakref.ref[_UnitForward] | None = None
         self.streams: list[Any] = []
         self.bytes, self.seconds = 0, 0.0
         self.events = deque[tuple[Any, Any]]()  # recorded before and after each wait of a GPU
@@ -60,7 +60,7 @@ class ActivationOffload:
         assert model is not None
         self.let_go(but=1)
         self.leaving.append([])
-        unit = _Unit(self, module(), {_address(buffer) for buffer in model.buffers()}, self.last)
+        unit = _UnitForward(self, module(), {_address(buffer) for buffer in model.buffers()}, self.last)
         self.last = weakref.ref(unit)
         with saved_tensors_hooks(unit.pack, unit.unpack):
             output = forward(*args, **kwargs)
@@ -126,7 +126,7 @@ class ActivationOffload:
             self.seconds += begun.elapsed_time(ended) / 1000
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that backward will ask for, ``uses`` times."""
 
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
@@ -153,7 +153,7 @@ class _Kept:
         return copy
 
 
-class _Unit:
+class _UnitForward:
     """One forward of a unit, and what it saved; ``before`` is the unit that ran before it."""
 
     def __init__(
@@ -161,12 +161,12 @@ class _Unit:
         offload: ActivationOffload,
         module: nn.Module,
         buffers: set[int],
-        before: "weakref.ref[_Unit] | None",
+        before: "weakref.ref[_UnitForward] | None",
     ) -> None:
         self.offload, self.module, self.buffers, self.before = offload, module, buffers, before
-        self.kept: list[weakref.ref[_Kept]] = []
+        self.kept: list[weakref.ref[_SavedTensor]] = []
         # The tensors are kept alive too: another one could take their address and be mistaken for them.
-        self.seen: dict[Any, tuple[Tensor, _Kept]] = {}
+        self.seen: dict[Any, tuple[Tensor, _SavedTensor]] = {}
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
@@ -177,7 +177,7 @@ class _Unit:
         key = (_address(local), local.storage_offset(), local.shape, local.stride(), local.dtype)
         key += (tensor._version,)
         if key not in self.seen:  # the projections of q, k and v all save the same input
-            kept = _Kept(self.offload, local)
+            kept = _SavedTensor(self.offload, local)
             self.kept.append(weakref.ref(kept))
             self.seen[key] = local, kept
         kept = self.seen[key][1]

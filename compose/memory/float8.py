@@ -37,7 +37,7 @@ from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.name_patterns import inside, parent
 
 if TYPE_CHECKING:
-    from compose.plan import Resolved
+    from compose.plan import ResolvedPlan
 
 
 Recipe = Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"]
@@ -92,7 +92,7 @@ def emulated(device_type: str) -> bool:
 
 def select_layers(
     model: nn.Module,
-    plan: "Resolved",
+    plan: "ResolvedPlan",
     tp: int,
     recipe: Recipe,
     device_type: str,

@@ -34,7 +34,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs (..., N) of (..., D)."""
-        output = _Product.apply(input, self.weight, self)
+        output = _QuantizedProduct.apply(input, self.weight, self)
         return output if self.bias is None else output + self.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -130,7 +130,7 @@ def _codes_of_nf4() -> Tensor:
     return NF4Tensor.from_tensor(torch.zeros(BLOCK, device="cpu"), BLOCK, 1).nf4
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedProduct(torch.autograd.Function):
     """The product with a quantized weight, of which only the bytes are kept for backward."""
 
     @staticmethod

@@ -47,13 +47,13 @@ def apply_segments(
     """
     for names in segments:
         modules = [model.get_submodule(name) for name in names]
-        segment = _Segment(list(names), modules)
+        segment = _LayerSegment(list(names), modules)
         for place, module in enumerate(modules):
             module.forward = segment.recomputed(place, module.forward, prepare)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OmittedInput:
     """Stands for an input that is not kept."""
 
     index: int
@@ -63,7 +63,7 @@ class _Place:
 
 
 @dataclass
-class _Returned:
+class _LayerOutput:
     """The result of a layer, until the next one begins. It is alive, so nothing else has its memory."""
 
     layer: int = -1
@@ -85,12 +85,12 @@ class _Returned:
             for i, (leaf, version) in enumerate(zip(self.leaves, self.versions, strict=True)):
                 if isinstance(leaf, Tensor) and version == value._version and _same(leaf, value):
                     inputs.append(value)
-                    return _Place(i, len(inputs) - 1)
+                    return _OmittedInput(i, len(inputs) - 1)
         return value
 
 
 @dataclass
-class _Again:
+class _LayerRerun:
     """Makes a layer run again. The layer itself holds ``outputs`` alone, so there is no cycle."""
 
     asking: Any
@@ -106,7 +106,7 @@ class _Again:
         return results
 
 
-class _Asking(torch.autograd.Function):
+class _RerunHandle(torch.autograd.Function):
     """Saves a tensor in the graph of a layer."""
 
     @staticmethod
@@ -119,13 +119,13 @@ class _Asking(torch.autograd.Function):
         return gradients
 
 
-class _Segment:
+class _LayerSegment:
     """The layers of a segment, and how far the forward of a micro-batch has come in it."""
 
     def __init__(self, names: list[str], modules: list[nn.Module]) -> None:
         self.names, self.modules = names, modules
-        self.returned = _Returned()
-        self.again: _Again | None = None
+        self.returned = _LayerOutput()
+        self.again: _LayerRerun | None = None
 
     def recomputed(self, place: int, forward: Forward, prepare: Prepare | None) -> Forward:
         """Return ``forward`` of the layer at ``place``, recomputed in backward."""
@@ -139,7 +139,7 @@ class _Segment:
 
     def _run(self, place: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         returned, before = self.returned, self.again
-        self.returned, self.again = _Returned(), None
+        self.returned, self.again = _LayerOutput(), None
         inputs, outputs, nodes = list[Any](), list[Any](), list[Any]()
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         tensors += self.modules[place].parameters()  # inputs may be within an object
@@ -157,12 +157,12 @@ class _Segment:
             given = before.run() if backward and before else []
 
             def value_of(x: Any) -> Any:
-                if not isinstance(x, _Place):
+                if not isinstance(x, _OmittedInput):
                     return x
                 return given[x.index] if backward else inputs[x.first]
 
             args, kwargs = tree_map(value_of, (args, kwargs))
-            asking = None if last else _Asking.apply(handle)
+            asking = None if last else _RerunHandle.apply(handle)
             if not backward:
                 nodes.append(asking)
                 return forward(*args, **kwargs)
@@ -182,7 +182,7 @@ class _Segment:
         inputs.clear()
         backward, asking = True, nodes.pop()
         if not last:
-            self.again = _Again(asking.grad_fn, outputs)
+            self.again = _LayerRerun(asking.grad_fn, outputs)
             self.returned.note(place, result)
         return result
 

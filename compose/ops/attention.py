@@ -180,7 +180,7 @@ def _with_documents_that_matter(task: AttentionTask, rows: int) -> AttentionTask
     return replace(task, bounds=None, extents=None)
 
 
-class Merged:
+class MergedOutput:
     """The output of some queries over parts of the keys, added one by one.
 
     Sums are in float32 or wider. If each query comes once, nothing is summed, and the output is in its
@@ -212,7 +212,7 @@ class Merged:
         before.copy_(after)
 
 
-class Sums:
+class GradientParts:
     """The gradients of queries, or of keys and values, added part by part, in float32 or wider."""
 
     def __init__(self, like: Sequence[Tensor], once: bool) -> None:
@@ -238,7 +238,7 @@ def merged(task: AttentionTask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     if parts.whole:
         ((_, out, lse),) = parts.forward(q, k, v)
     else:
-        total = Merged(q, v.shape[-1], parts.queries_once)
+        total = MergedOutput(q, v.shape[-1], parts.queries_once)
         for part in parts.forward(q, k, v):
             total.add(*part)
         out, lse = total.out, total.lse
@@ -304,7 +304,7 @@ def gradients(
     if parts.whole:
         ((_, _, made),) = results
     else:
-        of_q, of_kv = Sums([q], parts.queries_once), Sums([k, v], parts.keys_once)
+        of_q, of_kv = GradientParts([q], parts.queries_once), GradientParts([k, v], parts.keys_once)
         for at_q, at_k, (dq, dk, dv) in results:
             of_q.add(at_q, [dq])
             of_kv.add(at_k, [dk, dv])

@@ -113,9 +113,9 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     vocabulary raises RuntimeError; where ranks share the vocabulary the loss is infinite instead.
     """
     if not isinstance(logits, DTensor):
-        return cast(Tensor, _CrossEntropy.apply(logits, targets, VocabularyRows()))
+        return cast(Tensor, _ChunkedCrossEntropy.apply(logits, targets, VocabularyRows()))
     rows = VocabularyRows.of(logits, logits.ndim - 1)
-    return cast(Tensor, _CrossEntropy.apply(logits.to_local(), targets, rows))
+    return cast(Tensor, _ChunkedCrossEntropy.apply(logits.to_local(), targets, rows))
 
 
 def log_z(logits: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def log_z(logits: Tensor) -> Tensor:
     return cast(Tensor, _LogZ.apply(logits.to_local(), rows))
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, rows: VocabularyRows) -> Tensor:
         ignored = targets == IGNORE
@@ -247,11 +247,11 @@ def chunked_cross_entropy(
     # 2.11 cannot begin at another one (torch/autograd/graph.py, _input_metadata).
     for tensor, gradient in ((hidden, d_hidden), (weight, d_weight)):
         if gradient is not None:
-            loss = loss + cast(Tensor, _Known.apply(tensor, gradient.view_as(tensor)))
+            loss = loss + cast(Tensor, _KnownGradient.apply(tensor, gradient.view_as(tensor)))
     return loss, squares
 
 
-class _Known(torch.autograd.Function):
+class _KnownGradient(torch.autograd.Function):
     """A zero, in float32 or wider, whose gradient with respect to a tensor is known."""
 
     @staticmethod

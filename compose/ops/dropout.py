@@ -102,7 +102,7 @@ class Masks:
             self.samples = samples
             for module in self.tied:
                 module.dropout_calls = calls.get(module, 0)
-            with _Functional(self) if self.functional else nullcontext():
+            with _FunctionalDropout(self) if self.functional else nullcontext():
                 return forward(*args, **kwargs)
 
         return again
@@ -119,7 +119,7 @@ class Masks:
             first = forward in unseen and self.samples is not None
             if first:
                 unseen.remove(forward)
-            with _Functional(self) if first or self.functional else nullcontext():
+            with _FunctionalDropout(self) if first or self.functional else nullcontext():
                 return forward(*args, **kwargs)
 
         return numbered
@@ -265,7 +265,7 @@ def _rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
 
 
 @dataclass
-class _Functional(TorchFunctionMode):
+class _FunctionalDropout(TorchFunctionMode):
     """Ties ``torch.nn.functional.dropout``, and refuses functions that drop where no mask reaches."""
 
     masks: Masks
@@ -289,7 +289,7 @@ class _Functional(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Refused(TorchFunctionMode):
+class _RefusedDropout(TorchFunctionMode):
     """Refuses dropout by a function, in a model whose masks nothing ties to samples."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -324,7 +324,7 @@ def refuse_functions(parts: Sequence[nn.Module]) -> None:
             if seen or not part.training:
                 return forward(*args, **kwargs)
             _refuse_recurrent(part.named_modules())
-            with _Refused():  # the mode costs time at each operator
+            with _RefusedDropout():  # the mode costs time at each operator
                 result = forward(*args, **kwargs)
             seen = True
             return result

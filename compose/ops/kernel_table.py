@@ -99,7 +99,7 @@ def _efficient(device: Gpu, problem: Problem) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class KernelRule:
     """A row of the table: a kernel, and when it is the one."""
 
     kernel: Kernel
@@ -110,12 +110,16 @@ class Rule:
 
 
 TABLE = (
-    Rule("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
-    Rule("flash", _activated, "FlashAttention 3, 4 or another was activated, so it is wanted"),
-    Rule("cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"),
-    Rule("flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"),
-    Rule("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
-    Rule("plain", lambda device, problem: True, "the rest, as float64"),
+    KernelRule("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
+    KernelRule("flash", _activated, "FlashAttention 3, 4 or another was activated, so it is wanted"),
+    KernelRule(
+        "cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"
+    ),
+    KernelRule(
+        "flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"
+    ),
+    KernelRule("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
+    KernelRule("plain", lambda device, problem: True, "the rest, as float64"),
 )
 """From the top; the first row that takes a problem is chosen."""
 
@@ -134,7 +138,7 @@ def widths_of(kernel: Kernel, device: Gpu, problem: Problem) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedDevice:
     """The device that tensors on meta stand for, and their rows."""
 
     gpu: Gpu = Gpu((8, 0))
@@ -142,18 +146,18 @@ class Planned:
     """Whether rows hold several documents, which no tensor on meta can tell."""
 
 
-def planned() -> Planned:
+def planned() -> PlannedDevice:
     """Return what tensors on meta stand for.
 
     The planner puts a function here that returns the device of its plan. So call it as
     ``kernel_table.planned``.
     """
-    return Planned()
+    return PlannedDevice()
 
 
-def planned_for(capability: tuple[int, ...], packed: bool) -> Planned:
+def planned_for(capability: tuple[int, ...], packed: bool) -> PlannedDevice:
     """Return a device with this PyTorch, and rows of one or of several documents."""
-    return Planned(Gpu(capability, CUDNN, current_flash_attention_impl() or "FA2"), packed)
+    return PlannedDevice(Gpu(capability, CUDNN, current_flash_attention_impl() or "FA2"), packed)
 
 
 CUDNN = 91900

@@ -62,10 +62,10 @@ def rms_norm(
     )
     if not fused:
         return F.rms_norm(x, shape, weight, eps)
-    return cast(Tensor, _RMSNorm.apply(x, weight, eps))
+    return cast(Tensor, _RMSNormFunction.apply(x, weight, eps))
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])

@@ -207,10 +207,10 @@ def arrived(value: Any) -> Any:
     If a graph or a message got the waiting tensor, it would see another type, and might lose its
     gradient without an error (torch 2.13).
     """
-    return _Arrived.apply(value) if isinstance(value, AsyncCollectiveTensor) else value
+    return _ArrivedTensor.apply(value) if isinstance(value, AsyncCollectiveTensor) else value
 
 
-class _Arrived(torch.autograd.Function):
+class _ArrivedTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
         return tensor.trigger_wait()

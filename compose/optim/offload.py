@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from compose.ops.tensors import local_tensor
-from compose.optim.offload_files import Scratch, TensorFile, page_aligned
+from compose.optim.offload_files import ScratchFolder, TensorFile, page_aligned
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024
 SLOTS = 4  # pieces in memory at once
@@ -85,7 +85,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.folder = folder
-        self.scratch: Scratch | None = None
+        self.scratch: ScratchFolder | None = None
         self._remove: Callable[[], object] = lambda: None
         self.bytes_moved = 0
         self.waited = 0.0  # seconds in which nothing could be computed
@@ -170,7 +170,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if state:
             return state
         if self.folder is not None and not self.scratch:
-            self.scratch = Scratch(self.folder)
+            self.scratch = ScratchFolder(self.folder)
             self._remove = weakref.finalize(self, self.scratch.remove)
         state["step"] = torch.zeros((), device=parameter.device)
         for key in MEANS:

@@ -27,7 +27,7 @@ _KEY = "optimizer.offload_dir"
 _OWN = re.compile(r"\d+\.exp_avg(_sq)?")  # names of the files that are made here
 
 
-class Scratch:
+class ScratchFolder:
     """A folder that belongs to this process alone until :meth:`remove` or the end of the process.
 
     Files that a killed run left are removed: regular files of this module's names, in a folder with its
@@ -99,7 +99,7 @@ def remove_left(folders: Iterable[Path]) -> None:
     for folder in folders:
         if not folder.is_symlink() and (folder / MARK).exists():
             with contextlib.suppress(ConfigError, OSError):
-                Scratch(folder, must_lock=True).remove()
+                ScratchFolder(folder, must_lock=True).remove()
 
 
 def _refused(words: str) -> ConfigError:
@@ -113,7 +113,7 @@ class TensorFile:
     and go on to the end of its last page.
     """
 
-    def __init__(self, folder: Scratch, name: str, elements: int) -> None:
+    def __init__(self, folder: ScratchFolder, name: str, elements: int) -> None:
         self.folder, self.name, self.elements = folder, name, elements
         try:
             fd = folder.open(name, os.O_CREAT | os.O_EXCL)

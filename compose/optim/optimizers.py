@@ -81,7 +81,7 @@ class ParameterRule:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimizerSettings:
     """The settings of an optimizer, besides its parameters and their rules."""
 
     options: Optimizer
@@ -105,14 +105,14 @@ Rules = Mapping[str, ParameterRule]
 class OptimizerEntry:
     """An optimizer that ``optimizer.name`` may name."""
 
-    make: Callable[[Named, Rules, Settings], torch.optim.Optimizer]
+    make: Callable[[Named, Rules, OptimizerSettings], torch.optim.Optimizer]
     state: tuple[str, ...]
     """The state of a parameter that has the parameter's size."""
     of_matrices: bool = False
     """Whether it trains the matrices in layers alone; then AdamW trains all else."""
 
 
-def _adamw(named: Named, rules: Rules, settings: Settings) -> torch.optim.Optimizer:
+def _adamw(named: Named, rules: Rules, settings: OptimizerSettings) -> torch.optim.Optimizer:
     options, precision = settings.options, settings.precision
     common: dict[str, Any] = {
         "lr": options.lr,
@@ -129,7 +129,7 @@ def _adamw(named: Named, rules: Rules, settings: Settings) -> torch.optim.Optimi
     return AdamW(groups, **common, state_dtype=settings.precision.state_dtype, seed=settings.seed)
 
 
-def _muon(named: Named, rules: Rules, settings: Settings) -> Muon:
+def _muon(named: Named, rules: Rules, settings: OptimizerSettings) -> Muon:
     dtype, state = settings.matrix_dtype, settings.precision.state_dtype
     if dtype == torch.float64:  # as in the proof, which must not round
         state = torch.float64
@@ -151,7 +151,7 @@ OPTIMIZERS = {
 }
 
 
-def make_optimizer(named: Named, rules: Rules, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(named: Named, rules: Rules, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Make the optimizer of parameters; if several train them, they are one."""
     parts = []
     for name in dict.fromkeys((settings.options.name, "adamw")):

@@ -67,7 +67,7 @@ class ContextParallel(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # A class, and no function of one module: compiled layers share a graph.
         module.__class__ = _contextual(type(module))
-        cast(_Contextual, module).exchange = Exchange(
+        cast(_Contextual, module).exchange = SequenceExchange(
             device_mesh.get_group().group_name,
             device_mesh.size(),
             device_mesh.get_local_rank(),
@@ -83,7 +83,7 @@ def is_causal(core: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SequenceExchange:
     """The layout of the sequence over the ranks, and the messages between them."""
 
     group: str
@@ -138,7 +138,7 @@ class Exchange:
 
 
 class _Contextual(nn.Module):
-    exchange: Exchange
+    exchange: SequenceExchange
 
     def forward(
         self,
@@ -193,7 +193,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bounds, extents, sinks, out, lse = ctx.saved_tensors
-        exchange: Exchange = ctx.exchange
+        exchange: SequenceExchange = ctx.exchange
         starts = chunk_starts(exchange.rank, exchange.cp, exchange.balance, q.shape[1])
         widths = [k.shape[-1], v.shape[-1]]
         whole = exchange.gathered(torch.cat([k, v], -1)).split(widths, -1)
@@ -215,7 +215,7 @@ def check_ulysses(n_heads: int, n_kv_heads: int, cp: int, tp: int = 1) -> None:
 
 
 def _ulysses(
-    exchange: Exchange,
+    exchange: SequenceExchange,
     qkv: Sequence[Tensor],
     tensors: tuple[Tensor | None, Tensor | None],
     sinks: Tensor | None,
@@ -238,13 +238,13 @@ class _Swap(torch.autograd.Function):
     """The exchange of sequence parts for heads, or back; each is the backward of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, heads: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: SequenceExchange, heads: bool) -> Tensor:
         ctx.exchange, ctx.heads = exchange, heads
         return exchange.to_heads(x) if heads else exchange.to_sequence(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        exchange: Exchange = ctx.exchange
+        exchange: SequenceExchange = ctx.exchange
         x = grads[0]
         return exchange.to_sequence(x) if ctx.heads else exchange.to_heads(x), None, None
 

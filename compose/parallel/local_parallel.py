@@ -191,7 +191,7 @@ class LocalWideNorm(_WholeWeights):
         self.n_heads = n_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        norm = _become(module, (RMSNorm,), _LocalWideNorm, self)
+        norm = _become(module, (RMSNorm,), _WideRMSNorm, self)
         norm.copies = max(1, device_mesh.size() // self.n_heads)
         norm.part = device_mesh.get_local_rank() // norm.copies
         norm.group = device_mesh.get_group().group_name
@@ -211,7 +211,7 @@ class LocalPositions(_WholeWeights):
             module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq
         ):
             raise ConfigError(f"LocalPositions: {module} has options; put it into replicate")
-        table = _become(module, (nn.Embedding,), _LocalPositions, self)
+        table = _become(module, (nn.Embedding,), _PositionTable, self)
         table.ranks, table.rank = device_mesh.size(), device_mesh.get_local_rank()
         return distribute_module(module, device_mesh, self._replicate_module_fn)
 
@@ -300,7 +300,7 @@ class _LocalRMSNorm(RMSNorm):
         return self.normalized(x, local_weight(self.weight, partial=True))
 
 
-class _LocalWideNorm(RMSNorm):
+class _WideRMSNorm(RMSNorm):
     copies: int
     part: int
     group: str
@@ -322,7 +322,7 @@ class _LocalLayerNorm(nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-class _LocalPositions(nn.Embedding):
+class _PositionTable(nn.Embedding):
     ranks: int
     rank: int
 

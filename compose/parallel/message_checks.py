@@ -46,7 +46,7 @@ class MessageChecks:
         self.got: list[_Sent] = []
         self.wide = torch.empty(_SLICE, dtype=torch.float64)
         self.sums: dict[str, list[_Sum]] = {}  # by group
-        self.waiting: dict[int, _Watched] = {}
+        self.waiting: dict[int, _CheckedWork] = {}
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*verrid")
@@ -126,7 +126,7 @@ class MessageChecks:
         """Return ``work`` as c10d has it; when it was waited for, ``arrived`` is called."""
         if arrived is None or not self._counts:
             return work.boxed()
-        watched = self.waiting[id(work)] = _Watched(work, self.waiting, arrived)
+        watched = self.waiting[id(work)] = _CheckedWork(work, self.waiting, arrived)
         return watched.boxed()
 
     # The operators of torch/csrc/distributed/c10d/Ops.cpp. The limits of time are the group's. What is
@@ -271,10 +271,12 @@ def _block_sums(tensor: Tensor, parts: int, wide: Tensor, absolutes: bool = Fals
     return result
 
 
-class _Watched(dist.Work):
+class _CheckedWork(dist.Work):
     """A message on its way, whose result is looked at as soon as it was waited for."""
 
-    def __init__(self, work: Any, waiting: "dict[int, _Watched]", arrived: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Any, waiting: "dict[int, _CheckedWork]", arrived: Callable[[], None]
+    ) -> None:
         super().__init__()
         self.work, self.others, self.arrived = work, waiting, arrived
 

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from compose.ops.attention import (
-    Merged,
-    Sums,
+    GradientParts,
+    MergedOutput,
     backward_by,
     empty_result,
     finish,
@@ -181,7 +181,7 @@ def _output(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp without a sink."""
     q, k, v = qkv[0].transpose(1, 2), *qkv[1:]
-    total, kv = Merged(q, v.shape[-1]), torch.cat([k, v], -1)
+    total, kv = MergedOutput(q, v.shape[-1]), torch.cat([k, v], -1)
     for _, starts, arrived in windowed.arrivals(kv) if windowed else _round(ring, kv):
         k_here, v_here = (x.transpose(1, 2) for x in _split(arrived, k))
         for part in parts_of(_with_keys(task, starts), q, k_here, v_here).forward(q, k_here, v_here):
@@ -229,12 +229,12 @@ def _gradients(
     grad, q, k, v, out, lse = tensors
     grad_q, q = grad.transpose(1, 2), q.transpose(1, 2)
     result = (out.transpose(1, 2), lse.transpose(1, 2))
-    of_q = Sums([q], once=False)
+    of_q = GradientParts([q], once=False)
 
     def here(starts: tuple[int, ...], kv: Tensor) -> Tensor:
         """Add these keys' part to the queries' gradient; return the gradients of keys and values."""
         k_here, v_here = (x.transpose(1, 2) for x in _split(kv, k))
-        of_kv = Sums([k_here, v_here], once=False)
+        of_kv = GradientParts([k_here, v_here], once=False)
         parts = parts_of(_with_keys(task, starts), q, k_here, v_here)
         for at_q, at_k, (dq, dk, dv) in parts.backward(grad_q, (q, k_here, v_here), result):
             of_q.add(at_q, [dq])

@@ -28,7 +28,7 @@ def send_stream(forward: Kind, backward: Kind, group: Any, tensor: Tensor) -> Te
     ``forward`` is its message, and ``backward`` the message of its gradient. "sum" is an all-reduce,
     "gather" an all-gather, "scatter" a reduce-scatter; "keep" sends nothing.
     """
-    return _Message.apply(tensor, forward, backward, group)  # type: ignore[no-any-return]
+    return _PlainMessage.apply(tensor, forward, backward, group)  # type: ignore[no-any-return]
 
 
 class Style(ParallelStyle):
@@ -48,7 +48,7 @@ class SendsActivations:
     """Sends them; it takes what its default takes."""
 
 
-class _Message(torch.autograd.Function):
+class _PlainMessage(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Kind, backward: Kind, group: Any) -> Tensor:
         ctx.kind, ctx.group = backward, group

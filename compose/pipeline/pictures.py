@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from compose.pipeline.timeline import Slot
+from compose.pipeline.timeline import TimedAction
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 
@@ -25,7 +25,7 @@ INK = "#222222"
 XMLNS = ' xmlns="http://www.w3.org/2000/svg"'
 
 
-def _shades(slots: Sequence[Slot]) -> dict[int, int]:
+def _shades(slots: Sequence[TimedAction]) -> dict[int, int]:
     """Return for each stage the number of its shade: its place among the stages of its rank."""
     stages: dict[int, set[int]] = {}
     for slot in slots:
@@ -40,7 +40,7 @@ def _painted(text: str, colour: str) -> str:
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
 
 
-def as_text(slots: Sequence[Slot], colour: bool, width: int) -> str:
+def as_text(slots: Sequence[TimedAction], colour: bool, width: int) -> str:
     """Return a line for each rank, with time to the right, in blocks; times are whole numbers.
 
     In colour an action is its micro-batch's number. Without colour it is a letter and the number, after
@@ -118,7 +118,7 @@ class Drawing:
     """The end of the legend."""
 
 
-def drawing(slots: Sequence[Slot], title: str) -> Drawing:
+def drawing(slots: Sequence[TimedAction], title: str) -> Drawing:
     """Return the drawing of a schedule whose times are in forwards of one stage.
 
     Long tables use fewer pixels for a unit of time, and leave out numbers that do not fit.

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from compose.errors import ConfigError
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
-from compose.pipeline.pipeline_parallel import Message, PipelineRunner, check_whole
+from compose.pipeline.pipeline_parallel import PipelineRunner, PendingTensor, check_whole
 from compose.pipeline.stage import plain_stream
 
 Version = dict[str, nn.Parameter]
@@ -44,7 +44,7 @@ Version = dict[str, nn.Parameter]
 
 
 @dataclass
-class _Unit:
+class _MicroBatch:
     """A micro-batch of a batch that the stage has taken up."""
 
     given: Any
@@ -69,13 +69,13 @@ class AsynchronousRunner(PipelineRunner):
         """The batches that the stage has taken up between two steps."""
         # In the time of so many steps every stage has ended a step that the last one has ended.
         self.late = self.pp if one else 1
-        self.waiting: deque[_Unit] = deque()
-        self.flight: deque[_Unit] = deque()
+        self.waiting: deque[_MicroBatch] = deque()
+        self.flight: deque[_MicroBatch] = deque()
         self.versions: deque[Version] = deque()
         """The versions of the batches that are taken up, in order."""
         self.restored: deque[Version] = deque()
         self.newest: Version | None = None
-        self.incoming: Message | None = None
+        self.incoming: PendingTensor | None = None
         self.form = torch.empty(0)
 
     def needed(self) -> range:
@@ -101,7 +101,7 @@ class AsynchronousRunner(PipelineRunner):
         for start in range(0, samples, micro_batch):
             cut = slice(start, start + micro_batch)
             parts = {name: value[cut] for name, value in inputs.items()}
-            self.waiting.append(_Unit(first[cut], parts, targets[cut], loss, version))
+            self.waiting.append(_MicroBatch(first[cut], parts, targets[cut], loss, version))
         total = torch.zeros((), device=targets.device)
         if len(self.versions) <= self.ahead:
             while self.waiting and len(self.flight) < self.behind:
@@ -160,12 +160,12 @@ class AsynchronousRunner(PipelineRunner):
             self.incoming = self._exchange(unit.given.grad.contiguous())
         return unit.output.detach()
 
-    def _exchange(self, gradient: Tensor | None) -> Message:
+    def _exchange(self, gradient: Tensor | None) -> PendingTensor:
         """Begin to send a gradient to the stage before, if there is one, and to receive from it."""
         device = next(iter(self.own.values())).device
         buffer, before = torch.empty_like(self.form, device=device, requires_grad=False), self.rank - 1
         sent = [] if gradient is None else [(gradient, before)]
-        return Message(buffer, begin_messages(self.group, sent, [(buffer, before)]), gradient)
+        return PendingTensor(buffer, begin_messages(self.group, sent, [(buffer, before)]), gradient)
 
     @contextmanager
     def _running(self, version: Version) -> Iterator[None]:

@@ -33,7 +33,7 @@ from compose.parallel.output_projection import StepLoss
 from compose.pipeline.schedules import ASYNCHRONOUS, Schedule, build_table, forwards, placement
 from compose.pipeline.split import Stage, Tied, balanced, split
 from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
-from compose.pipeline.stand_ins import Trial, outputs_of_layers, try_first_stage
+from compose.pipeline.stand_ins import CutTrial, outputs_of_layers, try_first_stage
 
 if TYPE_CHECKING:
     from compose.plan import Pipeline
@@ -92,7 +92,7 @@ class PipelineRunner:
         placement: Sequence[int],
         schedule: Schedule,
         mesh: DeviceMesh,
-        trial: Trial,
+        trial: CutTrial,
     ) -> None:
         self.stages, self.ties = stages, ties
         self.trial = trial
@@ -200,8 +200,8 @@ class PipelineRunner:
         stream = self.stream(firsts[0], inputs[0])
         modules = {stage.index: stage.module for stage in self.stages}
         # Messages that have come to a stage of this rank or are on their way, and those that leave.
-        inbox: dict[tuple[int, int], Message] = {}
-        sent: list[Message] = []
+        inbox: dict[tuple[int, int], PendingTensor] = {}
+        sent: list[PendingTensor] = []
         # All ranks follow one order, so the two ranks of a message begin it at the same place, and no
         # two ranks wait for each other.
         for stage, _, number in forwards(self.placement, len(parts)):
@@ -215,14 +215,16 @@ class PipelineRunner:
                 if after is None:
                     each(output, parts[number])
                 elif after == rank:
-                    inbox[stage + 1, number] = Message(plain_stream(output))
+                    inbox[stage + 1, number] = PendingTensor(plain_stream(output))
                 else:
                     stream_out = plain_stream(output).contiguous()
-                    sent.append(Message(stream_out, begin_messages(self.group, [(stream_out, after)])))
+                    sent.append(
+                        PendingTensor(stream_out, begin_messages(self.group, [(stream_out, after)]))
+                    )
             elif after == self.rank:
                 buffer = torch.empty_like(stream, device=firsts[0].device)
                 works = begin_messages(self.group, (), [(buffer, rank)])
-                inbox[stage + 1, number] = Message(buffer, works)
+                inbox[stage + 1, number] = PendingTensor(buffer, works)
         for message in sent:
             message.wait()
         for data in self.data.values():
@@ -341,7 +343,7 @@ class PipelineRunner:
 
 
 @dataclass(frozen=True)
-class Message:
+class PendingTensor:
     """A tensor that is on its way to or from another rank, or has arrived."""
 
     tensor: Tensor

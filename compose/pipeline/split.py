@@ -193,7 +193,7 @@ def fewest_at_most(
 
 def split(
     model: nn.Module, pipeline: "Pipeline", layers: Sequence[int], mine: Sequence[int]
-) -> tuple[list[Stage], list[Tied], stand_ins.Trial]:
+) -> tuple[list[Stage], list[Tied], stand_ins.CutTrial]:
     """Remove from ``model``, in place, all that is not part of this rank's stages.
 
     The identity, which returns its first input, replaces what a stage lacks between its ends. So the
@@ -202,7 +202,7 @@ def split(
     stage_of, last = stages_of(model, pipeline, layers), len(layers) - 1
     ties = _untie(model, stage_of)
     container = model.get_submodule(pipeline.layers)
-    told = iter([(key, stand_ins.Told(layer)) for key, layer in container.named_children()])
+    told = iter([(key, stand_ins.FixedOutputLayer(layer)) for key, layer in container.named_children()])
     stands = [dict(islice(told, count)) for count in layers]
     _remove(model, {name for name, stage in stage_of.items() if stage not in mine}, pipeline)
 
@@ -217,7 +217,7 @@ def split(
     for stage in mine:
         absent = frozenset(name for name, other in stage_of.items() if other != stage)
         stages.append(Stage(stage, without(absent, stage > 0, stage < last), absent))
-    return stages, ties, stand_ins.Trial(without(stage_of.keys(), True, True), pipeline, stands)
+    return stages, ties, stand_ins.CutTrial(without(stage_of.keys(), True, True), pipeline, stands)
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:
@@ -269,11 +269,11 @@ def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
         if path == pipeline.layers and not pipeline.whole_forward:
             holder._modules.pop(leaf, None)
             continue
-        module, kind = holder.get_submodule(leaf), stand_ins.Elsewhere
+        module, kind = holder.get_submodule(leaf), stand_ins.OtherStageModule
         if path == pipeline.layers:
-            kind = stand_ins.Skipped
-        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, stand_ins.NoRows)):
-            holder._modules[leaf] = stand_ins.NoRows(module.embedding_dim)
+            kind = stand_ins.OtherStageLayer
+        elif pipeline.whole_forward and isinstance(module, (nn.Embedding, stand_ins.ZeroEmbedding)):
+            holder._modules[leaf] = stand_ins.ZeroEmbedding(module.embedding_dim)
             continue
         # A new one each time: the loss replaces forward of the model's own.
         holder._modules[leaf] = kind(module)

@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from compose.plan import Pipeline
 
 
-class Elsewhere(nn.Identity):
+class OtherStageModule(nn.Identity):
     """The identity in place of a module that another stage holds: it returns its first input."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         first = next(iter(inspect.signature(module.forward).parameters), "")
-        self.argument = module.argument if isinstance(module, Elsewhere) else first
+        self.argument = module.argument if isinstance(module, OtherStageModule) else first
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Return the first input."""
         return args[0] if args else named[self.argument]
 
 
-class Skipped(Elsewhere):
+class OtherStageLayer(OtherStageModule):
     """A stand-in for a layer. ``outputs`` is the length of the tuple that layers return, or 0.
 
     It has the layer's own attributes, since forward may read them (the kind of a layer's attention).
@@ -70,12 +70,12 @@ def outputs_of_layers(module: nn.Module, outputs: int | None = None) -> int:
     if outputs is not None and hasattr(forward, "outputs"):
         forward.outputs = outputs
         for part in module.modules():
-            if isinstance(part, Skipped):
+            if isinstance(part, OtherStageLayer):
                 part.outputs = outputs
     return getattr(forward, "outputs", 0)
 
 
-class NoRows(nn.Module):
+class ZeroEmbedding(nn.Module):
     """Zeros in place of the rows that an embedding of another stage looks up."""
 
     def __init__(self, width: int) -> None:
@@ -94,7 +94,7 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
     returns what the last layer returns if the stage hands that on.
     """
     whole = type(module).forward
-    rows = [part for part in module.modules() if isinstance(part, NoRows)]
+    rows = [part for part in module.modules() if isinstance(part, ZeroEmbedding)]
     known = not hands_on
 
     def forward(stream: Any, **inputs: Any) -> Any:
@@ -134,7 +134,7 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
     return told
 
 
-class Told(Skipped):
+class FixedOutputLayer(OtherStageLayer):
     """A stand-in for a layer that returns what the trial tells it."""
 
     result: Callable[[], Any] | None = None
@@ -177,17 +177,17 @@ class Digest:
         return (self.shape, self.coarse) == (other.shape, other.coarse)
 
 
-class Trial(NamedTuple):
+class CutTrial(NamedTuple):
     """The means to try a cut."""
 
     shell: nn.Module
     """The model without all that stages share out."""
     cut: "Pipeline"
-    stands: list[dict[str, Told]]
+    stands: list[dict[str, FixedOutputLayer]]
     """For each stage a stand-in for each of its layers, by its name in their container."""
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of a module: its inputs by name, the first one in front, and the first call's output."""
 
     name: str
@@ -195,15 +195,15 @@ class Call(NamedTuple):
     output: Any
 
 
-def calls(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[Any, list[Call]]:
+def calls(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[Any, list[ModuleCall]]:
     """Return what ``run`` returns, and the calls of ``modules``."""
-    seen = list[Call]()
+    seen = list[ModuleCall]()
 
     def begin(name: str, names: list[str], module: nn.Module, args: Any, named: Any) -> None:
         call = {**dict(zip(names, args, strict=False)), **named}
         stream = call.pop(names[0], None)
         others = {key: "the stream" if value is stream else value for key, value in call.items()}
-        seen.append(Call(name, tree_map(Digest.of, {names[0]: arrived(stream), **others}), None))
+        seen.append(ModuleCall(name, tree_map(Digest.of, {names[0]: arrived(stream), **others}), None))
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if len(seen) == 1:
@@ -221,7 +221,9 @@ _CURE = "or use parallel.pp = 1 (docs/plan.md, Pipeline parallel)"
 
 
 @torch.no_grad()
-def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+def try_first_stage(
+    stage: nn.Module, trial: CutTrial, first: Tensor, inputs: Mapping[str, Any]
+) -> Tensor:
     """Return the stream that the first stage hands on, once forward was seen to leave it alone."""
     shell, cut, stands = trial
     real: dict[str, Any] = dict(stage.get_submodule(cut.layers)._modules)
@@ -262,7 +264,7 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
                     raise error
     else:
         return stream
-    made, given = list[Call](), first
+    made, given = list[ModuleCall](), first
     with refused_if(f"plan.pipeline: {{}}: {instead}"), _not_by_number(shell, cut.layers):
         for number, own in enumerate(stands, start=1):
             module, more = (shell, named) if number > 1 else (stage, inputs)
@@ -270,20 +272,20 @@ def try_first_stage(stage: nn.Module, trial: Trial, first: Tensor, inputs: Mappi
             made += [call for call in called if number == len(stands) or call.name not in cut.last]
     for stand in whole.values():
         stand.result = None  # it holds a stream
-    wanted.append(Call("the output", {"args": Digest.of(end)}, None))
-    made.append(Call("the output", {"args": Digest.of(given)}, None))
+    wanted.append(ModuleCall("the output", {"args": Digest.of(end)}, None))
+    made.append(ModuleCall("the output", {"args": Digest.of(given)}, None))
     _compare(trial, wanted, made, instead)
     return stream
 
 
 def _run(
-    trial: Trial,
+    trial: CutTrial,
     module: nn.Module,
     given: Tensor,
     inputs: Mapping[str, Any],
     own: Mapping[str, nn.Module],
     held: Mapping[str, Any] | None = None,
-) -> tuple[Tensor, list[Call]]:
+) -> tuple[Tensor, list[ModuleCall]]:
     """Return the stream that ``module`` makes of ``given`` with ``own`` as its layers, and their calls.
 
     ``held`` are its layers, if they are more. The last modules' calls are among them.
@@ -314,7 +316,7 @@ def _run(
     return plain_stream(output), seen
 
 
-def _tell(stands: Mapping[str, Told], result: Any) -> None:
+def _tell(stands: Mapping[str, FixedOutputLayer], result: Any) -> None:
     """Have stand-ins return ``result``, each with another stream, so that its place is seen."""
     leaves, form = tree_flatten(result)
     main = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), 0)
@@ -328,7 +330,7 @@ def _tell(stands: Mapping[str, Told], result: Any) -> None:
         stand.result = partial(told, place)
 
 
-def _compare(trial: Trial, wanted: list[Call], made: list[Call], instead: str) -> None:
+def _compare(trial: CutTrial, wanted: list[ModuleCall], made: list[ModuleCall], instead: str) -> None:
     """Raise ConfigError unless stages make the calls of the whole model."""
     shell, cut, _ = trial
     if [call.name for call in wanted] != [call.name for call in made]:

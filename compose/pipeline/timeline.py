@@ -39,7 +39,7 @@ _REMARKS = {
 
 
 @dataclass(frozen=True)
-class Slot:
+class TimedAction:
     """One action on the clock."""
 
     rank: int
@@ -68,7 +68,7 @@ def simulate(
     message: Callable[[int, int], float] = lambda sender, receiver: 0,
     after_result: Callable[[Action], float] = lambda action: 0,
     sharing: float = 1,
-) -> list[Slot]:
+) -> list[TimedAction]:
     """Return when each action runs, in an order in which they can run.
 
     A rank runs its row in order. An action starts once the rank is free and its inputs have come. A
@@ -93,7 +93,7 @@ def simulate(
         start = max(free[rank], ready)
         free[rank] = start + duration(action)
         ends[action] = free[rank] - after_result(action)
-        slots.append(Slot(rank, action, start, free[rank]))
+        slots.append(TimedAction(rank, action, start, free[rank]))
     return slots
 
 
@@ -102,7 +102,7 @@ def _simulate_shared(
     duration: Callable[[Action], float],
     message: Callable[[int, int], float],
     sharing: float,
-) -> list[Slot]:
+) -> list[TimedAction]:
     """Return when each action runs, if ranks that wait leave their processors to the others.
 
     While k of n ranks work, each is min(sharing, n / k) times as fast as while all do (generalized
@@ -112,7 +112,7 @@ def _simulate_shared(
     ends: dict[Action, float] = {}
     left: dict[int, float] = {}  # work of the running action, by rank
     now, started, next_of = 0.0, [0.0] * len(table), [0] * len(table)
-    slots: list[Slot] = []
+    slots: list[TimedAction] = []
     while len(slots) < len(rank_of):
         awaited = []
         for rank, row in enumerate(table):
@@ -130,7 +130,7 @@ def _simulate_shared(
         for rank in [rank for rank, work in left.items() if work <= _ROUNDING * now]:
             action = table[rank][next_of[rank]]
             ends[action] = now
-            slots.append(Slot(rank, action, started[rank], now))
+            slots.append(TimedAction(rank, action, started[rank], now))
             next_of[rank] += 1
             del left[rank]
     return slots
@@ -158,7 +158,7 @@ def _ready(
     return ready
 
 
-def bubble_fraction(slots: Sequence[Slot]) -> float:
+def bubble_fraction(slots: Sequence[TimedAction]) -> float:
     """Return the idle share, 0 to 1, of all ranks' time from 0 to the last end."""
     ranks = 1 + max(slot.rank for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)

@@ -34,7 +34,7 @@ _CATEGORIES = {
 
 
 @dataclass(frozen=True)
-class _Shares:
+class _TimeShares:
     matmul: Fraction
     attention: Fraction
     communication: Fraction
@@ -43,7 +43,7 @@ class _Shares:
 
 
 @dataclass(frozen=True)
-class _Bytes:
+class _BytesByPurpose:
     weights: Count
     gradients: Count
     optimizer: Count
@@ -54,13 +54,13 @@ class _Bytes:
 @dataclass(frozen=True)
 class _Memory:
     peak: Count
-    at_peak: _Bytes
+    at_peak: _BytesByPurpose
 
 
 @dataclass(frozen=True)
-class _Profile:
+class _RankProfile:
     seconds_per_step: Rate
-    time: _Shares
+    time: _TimeShares
     memory: _Memory
 
 
@@ -68,7 +68,7 @@ class _Profile:
 class _Summary:
     """The used part of a profile's summary."""
 
-    ranks: Annotated[list[_Profile], Field(min_length=1)]
+    ranks: Annotated[list[_RankProfile], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _rate(folder: Path) -> float:
     return statistics.median(rates[_FIRST:])
 
 
-def _profiled(predicted: Estimate, ranks: Sequence[_Profile]) -> list[MeasuredFigure]:
+def _profiled(predicted: Estimate, ranks: Sequence[_RankProfile]) -> list[MeasuredFigure]:
     slowest = max(ranks, key=lambda r: r.seconds_per_step * (1 - r.time.communication))
     whole, shares = slowest.seconds_per_step, slowest.time
     rows = [

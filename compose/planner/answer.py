@@ -26,7 +26,7 @@ from compose.planner.candidates import (
     shape_for,
     with_keys,
 )
-from compose.planner.cluster import Collective, load_cluster
+from compose.planner.cluster import MeasuredCollective, load_cluster
 from compose.planner.explain import neighbours, promise
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import units_of_rank
@@ -44,7 +44,7 @@ _NEXT = {"a100_40gb": "a100_80gb", "a100_80gb": "h100_sxm", "h100_sxm": "h200", 
 
 
 @dataclass(frozen=True)
-class Compared:
+class Alternative:
     """A composition beside the best one: what a reader would expect, or with one thing changed."""
 
     name: str
@@ -105,13 +105,13 @@ def composition_in_words(space: Space, candidate: Candidate) -> str:
     return text
 
 
-def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
+def expected(space: Space, recorded: Sequence[Candidate]) -> list[Alternative]:
     """Return plain FSDP and the textbook's mesh, each with its record or why there is none.
 
     The textbook's mesh has tp over the node, with pp and data parallel between nodes. In one node ZeRO
     alone is the textbook's too, so there it stands for a mesh that the reader would try next.
     """
-    node, results = space.node, list[Compared]()
+    node, results = space.node, list[Alternative]()
     for best in recorded[:1]:  # a step of another batch, if that is free, is no comparison
         batch = best.config.train.global_batch
         space = replace(space, config=with_keys(space.config, {"train.global_batch": batch}))
@@ -122,7 +122,7 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
     ):
         mine = next((c for c in recorded if known_as(space, c.config.parallel) == known), None)
         if mine and fits(space, mine):
-            results.append(Compared(name, mine))
+            results.append(Alternative(name, mine))
         elif node > 1 or known == PLAIN:
             named = {f"parallel.{axis}": n for axis, n in {"dp_replicate": 1, "cp": 1, **keys}.items()}
             results.append(_recorded_with(space, name, named, mine))
@@ -131,7 +131,7 @@ def expected(space: Space, recorded: Sequence[Candidate]) -> list[Compared]:
 
 def _recorded_with(
     space: Space, name: str, keys: Mapping[str, int], short: Candidate | None
-) -> Compared:
+) -> Alternative:
     """Record the best composition by quick estimates that has these degrees.
 
     If it does not fit, its record corrects the quick estimates, and the next one is recorded. ``short``
@@ -140,21 +140,21 @@ def _recorded_with(
     for key, value in keys.items():
         pinned, axis = value_of(space.config, key), key.partition(".")[2]
         if key in space.fixed and pinned not in (value, -1):
-            return Compared(name, note=f"{key} is pinned to {pinned}")
+            return Alternative(name, note=f"{key} is pinned to {pinned}")
         if axis == "tp" and value > 1 and axis not in shape_for(space).axes:
-            return Compared(name, note=f"the plan of {space.config.model.name} cannot cut tp")
+            return Alternative(name, note=f"the plan of {space.config.model.name} cannot cut tp")
     pins = {key: value_of(space.config, key) for key in DEGREES if key in space.fixed}
     degrees = {key: degree for key, degree in {**pins, **keys}.items() if key in DEGREES[:-1]}
     product = abs(math.prod(degrees.values()))
     if space.world_size % product:
         needs = " x ".join(f"{key.partition('.')[2]} {n}" for key, n in degrees.items() if n > 1)
-        return Compared(name, note=f"{needs} does not divide {space.world_size:,} devices")
+        return Alternative(name, note=f"{needs} does not divide {space.world_size:,} devices")
     data, train = keys.get("parallel.dp_shard", 1), space.config.train
     micro = train.micro_batch if "train.micro_batch" in space.fixed else 1
     batch = f"{train.global_batch:,} samples a step"
     if train.global_batch % (data * micro):
         to = f" to {data:,} devices" * (data > 1) + f" in micro-batches of {micro:,}" * (micro > 1)
-        return Compared(name, note=f"{batch} cannot be dealt{to}")
+        return Alternative(name, note=f"{batch} cannot be dealt{to}")
     here = replace(space, config=with_keys(space.config, dict(keys)), fixed={*space.fixed, *keys})
     left = list(candidates(here, shape_for(space), anyway=True))
     why = f"no mesh of it divides {batch} and the model's layers"
@@ -173,17 +173,17 @@ def _recorded_with(
             why = made.problems[0]
             continue
         if fits(space, made):
-            return Compared(name, made)
+            return Alternative(name, made)
         short = made if short is None or made.reserved < short.reserved else short
-    return Compared(name, short, "" if short else why)
+    return Alternative(name, short, "" if short else why)
 
 
-def _twice_as_fast(row: Collective) -> Collective:
+def _twice_as_fast(row: MeasuredCollective) -> MeasuredCollective:
     seconds = tuple(value / 2 for value in row.seconds)
     return replace(row, inverse_bandwidth=row.inverse_bandwidth / 2, seconds=seconds)
 
 
-def sensitivities(space: Space, best: Candidate) -> list[Compared]:
+def sensitivities(space: Space, best: Candidate) -> list[Alternative]:
     """Return the steps with twice the devices, twice the memory, links twice as fast, and compiled."""
     cluster, config = space.cluster, best.config
     device = replace(cluster.device, memory=cluster.device.memory * 2)
@@ -208,7 +208,7 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     ]
     step = results[1].step
     if fits(space, best) and step and step > best.recorded.step_seconds:
-        results[1] = Compared("twice the memory", best)  # it runs with more memory too
+        results[1] = Alternative("twice the memory", best)  # it runs with more memory too
     if space.world_size > 1:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
         results.append(_variant(name, replace(space, cluster=fast), best, [config]))
@@ -220,7 +220,7 @@ def sensitivities(space: Space, best: Candidate) -> list[Compared]:
     return results
 
 
-def further(space: Space, best: Candidate) -> list[Compared]:
+def further(space: Space, best: Candidate) -> list[Alternative]:
     """Return the step with half the batch, and that of as many of the next device."""
     results, batch = [], {"train.global_batch": best.config.train.global_batch // 2}
     if best.config.train.global_batch % 2 == 0:
@@ -233,7 +233,7 @@ def further(space: Space, best: Candidate) -> list[Compared]:
     return results
 
 
-def further_in_words(best: Candidate, other: Compared) -> str:
+def further_in_words(best: Candidate, other: Alternative) -> str:
     """Return one of those steps, with its tokens a second beside the best candidate's."""
     one, now = other.candidate and other.candidate.estimate, best.estimate
     if one is None or now is None:
@@ -252,25 +252,25 @@ def _around(space: Space, config: Config) -> list[Config]:
     return [config, *(with_keys(config, keys) for keys in changes)]
 
 
-def _variant(name: str, space: Space, best: Candidate, configs: Sequence[Config]) -> Compared:
+def _variant(name: str, space: Space, best: Candidate, configs: Sequence[Config]) -> Alternative:
     """Record the best of some compositions in another space, by quick estimates."""
     shape = shape_for(space)
     legal = [config for config in configs if micro_batches(config)]
     if not legal:
         batch = space.config.train.global_batch
-        return Compared(name, note=f"{batch:,} samples cannot be dealt to these devices")
+        return Alternative(name, note=f"{batch:,} samples cannot be dealt to these devices")
     for config in sorted(legal, key=lambda one: promise(space, shape, best, one))[:2]:
         [made] = record_all(space, [config])
         if not isinstance(made, ConfigError) and fits(space, made):
-            return Compared(name, made)
-    return Compared(name)
+            return Alternative(name, made)
+    return Alternative(name)
 
 
 def sentences(
     space: Space,
     best: Candidate,
-    others: Sequence[Compared],
-    variants: Sequence[Compared],
+    others: Sequence[Alternative],
+    variants: Sequence[Alternative],
     tokens: tuple[float, str],
 ) -> list[str]:
     """Return three sentences: what to run, why not what a reader would expect, what it costs.
@@ -316,7 +316,7 @@ def kwh_of(space: Space, candidate: Candidate, tokens: float) -> float | None:
     return of_step and of_step * tokens / (train.global_batch * train.seq_len)
 
 
-def _instead(space: Space, best: Candidate, other: Compared) -> str:
+def _instead(space: Space, best: Candidate, other: Alternative) -> str:
     candidate, now = other.candidate, best.estimate
     if candidate is None or candidate.estimate is None or now is None:
         return f"{other.name} is not possible: {other.note}"
@@ -331,7 +331,7 @@ def _instead(space: Space, best: Candidate, other: Compared) -> str:
     return text + f", but fills {full:.0%} of a device" * (step < now.step_seconds and full > TIGHT)
 
 
-def _to_buy(best: Candidate, whole: bool, variants: Sequence[Compared]) -> str:
+def _to_buy(best: Candidate, whole: bool, variants: Sequence[Alternative]) -> str:
     known = [(one.name, one.step, one.note) for one in variants if one.step]
     if not known:
         helps = "helps this composition" if whole else "makes it fit"

@@ -156,7 +156,7 @@ class Efficiencies(_Table):
 
 
 @dataclass(frozen=True)
-class Product(_Table):
+class MeasuredProduct(_Table):
     """A measured product of matrices (batch, m, k) and (batch, k, n)."""
 
     dtype: Dtype
@@ -168,7 +168,7 @@ class Product(_Table):
 
 
 @dataclass(frozen=True)
-class Attention(_Table):
+class MeasuredAttention(_Table):
     """A measured attention."""
 
     dtype: Dtype
@@ -182,7 +182,7 @@ class Attention(_Table):
 
 
 @dataclass(frozen=True)
-class Copy(_Table):
+class MeasuredCopy(_Table):
     """A measured elementwise kernel, by the bytes that it reads and writes."""
 
     bytes: Rate
@@ -190,7 +190,7 @@ class Copy(_Table):
 
 
 @dataclass(frozen=True)
-class Collective(_Table):
+class MeasuredCollective(_Table):
     """A collective that was measured over message size, and the line fitted to it."""
 
     kind: Kind
@@ -211,17 +211,17 @@ class Collective(_Table):
 
 
 @dataclass(frozen=True)
-class Measured(_Table):
+class Measurements(_Table):
     """The results of ``python -m compose measure``; files of published figures have none."""
 
     ranks: NonNegative = 0
     """Ranks that measured at the same time; 0: nothing was measured."""
     seconds: Amount = 0.0
     """Seconds that the measurement took."""
-    products: tuple[Product, ...] = ()
-    attention: tuple[Attention, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()
+    attention: tuple[MeasuredAttention, ...] = ()
+    copies: tuple[MeasuredCopy, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that costs can be cached by it
@@ -244,7 +244,7 @@ class Cluster(_Table):
     host: Link
     """Between a device and host memory."""
     efficiencies: Efficiencies
-    measured: Measured = field(default_factory=Measured)
+    measured: Measurements = field(default_factory=Measurements)
     machines: Positive = 1
     """Machines of a node, each with an equal part of its devices and of what follows."""
     host_memory: NonNegative = 0

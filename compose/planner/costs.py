@@ -16,7 +16,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from compose.errors import ConfigError, did_you_mean
-from compose.planner.cluster import KINDS, Cluster, Collective
+from compose.planner.cluster import KINDS, Cluster, MeasuredCollective
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8": 1}
 _NEAREST = 8  # measured rows of which a time is interpolated
@@ -349,7 +349,7 @@ def _by_protocol(
     return protocol.start + min(results)
 
 
-def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> Collective | None:
+def _measured(cluster: Cluster, kind: str, ranks: int, stride: int) -> MeasuredCollective | None:
     """Return the measured collective of as many ranks on the same level, with the nearest stride."""
     many = 2 if kind == "p2p" else ranks  # a ring's messages are each between two
     rows = [row for row in cluster.measured.collectives if (row.kind, row.ranks) == (kind, many)]

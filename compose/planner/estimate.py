@@ -14,7 +14,7 @@ from compose.config.job import Job
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
-from compose.pipeline.timeline import Slot, simulate, versions
+from compose.pipeline.timeline import TimedAction, simulate, versions
 from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.memory import ACTIVATIONS, STATE, STEP, WEIGHTS, peak, place_of
@@ -54,7 +54,7 @@ class Estimate:
     exposed: Mapping[str, float]
     """Seconds of a step that the slowest rank waits for messages, by axis, for copies ("copy") and sums
     ("host") in host memory, for what the host issues ("issue"), and "optimizer"."""
-    slots: list[Slot]
+    slots: list[TimedAction]
     """The actions of all pipeline ranks on the clock."""
     host_bytes: int = 0
     """Bytes of host memory that offload and checkpoint.memory take of the fullest node."""
@@ -269,7 +269,7 @@ def _summary(
     job: Job,
     cluster: Cluster,
     of_ranks: tuple[list[list[Action]], list[list[Seconds]], list[RankCosts], list[RankPeak]],
-    slots: list[Slot],
+    slots: list[TimedAction],
     lengths: tuple[float, float],
 ) -> Estimate:
     """Return the estimate; ``lengths`` are the pipeline's time, and that if its messages took none.

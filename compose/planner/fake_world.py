@@ -197,7 +197,7 @@ def _rms_norm(
     return torch.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
 
 
-class _Sent:
+class _SentWork:
     """The work of a message; whoever waits for it waits on the stream of messages.
 
     It keeps the tensor until then, as NCCL's and gloo's do.
@@ -228,7 +228,7 @@ def _batch(recorder: Recorder) -> Any:
                 recorder.wait(recorder.stream, ready)
                 to = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
                 each.op(each.tensor, group=each.group, tag=each.tag, **to)
-                works.append(_Sent(recorder, recorder.record(), each.tensor))
+                works.append(_SentWork(recorder, recorder.record(), each.tensor))
         return works
 
     return send

@@ -25,7 +25,7 @@ from compose.planner import memory
 from compose.planner.cluster import Cluster
 from compose.planner.few_layers import busiest_rank, kind_of, without_layers
 from compose.planner.operator_figures import WEIGHTS
-from compose.planner.record import Message, Operator, Record, Wait
+from compose.planner.record import Operator, Record, RecordedMessage, Wait
 from compose.planner.record_cache import packed_rows
 from compose.planner.step_time import NO_KERNEL, axis_of, equal_kernel, joined
 
@@ -37,7 +37,7 @@ FIRST, LAST = "first", "last"
 _OF_TOKENS = (memory.ACTIVATIONS, memory.TEMPORARIES, memory.LOGITS, memory.COMMUNICATION)
 
 
-class Part(NamedTuple):
+class FigureName(NamedTuple):
     """The name of a row of figures."""
 
     unit: str
@@ -52,10 +52,10 @@ class Part(NamedTuple):
     """Which of the figures grow with the tokens of a rank."""
 
 
-Figures = dict[Part, tuple[float, ...]]
+Figures = dict[FigureName, tuple[float, ...]]
 
 
-class Small(NamedTuple):
+class SmallModel(NamedTuple):
     """A model with one layer of each kind."""
 
     model: nn.Module
@@ -69,13 +69,13 @@ class Small(NamedTuple):
     """A divisor of a probe's tokens, and of no width of the model."""
 
 
-def small(job: Job) -> Small:
+def small(job: Job) -> SmallModel:
     """Return a copy of a job's model on meta with one layer of each kind."""
     pipeline = job.resolved.pipeline
     sizes = {size for p in job.model.parameters() for size in p.shape}
     prime = next((p for p in _PRIMES if all(size % p for size in sizes)), _PRIMES[0])
     if pipeline is None:
-        return Small(copy.deepcopy(job.model), {}, {}, (), prime)
+        return SmallModel(copy.deepcopy(job.model), {}, {}, (), prime)
     layers = job.model.get_submodule(pipeline.layers)._modules
     units = dict.fromkeys(pipeline.first, FIRST) | dict.fromkeys(pipeline.last, LAST)
     kinds: dict[Any, str] = {}
@@ -90,7 +90,7 @@ def small(job: Job) -> Small:
             units[f"{pipeline.layers}.{name}"] = kinds[kind]
         order.append(kinds[kind])
     model = without_layers(job.model, pipeline.layers, gone)
-    return Small(model, units, dict(Counter(order)), tuple(order), prime)
+    return SmallModel(model, units, dict(Counter(order)), tuple(order), prime)
 
 
 def batch_of(seq_len: int, prime: int) -> tuple[int, int]:
@@ -114,7 +114,9 @@ def config_of_probe(config: Config, degrees: tuple[int, ...], prime: int) -> Con
     return replace(config, parallel=parallel, train=train, activation_checkpoint=ActivationCheckpoint())
 
 
-def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluster: Cluster) -> Figures:
+def probe(
+    job: Job, config: Config, few: SmallModel, degrees: tuple[int, ...], cluster: Cluster
+) -> Figures:
     """Return the figures of each unit on a mesh of tp, cp and ep, else as ``config`` says."""
     # Probes that were kept in files do without these and torch._dynamo.
     from compose.apply import apply
@@ -155,17 +157,17 @@ def probe(job: Job, config: Config, few: Small, degrees: tuple[int, ...], cluste
         what, ranks = "weights", cp * ep
         if name in experts:
             what, ranks = "expert weights", ranks * tp
-            figures[Part(unit, "M", "experts")] = (len(weight),)
+            figures[FigureName(unit, "M", "experts")] = (len(weight),)
         size = local_tensor(weight).numel() * (ranks if weight.ndim else 1)
         for part in (what, f"trained {what}") if weight.requires_grad else (what,):
-            _add(figures, Part(unit, "M", part), (size,))
-        _add(figures, Part(unit, "M", "tensors"), (1,))
+            _add(figures, FigureName(unit, "M", part), (size,))
+        _add(figures, FigureName(unit, "M", "tensors"), (1,))
         if name in tied:
-            figures[Part(FIRST, "M", "tied")] = (size,)
+            figures[FigureName(FIRST, "M", "tied")] = (size,)
     return figures
 
 
-def _add(figures: Figures, part: Part, values: Iterable[float]) -> None:
+def _add(figures: Figures, part: FigureName, values: Iterable[float]) -> None:
     old = figures.get(part)
     figures[part] = tuple(a + b for a, b in zip(old, values, strict=True)) if old else tuple(values)
 
@@ -197,15 +199,15 @@ def _work(record: Record, units: list[tuple[str, str]], of: tuple[Job, Cluster],
         if not phase:
             continue
         phase = "E" if id(work) in ends else phase
-        if isinstance(work, Message):
+        if isinstance(work, RecordedMessage):
             whole = work.kind in ("all_gather", "reduce_scatter", "all_reduce")
             if work.received or len(work.ranks) < 2 or (work.stream and whole):
                 continue  # those of data parallel are others at other degrees
             form = work.kind, axis_of(work, job.degrees), bool(work.stream)
-            _add(figures, Part(unit, phase, "message", 0, form, (False, True)), (1, work.bytes))
+            _add(figures, FigureName(unit, phase, "message", 0, form, (False, True)), (1, work.bytes))
         elif isinstance(work, Operator) and work.kind == "attention":
             form = work.name, work.dtype, work.shape[-1]
-            part = Part(unit, phase, "attention", 0, form, (False, True, True))
+            part = FigureName(unit, phase, "attention", 0, form, (False, True, True))
             _add(figures, part, (1, work.flops, work.bytes))
         elif isinstance(work, Operator) and work.kind != "memory":
             numbers[unit, phase] += 1
@@ -213,7 +215,7 @@ def _work(record: Record, units: list[tuple[str, str]], of: tuple[Job, Cluster],
             # The rows of experts are those of tokens, whatever their share of them is.
             rows = 3 if work.name.endswith(WEIGHTS) else 1 if "grouped_mm" in work.name else -1
             grows = tuple(n % prime == 0 or at == rows for at, n in enumerate(work.shape))
-            part = Part(unit, phase, "op", numbers[unit, phase], form, (True, True, *grows))
+            part = FigureName(unit, phase, "op", numbers[unit, phase], form, (True, True, *grows))
             figures[part] = (work.flops, work.bytes, *work.shape)
     own = replace(record, work=[w for w in record.work if not _of_shards(record, w, units, prime)])
     for what, layers in (("memory", False), ("fused", True)):
@@ -228,7 +230,7 @@ def _work(record: Record, units: list[tuple[str, str]], of: tuple[Job, Cluster],
             if phase and work.bytes:
                 phase = "E" if id(own.work[place]) in ends else phase
                 form = (equal_kernel(work.name), _of_samples(own.work, place, job))
-                part = Part(unit, phase, what, 0, form, (pieces, True, False))
+                part = FigureName(unit, phase, what, 0, form, (pieces, True, False))
                 _add(figures, part, (1, work.bytes - fixed, fixed))
     return figures
 
@@ -236,13 +238,13 @@ def _work(record: Record, units: list[tuple[str, str]], of: tuple[Job, Cluster],
 _NEAR = 4  # pieces of work between a message and its copies
 
 
-def _of_samples(works: Sequence[Operator | Message | Wait], place: int, job: Job) -> bool:
+def _of_samples(works: Sequence[Operator | RecordedMessage | Wait], place: int, job: Job) -> bool:
     """Tell whether work is a copy for a message of tp: parts of a single sample need none."""
     one = works[place]
     if not isinstance(one, Operator) or not one.name.endswith(".cat"):
         return False
     near = works[max(0, place - _NEAR) : place + _NEAR]
-    return any(isinstance(w, Message) and axis_of(w, job.degrees) == "tp" for w in near)
+    return any(isinstance(w, RecordedMessage) and axis_of(w, job.degrees) == "tp" for w in near)
 
 
 def _ends(record: Record, units: list[tuple[str, str]]) -> set[int]:
@@ -275,7 +277,7 @@ def _fixed_bytes(record: Record, work: Operator, prime: int) -> int:
 
 
 def _of_shards(
-    record: Record, work: Operator | Message | Wait, units: list[tuple[str, str]], prime: int
+    record: Record, work: Operator | RecordedMessage | Wait, units: list[tuple[str, str]], prime: int
 ) -> bool:
     """Tell whether work is data parallel's, on whole weights or gradients."""
     if not isinstance(work, Operator) or work.kind != "memory":
@@ -313,7 +315,7 @@ def _memory(record: Record, units: list[tuple[str, str]], prime: int) -> Figures
     figures: Figures = {}
 
     def note(unit: str, what: str, size: float, tokens: bool = True) -> None:
-        figures[Part(unit, "M", what, 0, (), (tokens,))] = (size,)
+        figures[FigureName(unit, "M", what, 0, (), (tokens,))] = (size,)
 
     for (unit, phase), peak in most.items():
         if not phase:

@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from compose.errors import docs, toml_value
 from compose.planner.cluster import (
     GPU_ATTENTION_HALF,
-    Attention,
     Cluster,
-    Copy,
     Device,
     Efficiencies,
     Link,
-    Measured,
-    Product,
+    MeasuredAttention,
+    MeasuredCopy,
+    MeasuredProduct,
+    Measurements,
 )
 from compose.planner.costs import BYTES
 from compose.planner.sweep import Sweep, cores, link_of, measure_collectives
@@ -121,7 +121,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
             attention_backward=backward,
             attention_half=GPU_ATTENTION_HALF if gpu else _CPU_ATTENTION_HALF,
         ),
-        measured=Measured(ranks, took, products, attention, copies, collectives),
+        measured=Measurements(ranks, took, products, attention, copies, collectives),
         host_memory=_memory(torch.device("cpu")),
         host_cores=cores(),
         host_bandwidth=node * host_rate,
@@ -150,14 +150,14 @@ def _adding(device: torch.device, numbers: int) -> Callable[[], object]:
     return lambda: torch.add(source, 1.0, out=target)
 
 
-def _copies(sweep: Sweep, until: float) -> Iterator[Copy]:
+def _copies(sweep: Sweep, until: float) -> Iterator[MeasuredCopy]:
     """Time elementwise kernels, from 2 KiB on, each eight times as large."""
     sizes = [2048 * 8**i for i in range(8) if 2048 * 8**i <= 4 * _MOST_BYTES[sweep.device.type]]
     for size, share in sweep.shared_out(sizes, until, least=2):
-        yield Copy(size, sweep.time(_adding(sweep.device, size // 8), share))
+        yield MeasuredCopy(size, sweep.time(_adding(sweep.device, size // 8), share))
 
 
-def _host(sweep: Sweep, copies: Sequence[Copy]) -> Link:
+def _host(sweep: Sweep, copies: Sequence[MeasuredCopy]) -> Link:
     """Return the link to host memory; that of a CPU is its memory."""
     if sweep.device.type == "cpu":
         return Link(copies[-1].bytes / copies[-1].seconds, 0.0)
@@ -169,7 +169,7 @@ def _host(sweep: Sweep, copies: Sequence[Copy]) -> Link:
     return Link((256 << 20) / max(1e-9, times[1] - times[0]), times[0])
 
 
-def _products(sweep: Sweep, begins: float, until: float) -> Iterator[Product]:
+def _products(sweep: Sweep, begins: float, until: float) -> Iterator[MeasuredProduct]:
     """Time products of each type that the device computes, in a fixed random order."""
     shares = _DTYPES[sweep.device.type]
     if sweep.device.type == "cuda" and torch.cuda.get_device_capability(sweep.device) < (8, 9):
@@ -183,7 +183,7 @@ def _products(sweep: Sweep, begins: float, until: float) -> Iterator[Product]:
         shapes = _shapes(most, dtype, sweep.device.type, count)
         for shape, part in sweep.shared_out(shapes, end):
             seconds = sweep.time(_multiplying(sweep.device, dtype, shape), part)
-            yield Product(cast(Any, dtype), *shape, seconds)
+            yield MeasuredProduct(cast(Any, dtype), *shape, seconds)
         begun = end
 
 
@@ -232,7 +232,7 @@ def _multiplying(device: torch.device, dtype: str, shape: Shape) -> Callable[[],
     return lambda: left @ right
 
 
-def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterator[Attention]:
+def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterator[MeasuredAttention]:
     """Time causal attention, forward and backward, in the first type of the device."""
     dtype = next(iter(rates))
     dims = (64, 128) if sweep.device.type == "cuda" else (16, 32, 64)
@@ -260,7 +260,7 @@ def _attention(sweep: Sweep, rates: Mapping[str, float], until: float) -> Iterat
             flops = forward * (2.5 if backward else 1)
             seconds = sweep.time(run, share * part)
             moved = size * (8 if backward else 4)
-            yield Attention(cast(Any, dtype), dim, backward, flops, moved, seconds)
+            yield MeasuredAttention(cast(Any, dtype), dim, backward, flops, moved, seconds)
 
 
 def makers_peaks(device: torch.device) -> dict[str, float]:

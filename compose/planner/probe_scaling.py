@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from compose.errors import ConfigError
-from compose.planner.layer_probe import RESULTS, Figures, Part
+from compose.planner.layer_probe import RESULTS, FigureName, Figures
 
 Made = Callable[[int, int, int], Figures]
 """Makes the probe of a tp, a cp and an ep."""
@@ -53,7 +53,7 @@ def _with_cp(
     What a token costs grows by the same amount with each rank more, as with the steps of a ring.
     """
 
-    def each(figures: Figures, part: Part, degree: int) -> list[float]:
+    def each(figures: Figures, part: FigureName, degree: int) -> list[float]:
         """Return figures for each token of a rank."""
         return _divided(figures.get(part, (0.0,) * len(part.tokens)), part, 1 / degree)
 
@@ -84,7 +84,7 @@ def _with_cp(
     return result
 
 
-def _divided(values: Sequence[float], part: Part, share: float) -> list[float]:
+def _divided(values: Sequence[float], part: FigureName, share: float) -> list[float]:
     """Return figures of a part, divided where they grow with tokens."""
     return [v / (share if grows else 1) for v, grows in zip(values, part.tokens, strict=True)]
 

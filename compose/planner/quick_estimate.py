@@ -18,7 +18,7 @@ from compose.planner import costs, quick_memory
 from compose.planner.cluster import Cluster
 from compose.planner.costs import collective_seconds, stage_seconds
 from compose.planner.layer_probe import FIRST, LAST
-from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes, units_of_rank
+from compose.planner.quick_units import ModelShape, UnitEstimate, shards, stream_bytes, units_of_rank
 from compose.planner.step_time import beside_messages, bytes_seconds, dispatch
 
 MEMORY_ERROR = 4 / 3
@@ -81,7 +81,7 @@ def _seconds(
     shape: ModelShape,
     config: Config,
     cluster: Cluster,
-    of_units: tuple[Mapping[str, Unit], Mapping[str, tuple[float, float]]],
+    of_units: tuple[Mapping[str, UnitEstimate], Mapping[str, tuple[float, float]]],
     ranks: list[quick_memory.Rank],
     trained: float,
 ) -> dict[str, float]:
@@ -143,7 +143,7 @@ _PIECES = 5
 """The host issues so many copies and messages for a gather of FSDP, and for a sum of gradients."""
 
 
-def _issued(unit: Unit, config: Config, cluster: Cluster) -> tuple[float, float]:
+def _issued(unit: UnitEstimate, config: Config, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds in which the host issues a unit's forward and backward, with FSDP's work."""
     parallel, precision = config.parallel, config.precision
     types = {precision.master_dtype, precision.param_dtype, precision.reduce_dtype}
@@ -188,7 +188,9 @@ def _bubble(config: Config, cluster: Cluster, mean: float) -> float:
     return waits * mean + took * messages
 
 
-def _data(unit: Unit, size: quick_memory.Size, config: Config, cluster: Cluster) -> tuple[float, float]:
+def _data(
+    unit: UnitEstimate, size: quick_memory.Size, config: Config, cluster: Cluster
+) -> tuple[float, float]:
     """Return the seconds of data parallel that a unit shows in each micro-batch, and once in a step."""
     parallel, precision = config.parallel, config.precision
     width, wide = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize

@@ -13,7 +13,7 @@ from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import build_table, placement, stages_per_rank
 from compose.pipeline.split import fewest_at_most
 from compose.planner.layer_probe import FIRST, LAST
-from compose.planner.quick_units import ModelShape, Unit, shards, stream_bytes
+from compose.planner.quick_units import ModelShape, UnitEstimate, shards, stream_bytes
 from compose.planner.record_cache import remembered
 
 _PINNED = 4 / 3  # of a pinned tensor's bytes, which are rounded up to a power of two, on average
@@ -161,7 +161,7 @@ class Size(NamedTuple):
     """Elements of experts that are cut along a later dim than the first: FSDP copies them once more."""
 
 
-def sizes_of(shape: ModelShape, units: Mapping[str, Unit], config: Config) -> dict[str, Size]:
+def sizes_of(shape: ModelShape, units: Mapping[str, UnitEstimate], config: Config) -> dict[str, Size]:
     """Return the sizes of each unit."""
     over, of_experts = shards(config)
     padded, moved = _cut_of_stacks(shape, config)
@@ -173,7 +173,7 @@ def sizes_of(shape: ModelShape, units: Mapping[str, Unit], config: Config) -> di
     return result
 
 
-class _Moment(NamedTuple):
+class _BytesInUse(NamedTuple):
     """Bytes of a rank at a moment, besides what it has between steps."""
 
     activations: float
@@ -214,7 +214,7 @@ def copies_kept(config: Config, several: bool) -> int:
 def peak_bytes(
     shape: ModelShape,
     config: Config,
-    units: Mapping[str, Unit],
+    units: Mapping[str, UnitEstimate],
     sizes: Mapping[str, Size],
     ranks: Iterable[tuple[Rank, Sequence[float]]],
 ) -> dict[str, float]:
@@ -241,10 +241,10 @@ def peak_bytes(
 def _moments(
     shape: ModelShape,
     config: Config,
-    of_units: tuple[Mapping[str, Unit], Mapping[str, Size]],
+    of_units: tuple[Mapping[str, UnitEstimate], Mapping[str, Size]],
     rank: Rank,
     sharded: float,
-) -> Iterator[_Moment]:
+) -> Iterator[_BytesInUse]:
     """Yield the bytes of a rank at each moment that may be its peak; ``sharded`` are all gradients'."""
     units, sizes = of_units
     parallel, precision, count = config.parallel, config.precision, micro_batches(config)
@@ -266,12 +266,12 @@ def _moments(
     layers = [u for u in shape.few.counts if u in held]
     ends_kept = units[LAST].kept if LAST in held else 0.0
 
-    def backward(waiting: float, done: float, grows: bool) -> Iterator[_Moment]:
+    def backward(waiting: float, done: float, grows: bool) -> Iterator[_BytesInUse]:
         if LAST in held:
             one = units[LAST]
             whole = gathered + each * size[LAST]
             kept = waiting - ends_kept
-            yield _Moment(kept, summed + done, whole, 0, of_weights, one.working)
+            yield _BytesInUse(kept, summed + done, whole, 0, of_weights, one.working)
             done += sizes[LAST].trained * master * grows
         after = sent.get(LAST, 0.0)
         for unit in reversed(layers):
@@ -282,7 +282,7 @@ def _moments(
                 kept -= sum((held[u] - before[u]) * units[u].kept for u in layers)
             message, whole = max(after, sent[unit]), gathered + each * 2 * size[unit]
             working = one.working + of_weights
-            yield _Moment(kept, summed + done + one.own, whole, message, working)
+            yield _BytesInUse(kept, summed + done + one.own, whole, message, working)
             after = 0.0
 
     yield from backward(waiting, sharded * (count > flight), count <= flight)
@@ -292,11 +292,11 @@ def _moments(
         unit, one = layers[0], units[layers[0]]
         kept = buffers + (units[FIRST].kept if FIRST in held else 0.0)
         whole = gathered + each * 2 * size[unit]
-        yield _Moment(kept, summed + sharded + one.own, whole, sent[unit], one.working)
+        yield _BytesInUse(kept, summed + sharded + one.own, whole, sent[unit], one.working)
     for unit in (FIRST, LAST):
         if unit in held:
             own = size[unit] * units[unit].trained * param * cast
-            yield _Moment(buffers, summed + sharded + own, gathered + each * size[unit], sent[unit])
+            yield _BytesInUse(buffers, summed + sharded + own, gathered + each * size[unit], sent[unit])
 
 
 def _before(shape: ModelShape, unit: str) -> Counter[str]:

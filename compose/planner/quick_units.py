@@ -18,9 +18,9 @@ from compose.planner import costs
 from compose.planner.cluster import Cluster
 from compose.planner.layer_probe import (
     LAST,
+    FigureName,
     Figures,
-    Part,
-    Small,
+    SmallModel,
     batch_of,
     config_of_probe,
     probe,
@@ -43,7 +43,7 @@ class ModelShape:
     axes: frozenset[str]
     """The axes of tp, cp, pp and ep that the model's plan can cut."""
     job: Job
-    few: Small
+    few: SmallModel
     cache: Path | None = None
     """The folder of probes that were made before; None: none is used."""
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
@@ -56,7 +56,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ModelAndData:
     """A config that compares equal to any other with the same model and data."""
 
     key: str
@@ -65,11 +65,13 @@ class _Asked:
 
 def shape_of(config: Config, cache: Path | None = None) -> ModelShape:
     """Return what a quick estimate takes of a config's model; it holds the model's probes."""
-    return _shape_of(_Asked(repr((config.model, config.train.seq_len, config.data)), config), cache)
+    return _shape_of(
+        _ModelAndData(repr((config.model, config.train.seq_len, config.data)), config), cache
+    )
 
 
 @lru_cache(8)
-def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
+def _shape_of(asked: _ModelAndData, cache: Path | None) -> ModelShape:
     alone = replace(asked.config.parallel, **dict.fromkeys((*AXES, "ep"), 1))
     job = make_job(replace(asked.config, parallel=alone), 1)
     few = small(job)
@@ -87,7 +89,7 @@ def _shape_of(asked: _Asked, cache: Path | None) -> ModelShape:
     return ModelShape(stacks, active, axes, job, few, cache)
 
 
-class Unit(NamedTuple):
+class UnitEstimate(NamedTuple):
     """One unit on one rank, for one micro-batch."""
 
     forward: float
@@ -117,7 +119,7 @@ class Unit(NamedTuple):
     """The part of them that is trained."""
 
 
-def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, Unit]:
+def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, UnitEstimate]:
     """Return the units by name, as one rank has them."""
     parallel = config.parallel
     own = (
@@ -141,7 +143,7 @@ def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[s
     return shape.known[key]
 
 
-_Rows = dict[Part, tuple[float, ...]]
+_Rows = dict[FigureName, tuple[float, ...]]
 
 
 def _figures(shape: ModelShape, config: Config, cluster: Cluster) -> dict[str, _Rows]:
@@ -196,7 +198,7 @@ def _probed(
     if problems:
         return ConfigError(*problems)
     return {
-        Part(unit, phase, what, number, tuple(form), tuple(grows)): tuple(values)
+        FigureName(unit, phase, what, number, tuple(form), tuple(grows)): tuple(values)
         for (unit, phase, what, number, form, grows), values in rows
     }
 
@@ -303,7 +305,7 @@ def _priced(rows: _Rows, config: Config, cluster: Cluster) -> _Priced:
 
 def _unit(
     priced: _Priced, config: Config, cluster: Cluster, ways: _Ways, stream: float, last: bool
-) -> Unit:
+) -> UnitEstimate:
     spent, sent, issued, size = priced
     begin, end, backward = (sum(v for (p, _), v in spent.items() if p == phase) for phase in "FEB")
     axes = dict.fromkeys(axis for phase in "FEB" for axis in sent[phase])  # sums depend on their order
@@ -340,7 +342,7 @@ def _unit(
     numbers = size["weights"] + size["expert weights"]
     here = size["weights"] + size["expert weights"] / config.parallel.ep
     issued_back = issued["B"] * issue_back + issued_again * issue
-    return Unit(
+    return UnitEstimate(
         begin + end + shown,
         backward + again + sum(every.values()) - shown,
         ((issued["F"] + issued["E"]) * issue, issued_back),

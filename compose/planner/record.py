@@ -7,7 +7,7 @@ FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = "forward", "backward", "recomputed", 
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StepSegment:
     """A piece of the step between two boundaries of units; nothing else runs within it."""
 
     action: tuple[int, str, int]
@@ -41,7 +41,7 @@ class Operator:
 
 
 @dataclass(slots=True)
-class Message:
+class RecordedMessage:
     """One message to other ranks, as this rank issues it."""
 
     segment: int
@@ -90,8 +90,8 @@ class Allocation:
 class Record:
     """All that a rank did, in order; a ``segment`` is a place in ``segments``."""
 
-    segments: list[Segment] = field(default_factory=list)
-    work: list[Operator | Message | Wait] = field(default_factory=list)
+    segments: list[StepSegment] = field(default_factory=list)
+    work: list[Operator | RecordedMessage | Wait] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
     """The place in ``work`` of each event of a stream, by its number."""
     event_streams: dict[int, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStep:
     """The record of one rank's step."""
 
     record: Record

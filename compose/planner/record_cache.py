@@ -28,7 +28,15 @@ from compose.config.tables import Config, Data
 from compose.errors import write_whole
 from compose.pipeline.split import layer_names
 from compose.planner.few_layers import LayerRuns, few_micro_batches, few_rows, kind_of, runs_of
-from compose.planner.record import Allocation, Message, Operator, Record, Segment, Traced, Wait
+from compose.planner.record import (
+    Allocation,
+    Operator,
+    Record,
+    RecordedMessage,
+    StepSegment,
+    TracedStep,
+    Wait,
+)
 
 _LIMIT = 512 * 2**20  # bytes of all files; the oldest go first
 _LENGTH = 32  # of the hash before the content
@@ -149,14 +157,14 @@ class RecordFile:
         """Texts of all that decides the record."""
         self.file = CacheFile(folder, "record", *self.decides)
 
-    def read(self) -> Traced | None:
+    def read(self) -> TracedStep | None:
         """Return the record; None if there is none, or if its file is not whole."""
         try:
             return _traced(self.file.read(), list(self._names))
         except BROKEN:
             return None
 
-    def write(self, traced: Traced) -> None:
+    def write(self, traced: TracedStep) -> None:
         """Keep a record. If the file cannot be written, nothing happens."""
         if self.file.path:
             self.file.write(_data(traced, self._names))
@@ -239,16 +247,16 @@ def _texts(job: Job, names: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _data(traced: Traced, names: Mapping[str, int]) -> dict[str, Any]:
+def _data(traced: TracedStep, names: Mapping[str, int]) -> dict[str, Any]:
     """Return a record as data for JSON, in columns."""
     record, groups = traced.record, dict[tuple[int, ...], int]()
 
     def unit(name: str) -> str:
         return f"#{names[name]}" if name in names else name
 
-    def work(one: Operator | Message | Wait) -> list[Any]:
+    def work(one: Operator | RecordedMessage | Wait) -> list[Any]:
         row = _row(one)
-        if isinstance(one, Message):
+        if isinstance(one, RecordedMessage):
             row[_RANKS] = groups.setdefault(one.ranks, len(groups))
         return [_KINDS.index(type(one)), *row]
 
@@ -277,15 +285,15 @@ def sent_from_data(data: Any) -> list[Any]:
     return [(torch.Size(shape), getattr(torch, dtype), outputs) for shape, dtype, outputs in data]
 
 
-def _row(one: Operator | Message | Wait | Allocation) -> list[Any]:
+def _row(one: Operator | RecordedMessage | Wait | Allocation) -> list[Any]:
     return [getattr(one, name) for name in one.__slots__]
 
 
-_KINDS: tuple[Callable[..., Operator | Message | Wait], ...] = (Operator, Message, Wait)
-_RANKS = list(Message.__slots__).index("ranks")
+_KINDS: tuple[Callable[..., Operator | RecordedMessage | Wait], ...] = (Operator, RecordedMessage, Wait)
+_RANKS = list(RecordedMessage.__slots__).index("ranks")
 
 
-def _traced(data: Any, names: Sequence[str]) -> Traced:
+def _traced(data: Any, names: Sequence[str]) -> TracedStep:
     """Return the record that :func:`_data` made; the errors of a foreign file are Python's own."""
 
     def unit(name: str) -> str:
@@ -293,14 +301,14 @@ def _traced(data: Any, names: Sequence[str]) -> Traced:
 
     groups = [tuple(ranks) for ranks in data["groups"]]
 
-    def work(kind: int, *row: Any) -> Operator | Message | Wait:
+    def work(kind: int, *row: Any) -> Operator | RecordedMessage | Wait:
         values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
         if kind == 1:
             values[_RANKS] = groups[values[_RANKS]]
         return _KINDS[kind](*values)
 
     record = Record(
-        [Segment((s, k, m), phase, unit(name)) for (s, k, m), phase, name in data["segments"]],
+        [StepSegment((s, k, m), phase, unit(name)) for (s, k, m), phase, name in data["segments"]],
         [work(*row) for row in data["work"]],
         dict(data["events"]),
         dict(data["event_streams"]),
@@ -309,4 +317,4 @@ def _traced(data: Any, names: Sequence[str]) -> Traced:
         [Allocation(*row) for row in data["host_allocations"]],
         [(segment, place, change) for segment, place, change in data["host_changes"]],
     )
-    return Traced(record, sent_from_data(data["sent"]))
+    return TracedStep(record, sent_from_data(data["sent"]))

@@ -39,7 +39,7 @@ from compose.planner.few_layers import (
 )
 from compose.planner.memory import categorize, rank_memory, replay
 from compose.planner.rank_costs import RankCosts, as_data, from_data, renamed, with_all_layers
-from compose.planner.record import Record, Traced
+from compose.planner.record import Record, TracedStep
 from compose.planner.record_cache import (
     BROKEN,
     CacheFile,
@@ -234,7 +234,7 @@ def costs_of_ranks(
 
         def submit(place: int, rank: int, number: int, stream: Any = None) -> None:
             plan, name = plans[place], (place, rank, number)
-            asked = Asked(plan.job, cluster, other, rank, plan.kept[rank][number], stream)
+            asked = RecordRequest(plan.job, cluster, other, rank, plan.kept[rank][number], stream)
             files = _Files(cache, asked) if cache else None
             if known := files and files.read():
                 pool.known(name, known)
@@ -286,7 +286,7 @@ def _kept(runs: LayerRuns | None, stages: Sequence[int], ranks: int) -> list[Lay
     return [*several]
 
 
-class Asked(NamedTuple):
+class RecordRequest(NamedTuple):
     """A record that is wanted: of a rank of the pipeline, with the layers that are kept, or all."""
 
     job: Job
@@ -301,7 +301,7 @@ class Asked(NamedTuple):
 class _Files:
     """The files of a record, and of what it costs on a cluster."""
 
-    def __init__(self, folder: Path, asked: Asked) -> None:
+    def __init__(self, folder: Path, asked: RecordRequest) -> None:
         cluster, other, compile = asked.cluster, asked.other, asked.job.config.compile
         of = asked.stream, other is None, *_played(cluster, other).items()
         self._asked, self.record = asked, RecordFile(folder, asked.job, asked.kept, asked.pp_rank, *of)
@@ -318,19 +318,19 @@ class _Files:
             traced = self.record.read()
             return traced and self.priced(traced)
 
-    def priced(self, traced: Traced) -> tuple[RankCosts, Any]:
+    def priced(self, traced: TracedStep) -> tuple[RankCosts, Any]:
         """Return what a record costs, and the stream, and keep it."""
         costs, stream = _priced(traced, self._asked)
         self._costs.write((as_data(costs), sent_as_data(traced.broadcast)))
         return costs, stream
 
 
-def _stream(asked: Asked, sent: Sequence[Any]) -> Any:
+def _stream(asked: RecordRequest, sent: Sequence[Any]) -> Any:
     """Return the messages between stages, which the first rank has ``sent``."""
     return sent[0] if asked.stream is None and sent else asked.stream
 
 
-def step_of(asked: Asked, micro_batches: int) -> "RankStep":
+def step_of(asked: RecordRequest, micro_batches: int) -> "RankStep":
     """Return the step that is traced for a record."""
     from compose.planner.trace import RankStep
 
@@ -348,7 +348,7 @@ def step_of(asked: Asked, micro_batches: int) -> "RankStep":
     )
 
 
-def _recorded(asked: Asked, files: _Files | None) -> tuple[RankCosts, Any]:
+def _recorded(asked: RecordRequest, files: _Files | None) -> tuple[RankCosts, Any]:
     """Make the record of a rank, put it into ``files``, and return what it costs, and the stream."""
     from compose.planner.trace import trace
 
@@ -358,7 +358,7 @@ def _recorded(asked: Asked, files: _Files | None) -> tuple[RankCosts, Any]:
     return files.priced(traced) if files else _priced(traced, asked)
 
 
-def _priced(traced: Traced, asked: Asked) -> tuple[RankCosts, Any]:
+def _priced(traced: TracedStep, asked: RecordRequest) -> tuple[RankCosts, Any]:
     job, cluster, other, _, kept, _ = asked
     record, count = traced.record, len(few_micro_batches(job))
     if other:

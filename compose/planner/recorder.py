@@ -27,10 +27,10 @@ from compose.planner.record import (
     OPTIMIZER,
     RECOMPUTED,
     Allocation,
-    Message,
     Operator,
     Record,
-    Segment,
+    RecordedMessage,
+    StepSegment,
     Wait,
 )
 
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, kernels: str = "cuda") -> None:
         super().__init__()
         self.kernels = kernels
-        self.record_of = Record([Segment((-1, "setup", 0), FORWARD, "")])
+        self.record_of = Record([StepSegment((-1, "setup", 0), FORWARD, "")])
         self.stream = 0
         self.within = ""
         self._streams = 0
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         segments = self.record_of.segments
         last = segments[-1]
         action = action or last.action
-        now = Segment(action, self._phase(action), last.unit if unit is None else unit)
+        now = StepSegment(action, self._phase(action), last.unit if unit is None else unit)
         if now != last:
             segments.append(now)
 
@@ -314,7 +314,7 @@ class Recorder(TorchDispatchMode):
 
     def _message(
         self, name: str, args: Any, kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
-    ) -> Message | None:
+    ) -> RecordedMessage | None:
         space, _, short = name.partition(".")
         if space not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return None
@@ -329,7 +329,9 @@ class Recorder(TorchDispatchMode):
         size = max(sizes, default=0)
         ranks = tuple(dist.get_process_group_ranks(group))
         received = plain.startswith("recv")
-        return Message(self._segment(), self.stream, kind, group.group_name, ranks, size, received)
+        return RecordedMessage(
+            self._segment(), self.stream, kind, group.group_name, ranks, size, received
+        )
 
 
 def local_of(tensor: Tensor) -> Tensor:

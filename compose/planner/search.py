@@ -179,7 +179,7 @@ def _of_kinds(space: Space, candidate: Candidate, job: Job) -> Candidate:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """The result of a search."""
 
     candidates: list[Candidate]
@@ -233,7 +233,7 @@ def search(
     most: int = MOST,
     seconds: float = math.inf,
     progress: Callable[[str], None] = lambda text: None,
-) -> Searched:
+) -> SearchResult:
     """Record the best candidates by their quick estimates.
 
     Plain FSDP, FSDP within nodes and the textbook's mesh are always among them. If none of them fits,
@@ -303,7 +303,9 @@ def search(
         progress("interrupted: these are the best so far")
     if every and not results:
         raise ConfigError(*dict.fromkeys(refused))
-    return Searched(ranked(space, results), max(0, let_through), capped, len(results) >= let_through)
+    return SearchResult(
+        ranked(space, results), max(0, let_through), capped, len(results) >= let_through
+    )
 
 
 def ranked(space: Space, recorded: Sequence[Candidate]) -> list[Candidate]:

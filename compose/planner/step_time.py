@@ -19,7 +19,7 @@ from compose.planner.cluster import Cluster
 from compose.planner.few_layers import linear
 from compose.planner.memory import STEP, Key, action_key, stand_ins
 from compose.planner.operator_figures import WEIGHTS
-from compose.planner.record import BACKWARD, Message, Operator, Record, Wait
+from compose.planner.record import BACKWARD, Operator, Record, RecordedMessage, Wait
 
 Seconds = dict[str, float]
 """Seconds by what they are: "all" of the action, and of it "exposed AXIS" and each kind of operator."""
@@ -102,7 +102,7 @@ def action_seconds(
                 axis = sent.get(record.event_streams[work.event], "copy")
                 seconds[f"exposed {axis}"] += until - clock[0]
             clock[work.stream] = max(clock[work.stream], until)
-        elif isinstance(work, Message):
+        elif isinstance(work, RecordedMessage):
             axis = axis_of(work, degrees)
             if axis == "pp" or work.received:
                 continue
@@ -222,7 +222,7 @@ def in_pieces(record: Record, cluster: Cluster, degrees: Parallel) -> None:
     """
     work, tp = record.work, degrees.tp
     for place, message in enumerate(work):
-        if not isinstance(message, Message) or axis_of(message, degrees) != "tp":
+        if not isinstance(message, RecordedMessage) or axis_of(message, degrees) != "tp":
             continue
         if message.kind == "all_gather":
             near = range(place + 1, min(place + _NEAR, len(work)))
@@ -295,7 +295,7 @@ def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:
     return min(alone / left, alone + max(0.0, messages) * (1 - left))
 
 
-def axis_of(message: Message, degrees: Parallel) -> str:
+def axis_of(message: RecordedMessage, degrees: Parallel) -> str:
     """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
     if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
         return "ep"
@@ -308,7 +308,7 @@ def axis_of(message: Message, degrees: Parallel) -> str:
     return "+".join(reversed(result)) or "other"
 
 
-def _message(cluster: Cluster, work: Message) -> float:
+def _message(cluster: Cluster, work: RecordedMessage) -> float:
     ranks = len(work.ranks)
     stride = work.ranks[1] - work.ranks[0] if ranks > 1 else 1
     return costs.collective_seconds(cluster, work.kind, work.bytes, ranks, stride)
@@ -316,7 +316,7 @@ def _message(cluster: Cluster, work: Message) -> float:
 
 def joined(
     record: Record, layers: bool = True, loss: bool = False
-) -> Iterator[Operator | Message | Wait | None]:
+) -> Iterator[Operator | RecordedMessage | Wait | None]:
     """Yield the work with neighbours of one layer fused: one kernel reads and writes what is needed.
 
     With ``loss`` that of the loss is fused too, which is in no unit: on a GPU it is compiled whatever
@@ -349,7 +349,7 @@ def joined(
             group = []
 
 
-def _compiles(work: Operator | Message | Wait) -> bool:
+def _compiles(work: Operator | RecordedMessage | Wait) -> bool:
     """Tell whether torch.compile makes code of its own for an operator."""
     return (
         isinstance(work, Operator)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from compose.ops.torch_versions import ALL_GATHER, REDUCE_SCATTER
-from compose.planner.cluster import KINDS, Collective, Kind, Link
+from compose.planner.cluster import KINDS, Kind, Link, MeasuredCollective
 
 T = TypeVar("T")
 _WINDOWS = 6  # of calls; the last three count
@@ -87,7 +87,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def measure_collectives(sweep: Sweep) -> Iterator[Collective]:
+def measure_collectives(sweep: Sweep) -> Iterator[MeasuredCollective]:
     """Time each collective on each axis that a mesh of all ranks can have, and fit a line to it.
 
     The groups of an axis all communicate at the same time, as in training.
@@ -120,7 +120,9 @@ def kinds_of(ranks: int) -> list[Kind]:
     return [kind for kind in KINDS if kind != "p2p" or ranks == 2]
 
 
-def _fitted(sweep: Sweep, kind: Kind, group: dist.ProcessGroup, stride: int, most: float) -> Collective:
+def _fitted(
+    sweep: Sweep, kind: Kind, group: dist.ProcessGroup, stride: int, most: float
+) -> MeasuredCollective:
     planned = [1024 * 4**i for i in range(10) if 1024 * 4**i <= _MOST_SENT[sweep.device.type]]
     sizes, times = list[float](), list[float]()
     spent, share = 0.0, most / len(planned)
@@ -133,7 +135,9 @@ def _fitted(sweep: Sweep, kind: Kind, group: dist.ProcessGroup, stride: int, mos
         # A call of p2p sends forth and back.
         sizes, times = [*sizes, 4.0 * numbers], [*times, seconds / (2 if kind == "p2p" else 1)]
     latency, inverse, error = fit(sizes, times)
-    return Collective(kind, group.size(), stride, latency, inverse, error, tuple(sizes), tuple(times))
+    return MeasuredCollective(
+        kind, group.size(), stride, latency, inverse, error, tuple(sizes), tuple(times)
+    )
 
 
 def _sending(
@@ -164,7 +168,7 @@ def _sending(
     return forth_and_back
 
 
-def link_of(rows: Sequence[Collective], node: int) -> Link | None:
+def link_of(rows: Sequence[MeasuredCollective], node: int) -> Link | None:
     """Return the link that the formula of a ring gives for the measured all-gather of most ranks.
 
     Between nodes a ring of neighbours uses the cards of all its ranks on a node at once.

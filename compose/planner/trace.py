@@ -22,12 +22,12 @@ from compose.ops import kernel_table
 from compose.ops.dropout import DropoutKey
 from compose.optim.optimizers import make_state
 from compose.parallel.mesh import init_mesh
-from compose.plan import Resolved, resolve
+from compose.plan import ResolvedPlan, resolve
 from compose.planner.fake_host import slots
 from compose.planner.fake_world import OnMeta, fake_world
 from compose.planner.few_layers import few_micro_batches, few_rows
 from compose.planner.memory import STATE, WEIGHTS
-from compose.planner.record import Traced
+from compose.planner.record import TracedStep
 from compose.planner.record_cache import packed_rows
 from compose.planner.recorder import Recorder
 from compose.train.step import clip_grad_norm_, forward_backward, local_batch
@@ -60,7 +60,7 @@ class RankStep:
     """The objects that the first rank of the pipeline broadcast; None for that rank itself."""
 
 
-def trace(step: RankStep) -> Traced:
+def trace(step: RankStep) -> TracedStep:
     """Record one step: forward and backward of some micro-batches, clipping, and the optimizer."""
     job, device_type, micro_batches = step.job, step.device_type, step.micro_batches
     recorder, config = Recorder(device_type), job.config
@@ -104,7 +104,7 @@ def trace(step: RankStep) -> Traced:
         recorder.note(batch.values(), "activations")
         _try_stream(composition, batch, config.train.micro_batch, device_type)
         if not micro_batches:
-            return Traced(recorder.record_of, sent)
+            return TracedStep(recorder.record_of, sent)
         if composition.compression:
             # A first step has no residuals yet, and no bases of differences.
             with _few(job, micro_batches), OnMeta(kernels=device_type):
@@ -124,7 +124,7 @@ def trace(step: RankStep) -> Traced:
             recorder.begin((-1, "step", 1), "")
             optimizer.zero_grad()
         recorder.end()
-    return Traced(recorder.record_of, sent)
+    return TracedStep(recorder.record_of, sent)
 
 
 def buffers_on_meta(model: nn.Module) -> nn.Module:
@@ -175,7 +175,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 @contextmanager
-def marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> Iterator[None]:
+def marks(recorder: Recorder, composition: Composition, resolved: ResolvedPlan) -> Iterator[None]:
     """Tell the recorder where actions and units begin."""
     pipeline = composition.pipeline
     stages = [(s.index, s.module) for s in pipeline.stages] if pipeline else [(0, composition.model)]
@@ -198,7 +198,7 @@ def marks(recorder: Recorder, composition: Composition, resolved: Resolved) -> I
         yield
 
 
-def _units(model: nn.Module, resolved: Resolved) -> list[str]:
+def _units(model: nn.Module, resolved: ResolvedPlan) -> list[str]:
     """Return the layers and the modules of the model's ends."""
     if resolved.pipeline is None:
         return [name for unit in resolved.shard for name in unit]

@@ -34,7 +34,7 @@ from compose.train.hooks import Hook
 from compose.train.readings import Reading
 
 if TYPE_CHECKING:
-    from compose.train.held_state import Placed
+    from compose.train.held_state import PlacedParameter
     from compose.train.trainer import Trainer
 
 KEPT = "reference.txt"
@@ -43,7 +43,7 @@ _ADAPTERS = ", adapters "  # comes before the digest of those that were loaded, 
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceForward:
     """The second forward of a preference loss."""
 
     copy: Composition | None
@@ -74,18 +74,18 @@ def needs_copy(config: Config) -> bool:
     return not config.model.lora.rank or bool(config.model.lora.load)
 
 
-def reference_of(job: Job, mesh: DeviceMesh, device: torch.device) -> Reference:
+def reference_of(job: Job, mesh: DeviceMesh, device: torch.device) -> ReferenceForward:
     """Return the reference of a job, with the weights that a new run begins with; a collective."""
     if not needs_copy(job.config):
-        return Reference(None)
+        return ReferenceForward(None)
     frozen = copy.deepcopy(job.model).requires_grad_(False)
     comm = replace(job.config.comm, weights="off", gradients="off", activations="off")
     composition = parallelize(replace(job, model=frozen), mesh, device, replace(job.options, comm=comm))
     fill_weights(composition, job, device)
-    return Reference(composition)
+    return ReferenceForward(composition)
 
 
-def as_line(job: Job, stages: Sequence[Sequence["Placed"]]) -> str:
+def as_line(job: Job, stages: Sequence[Sequence["PlacedParameter"]]) -> str:
     """Return what the reference takes on the rank that holds most, of the parameters of all stages."""
     if not needs_copy(job.config):
         return "reference: the model without its adapters; a second forward in each step"

@@ -23,7 +23,7 @@ CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, OTHER)
 
 
 @dataclass(slots=True, eq=False)
-class Allocation:
+class MemoryLifetime:
     """Memory between two times, in microseconds."""
 
     start: float
@@ -35,13 +35,13 @@ class Allocation:
     category: str  # one of CATEGORIES; empty while it is not known
 
 
-def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Allocation]:
+def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[MemoryLifetime]:
     """Return the allocations during a trace, and those that were freed meanwhile.
 
     ``noted`` has for each range NOTED of the trace the categories of addresses at that time.
     """
-    result: list[Allocation] = []
-    live: dict[int, Allocation] = {}
+    result: list[MemoryLifetime] = []
+    live: dict[int, MemoryLifetime] = {}
     marks = sorted(r.start for r in trace.ranges if r.name == NOTED)
     events: list[tuple[float, Any]] = [(change.time, change) for change in trace.changes]
     events += zip(marks, noted, strict=True)
@@ -51,7 +51,7 @@ def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Alloca
                 if address in live:
                     live[address].category = category
         elif event.bytes > 0:
-            new = Allocation(time, math.inf, event.address, event.bytes, event.within, None, "")
+            new = MemoryLifetime(time, math.inf, event.address, event.bytes, event.within, None, "")
             live[event.address] = new
             result.append(new)
         elif event.address in live:
@@ -60,13 +60,13 @@ def allocations(trace: Trace, noted: Sequence[Mapping[int, str]]) -> list[Alloca
         else:
             freed_bytes = -event.bytes
             result.append(
-                Allocation(-math.inf, time, event.address, freed_bytes, None, event.within, OTHER)
+                MemoryLifetime(-math.inf, time, event.address, freed_bytes, None, event.within, OTHER)
             )
     _categorize(result, trace)
     return result
 
 
-def _categorize(allocations: Sequence[Allocation], trace: Trace) -> None:
+def _categorize(allocations: Sequence[MemoryLifetime], trace: Trace) -> None:
     """Give each allocation its category, by the ranges in which it was allocated and freed."""
     backwards = sorted(r.start for r in trace.ranges if r.backward)
     for each in allocations:
@@ -87,7 +87,7 @@ def _categorize(allocations: Sequence[Allocation], trace: Trace) -> None:
             each.category = OTHER if within.label in (OPTIMIZER, DATA) else ACTIVATIONS
 
 
-def peak(allocated: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
+def peak(allocated: Sequence[MemoryLifetime], before: Mapping[str, int]) -> dict[str, Any]:
     """Return the greatest use of memory; ``before`` are bytes of each category at the start.
 
     ``peak`` are the most bytes at one time, ``at_peak`` those of each of CATEGORIES then, and ``most``
@@ -107,7 +107,7 @@ def peak(allocated: Sequence[Allocation], before: Mapping[str, int]) -> dict[str
     return {"peak": highest, "at_peak": at_peak, "most": most}
 
 
-def snapshot(allocated: Sequence[Allocation], before: Mapping[str, int]) -> dict[str, Any]:
+def snapshot(allocated: Sequence[MemoryLifetime], before: Mapping[str, int]) -> dict[str, Any]:
     """Return the form of ``torch.cuda.memory._snapshot`` for a CPU, with ranges as Python's stack."""
     events: list[tuple[float, dict[str, Any]]] = []
     # The viewer fails on categories without "unknown".

@@ -17,8 +17,8 @@ from compose.proof.references import Expected, difference
 from compose.proof.report import (
     LOOSE,
     SAME_ROUNDING,
+    ComparisonRow,
     Report,
-    Row,
     State,
     Tolerance,
     or_infinite,
@@ -30,10 +30,10 @@ _NOT_HELD = -1.0  # the error of a tensor of which this rank has no part
 
 
 @dataclass
-class _Compared:
+class _RankRow:
     """One comparison on this rank."""
 
-    row: Row
+    row: ComparisonRow
     """Its error and rank are not filled in, and its tolerance is what is allowed at least."""
     error: float
     own: float = 0.0
@@ -57,7 +57,7 @@ class Comparison:
         self, device: torch.device, tolerance: Tolerance, prefix: str = "", loose: State = ""
     ) -> None:
         self.device, self.tolerance, self.prefix, self.loose = device, tolerance, prefix, loose
-        self.compared: list[_Compared] = []
+        self.compared: list[_RankRow] = []
         self.sums: dict[str, list[int]] = {}  # checksums of this rank's copies, by name
         # The distance of gradients from float64: this rank's, and one process's.
         self.from_exact: list[float] = []
@@ -97,8 +97,8 @@ class Comparison:
         if not ("buffer" in quantity or right.isfinite().all()):  # nothing can be learnt from it
             errors = [math.inf for _ in errors]
         self.compared.append(
-            _Compared(
-                Row(self.prefix + quantity, name, 0.0, tolerance, 0, state),
+            _RankRow(
+                ComparisonRow(self.prefix + quantity, name, 0.0, tolerance, 0, state),
                 max(errors, default=_NOT_HELD),
                 own=rounding / size,
                 shaken=shaken / size,
@@ -109,8 +109,8 @@ class Comparison:
 
     def value(self, quantity: str, name: str, error: float | None, tolerance: float) -> None:
         """Note an error that this rank has computed itself, None if it holds no such value."""
-        row = Row(self.prefix + quantity, name, 0.0, tolerance, 0)
-        self.compared.append(_Compared(row, _NOT_HELD if error is None else or_infinite(error)))
+        row = ComparisonRow(self.prefix + quantity, name, 0.0, tolerance, 0)
+        self.compared.append(_RankRow(row, _NOT_HELD if error is None else or_infinite(error)))
 
     def rounding(self, values: Sequence[Tensor], shape: torch.Size, expected: Expected | None) -> None:
         """Note how far a gradient is from float64, for :meth:`same_rounding`; a collective."""
@@ -144,17 +144,17 @@ class Comparison:
         first = shared({name: values[0]} if values else {}, self.device)[name]
         self.tensor("tied copies", name, values, first.shape, Expected(first), 0.0)
 
-    def _checksums(self) -> list[Row]:
+    def _checksums(self) -> list[ComparisonRow]:
         """Compare all ranks' checksums: the error is 0 where they are the same, else infinite."""
         everyone, rows = gathered_objects(self.sums), []
         for name in self.sums:
             held = [(rank, value) for rank, sums in enumerate(everyone) for value in sums[name]]
             others = [rank for rank, value in held if value != held[0][1]]
             error = math.inf if others else 0.0
-            rows.append(Row(f"{self.prefix}copies", name, error, 0.0, min(others, default=0)))
+            rows.append(ComparisonRow(f"{self.prefix}copies", name, error, 0.0, min(others, default=0)))
         return rows
 
-    def _same_bits(self, rows: Sequence[Row]) -> Row:
+    def _same_bits(self, rows: Sequence[ComparisonRow]) -> ComparisonRow:
         """Return the median over parameters of an update's error, in units of one process's own.
 
         A median is taken because the gradients of a few parameters may be only rounding.
@@ -162,7 +162,9 @@ class Comparison:
         pairs = [(row, each.own) for row, each in zip(rows, self.compared, strict=False)]
         errors = [row.error / own for row, own in pairs if row.quantity.endswith("update") and own]
         middle = statistics.median(errors) if errors else 0.0
-        return Row(f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0)
+        return ComparisonRow(
+            f"{self.prefix}rounding", "all updates", middle, self.tolerance.same_bits, 0
+        )
 
     def report(self, routing: Sequence[Difference], tie: float) -> Report:
         """Gather the errors of all ranks, and return the report; a collective.
@@ -196,7 +198,7 @@ class Comparison:
                 allowed = max(allowed, of_elements.get(row.quantity, 0.0) / each.scale)
             rows.append(replace(row, error=error, rank=rank, tolerance=allowed, state=state))
         rows += [
-            Row(f"{self.prefix}{d.kind}", f"{d.router}, step {d.step}", d.margin, tie, 0)
+            ComparisonRow(f"{self.prefix}{d.kind}", f"{d.router}, step {d.step}", d.margin, tie, 0)
             for d in routing
         ]
         if self.tolerance.same_bits:

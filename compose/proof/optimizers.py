@@ -93,7 +93,7 @@ def _last_scale(lines: Sequence[str], names: Sequence[str], otherwise: float) ->
     return otherwise
 
 
-class Reference(torch.optim.Optimizer):
+class ReferenceOptimizer(torch.optim.Optimizer):
     """AdamW and Muon as their papers define them, one parameter after another."""
 
     def __init__(

@@ -23,9 +23,9 @@ from compose.optim.muon import product_dtype
 from compose.optim.optimizers import Optimizer
 from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT
-from compose.proof.optimizers import Named, Reference, is_named, stated_rate, stated_rules
-from compose.proof.report import Report, Row
-from compose.proof.verify import Setup, Trial, prove_both
+from compose.proof.optimizers import Named, ReferenceOptimizer, is_named, stated_rate, stated_rules
+from compose.proof.report import ComparisonRow, Report
+from compose.proof.verify import PrecisionSetup, Trial, prove_both
 
 STEPS = 2
 # AdamW divides by a gradient's own size plus eps. With 1e-8 an element whose gradient is only rounding
@@ -82,14 +82,14 @@ def prove(
         here = _in(precision, job).config
         rates = [stated_rate(step, train.steps, config.optimizer) for step in proved]
         products = product_dtype(device.type) if precision.reduced else torch.float64
-        return Reference(
+        return ReferenceOptimizer(
             dict(named), rules, here.optimizer, here.precision, train.seed, rates, products
         )
 
     def begin_step(step: int, optimizer: torch.optim.Optimizer) -> None:
         set_learning_rate(optimizer, learning_rate(proved[step], train.steps, config.optimizer))
 
-    setup = Setup(
+    setup = PrecisionSetup(
         compose,
         optimizer,
         reference_optimizer,
@@ -138,7 +138,7 @@ def proved_steps(options: Optimizer, steps: int, count: int) -> list[int]:
     return [min(first, steps - 1), *later]
 
 
-def _trained(model: nn.Module, job: Job) -> Row:
+def _trained(model: nn.Module, job: Job) -> ComparisonRow:
     """Return the row that says whether just the parameters are trained that the config means."""
     lora = job.config.model.lora
     if lora.rank:
@@ -155,7 +155,9 @@ def _trained(model: nn.Module, job: Job) -> Row:
         own = find_model(job.config.model.name).on_meta(job.config.model.config)
         meant = {name for name, p in own.named_parameters() if p.requires_grad}
     wrong = sorted({name for name, p in model.named_parameters() if p.requires_grad} ^ meant)
-    return Row("trained", wrong[0] if wrong else "all that should be", float(len(wrong)), 0.0, 0)
+    return ComparisonRow(
+        "trained", wrong[0] if wrong else "all that should be", float(len(wrong)), 0.0, 0
+    )
 
 
 def _in(precision: Precision, job: Job) -> Job:

@@ -332,7 +332,7 @@ def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
                     f"model: forward changes the {kind} {moved[0]}, so that results depend on how a"
                     " batch is cut into forwards; change it outside of forward"
                 )
-        with _Lowest():
+        with _LowestUniform():
             lowest = _tensors(forward())
         if _same(first, again) and _same(first, lowest):
             return
@@ -345,7 +345,7 @@ def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
     )
 
 
-class _Lowest(TorchFunctionMode):
+class _LowestUniform(TorchFunctionMode):
     """Within this mode uniform numbers are the lowest, so that what seldom happens does happen."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -370,7 +370,7 @@ def _first_random(model: nn.Module, forward: Callable[[], Any]) -> str:
             for name, module in model.named_modules():
                 hook = partial(note, name, run)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-            with _Lowest() if run is runs[1] else nullcontext():
+            with _LowestUniform() if run is runs[1] else nullcontext():
                 forward()
     for name, calls in runs[0].items():
         for (given, result), (same, other) in zip(calls, runs[1].get(name, ()), strict=False):

@@ -95,7 +95,7 @@ _REMARKS: dict[State, str] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One comparison."""
 
     quantity: str
@@ -125,7 +125,7 @@ class Row:
 class Report:
     """The result of a proof, the same on every rank; ``print`` shows a table, worst first."""
 
-    rows: list[Row]
+    rows: list[ComparisonRow]
     notes: tuple[str, ...] = ()
 
     @property
@@ -139,12 +139,12 @@ class Report:
         return all(row.ok and row.state not in ("unused", "loose") for row in self.rows)
 
     @property
-    def failed(self) -> list[Row]:
+    def failed(self) -> list[ComparisonRow]:
         """The rows whose error is not allowed."""
         return [row for row in self.rows if not row.ok]
 
     @property
-    def not_proved(self) -> list[Row]:
+    def not_proved(self) -> list[ComparisonRow]:
         """The gradients that are zero on one process."""
         unproved = (row for row in self.rows if row.state in ("zero", "unused"))
         return [row for row in unproved if "gradient" in row.quantity]
@@ -190,9 +190,9 @@ class Report:
         return f"NOT PROVED: {', and '.join(reasons)}"
 
 
-def unused(key: str) -> Row:
+def unused(key: str) -> ComparisonRow:
     """Return the row of a key of the config, as "comm.near", that took no part in the proof."""
-    return Row(_OPTION, key, 0.0, 0.0, 0, "unused")
+    return ComparisonRow(_OPTION, key, 0.0, 0.0, 0, "unused")
 
 
 def joined(reports: Sequence[Report]) -> Report:
@@ -203,7 +203,7 @@ def joined(reports: Sequence[Report]) -> Report:
     )
 
 
-def _severity(row: Row) -> float:
+def _severity(row: ComparisonRow) -> float:
     """Return the error over its tolerance; an error that should be 0 and is not comes first."""
     if row.tolerance == 0:
         return 0.0 if row.ok else float("inf")

@@ -77,7 +77,7 @@ class Difference:
         )
 
 
-class _Call(NamedTuple):
+class _RouterCall(NamedTuple):
     experts: Tensor
     margin: Tensor
     kept: Tensor | None
@@ -87,7 +87,7 @@ class RoutingRecorder:
     """A record of what every router of a model decided, in the order of its forward calls."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[tuple[int, _Call]]] = {}
+        self.calls: dict[str, list[tuple[int, _RouterCall]]] = {}
         self.count = 0
 
     def choices(self, ids: Mapping[str, Sequence[Tensor]]) -> dict[str, Choices]:
@@ -104,7 +104,7 @@ class RoutingRecorder:
         return result
 
 
-def _choices(ids: Sequence[Tensor], calls: Sequence[_Call]) -> Choices:
+def _choices(ids: Sequence[Tensor], calls: Sequence[_RouterCall]) -> Choices:
     """Return the calls' choices in host memory, as another rank's device will compare them."""
     tokens = torch.cat([x.flatten() for x in ids])
     real = tokens >= 0
@@ -127,14 +127,14 @@ def watch(model: nn.Module) -> Iterator[RoutingRecorder]:
         recorder.count += 1
         # A router of the user's own may return no ``kept``.
         kept = getattr(routing, "kept", None)
-        call = _Call(routing.experts, routing.margin, kept)
+        call = _RouterCall(routing.experts, routing.margin, kept)
         if not routing.weights.requires_grad:  # no adapter is before it, and no backward will come
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 recorder.calls.setdefault(name, []).append((recorder.count, call))
             return routing
         seen = (name, recorder.count, call)
         # Recomputation runs this hook again, but backward goes through the first call only.
-        return routing._replace(weights=_Seen.apply(routing.weights, recorder, seen))
+        return routing._replace(weights=_NotedWeights.apply(routing.weights, recorder, seen))
 
     with ExitStack() as hooks:
         for name, router in routers(model).items():
@@ -143,10 +143,10 @@ def watch(model: nn.Module) -> Iterator[RoutingRecorder]:
         yield recorder
 
 
-class _Seen(torch.autograd.Function):
+class _NotedWeights(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, recorder: RoutingRecorder, seen: tuple[str, int, _Call]
+        ctx: Any, weights: Tensor, recorder: RoutingRecorder, seen: tuple[str, int, _RouterCall]
     ) -> Any:
         ctx.recorder, ctx.seen = recorder, seen
         return weights.view_as(weights)

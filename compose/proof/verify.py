@@ -146,7 +146,7 @@ def verify(
             return RoundedWeights(narrow, precision.master_dtype, named)
         return optimizer_for(precision, named)
 
-    setup = Setup(
+    setup = PrecisionSetup(
         compose,
         lambda precision, composition: optimizer_for(precision, list(composition.named_parameters())),
         reference_optimizer,
@@ -166,7 +166,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class Setup:
+class PrecisionSetup:
     """How the composition and the one process are made for some precision."""
 
     compose: Callable[[Precision], Composition]
@@ -189,7 +189,7 @@ def prove_both(
     model: nn.Module,
     batches: Sequence[Mapping[str, Tensor]],
     precision: Precision,
-    setup: Setup,
+    setup: PrecisionSetup,
     trial: Trial,
     logic: bool = True,
 ) -> Report:
@@ -218,7 +218,7 @@ class ProofRun:
     """One run of a proof, in one precision."""
 
     precision: Precision
-    setup: Setup
+    setup: PrecisionSetup
     label: str = ""
     """Begins each quantity; empty in the run that computes in the asked types."""
     logic: bool = True

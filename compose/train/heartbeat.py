@@ -59,7 +59,7 @@ class Silence:
         self.heard.clear()
 
 
-class Watch:
+class HeartbeatThreads:
     """Threads of this rank, from :meth:`start` to :meth:`stop`.
 
     Rank 0 and rank 1 report a rank that says nothing for three quarters of the limit. A rank also

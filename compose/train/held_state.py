@@ -29,7 +29,7 @@ from compose.pipeline.timeline import versions
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedParameter:
     """One parameter as the first rank of its stage holds it; that rank has the largest shards."""
 
     name: str
@@ -42,7 +42,7 @@ class Placed:
     trained: bool = True
 
 
-def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Placed]:
+def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[PlacedParameter]:
     """Return every parameter of a model that was cut."""
     width = getattr(torch, config.precision.param).itemsize
     stage = mesh["pp"].get_local_rank()
@@ -64,11 +64,11 @@ def placements(model: nn.Module, mesh: DeviceMesh, config: Config) -> list[Place
         whole = parameter.numel() // parts * (width if parameter.is_floating_point() else 1)
         held = local.numel() * parameter.itemsize
         shapes = tuple(parameter.shape), by_axis, tuple(local.shape)
-        result.append(Placed(name, stage, *shapes, whole, held, parameter.requires_grad))
+        result.append(PlacedParameter(name, stage, *shapes, whole, held, parameter.requires_grad))
     return result
 
 
-def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
+def state_bytes(placed: Sequence[PlacedParameter], job: Job) -> dict[str, int]:
     """Return the bytes that the rank with these parameters holds, by what they are.
 
     The last entry is of weights that stay gathered during a step.
@@ -104,14 +104,14 @@ def state_bytes(placed: Sequence[Placed], job: Job) -> dict[str, int]:
     }
 
 
-def copied_bytes(placed: Sequence[Placed], job: Job) -> int:
+def copied_bytes(placed: Sequence[PlacedParameter], job: Job) -> int:
     """Return the bytes of what a checkpoint has of the rank with these parameters."""
     optimizer = state_bytes(placed, job)[f"optimizer ({job.config.optimizer.name})"]
     adapters = job.config.model.lora.rank > 0
     return sum(p.local_bytes for p in placed if p.trained or not adapters) + optimizer
 
 
-def _gathered(stage: Sequence[Placed], config: Config) -> int:
+def _gathered(stage: Sequence[PlacedParameter], config: Config) -> int:
     """Return the bytes of gathered parameters kept for a step; zero 3 keeps those of neighbours."""
     parallel = config.parallel
     if parallel.zero < 3:

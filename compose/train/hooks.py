@@ -72,7 +72,7 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
     # These modules import this one.
     from compose.train.noise_scale import NoiseScale
     from compose.train.rank_times import RankTimes
-    from compose.train.samples import Samples
+    from compose.train.samples import PromptSamples
 
     config = trainer.config
     wanted: dict[Callable[[Trainer], Hook], object] = {
@@ -83,7 +83,7 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
         ReplicaCheck: config.comm.check_every,
         NoiseScale: config.metrics.noise_scale,
         RankTimes: config.metrics.slow_rank or config.parallel.speeds == "measure",
-        Samples: config.metrics.samples_every,
+        PromptSamples: config.metrics.samples_every,
     }
     results = [kind(trainer) for kind, is_wanted in wanted.items() if is_wanted]
     for _, hooks in brought("hooks"):

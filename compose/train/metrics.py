@@ -303,13 +303,13 @@ SINKS: tuple[type[Sink], ...] = (JsonLines, TensorBoard, Console)
 
 def open_sinks(config: Config, folder: Path, done: int, say: Callable[[str], None]) -> list[Sink]:
     """Open the sinks that a config asks for, and those of other packages, which no step waits for."""
-    from compose.train.trackers import TRACKERS, Aside
+    from compose.train.trackers import TRACKERS, BackgroundSink
 
     given = (config, folder, done, say)
     own: list[Sink] = [kind(*given) for kind in SINKS if kind.wanted(config)]
     loads = {name: partial(TRACKERS.__getitem__, name) for name in config.metrics.sinks}
     loads |= {entry.name: entry.load for entry in entry_points(group="compose.sinks")}
-    return own + [Aside(name, load, given) for name, load in loads.items()]
+    return own + [BackgroundSink(name, load, given) for name, load in loads.items()]
 
 
 def earlier_steps(folder: Path, done: int) -> Iterator[StepMetrics]:

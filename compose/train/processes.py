@@ -27,7 +27,7 @@ from compose.config.toml import values_of
 from compose.errors import ConfigError, toml_value
 from compose.ops.torch_versions import default_store
 from compose.train import heartbeat
-from compose.train.workers import FAILED, Spares, Worker, divide
+from compose.train.workers import FAILED, SpareRanks, Worker, divide
 
 _SKEW = 3.0  # seconds within which ranks that wait for the same one give up
 
@@ -132,7 +132,7 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
     # FSDP warns about a view that is never changed in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     everyone, rank, world_size = _rendezvous(config)
-    spares = Spares(everyone, world_size - ranks if ranks else 0)
+    spares = SpareRanks(everyone, world_size - ranks if ranks else 0)
     world_size -= spares.count
 
     def end() -> None:
@@ -157,7 +157,7 @@ def process_group(config: Config, islands: int = 1, ranks: int = 0) -> Iterator[
             device_id=device if device.type == "cuda" else None,
         )
         store = default_store()
-        watch = heartbeat.Watch(
+        watch = heartbeat.HeartbeatThreads(
             store,
             rank,
             world_size,
@@ -198,7 +198,7 @@ def stand_by(config: Config) -> int:
     """Wait as a rank that the run's mesh does not use; return the code with which the run ends."""
     everyone, *_ = _rendezvous(config)
     _agree(everyone, config)
-    return Spares(everyone, 1).wait()
+    return SpareRanks(everyone, 1).wait()
 
 
 def _agree(store: dist.Store, config: Config) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from compose.ops.tensors import gathered
 from compose.parallel.mesh import axis_size
-from compose.pipeline.stand_ins import Elsewhere
+from compose.pipeline.stand_ins import OtherStageModule
 from compose.train.hooks import Hook
 from compose.train.readings import Reading
 
@@ -79,7 +79,7 @@ class RankTimes(Hook):
         held = dict(trainer.composition.model.named_modules())
         names = resolved.checkpoint or [unit[0] for unit in resolved.shard]
         layers = [held[name] for name in names if name in held]
-        here = [layer for layer in layers if not isinstance(layer, Elsewhere)]
+        here = [layer for layer in layers if not isinstance(layer, OtherStageModule)]
         self.clock, self.layers = ForwardClock(here, trainer.mesh.device_type), max(1, len(here))
         # By rank: its place on pp, and its data rank.
         ranks = trainer.mesh.mesh.flatten(1, 2).flatten(2)

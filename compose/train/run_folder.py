@@ -328,7 +328,7 @@ def overview(
     }
 
 
-class Report:
+class RunReport:
     """The files and the console of a run; other ranks' reports do nothing."""
 
     def __init__(self, job: Job, held: RunFolder, batches: Batches, done: int, worker: Worker) -> None:

@@ -10,7 +10,7 @@ from compose.config.tables import Config
 from compose.data.chat_template import has_template
 from compose.data.datasets import tokenizer_of
 from compose.data.generation_config import end_ids, repetition_penalty
-from compose.data.samples import Samples as SampleSet
+from compose.data.samples import Samples
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError
 from compose.object_storage import as_path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Prompts:
     """The prompts of ``metrics.prompts`` as ids, and what ends a text."""
 
-    def __init__(self, config: Config, sets: Sequence[SampleSet]) -> None:
+    def __init__(self, config: Config, sets: Sequence[Samples]) -> None:
         """Encode the prompts; with chats they are a user's messages in the tokenizer's template.
 
         Raises ConfigError if there is no tokenizer, a prompt has no token, or a text is too long.
@@ -61,7 +61,7 @@ class Prompts:
         self.repetition_penalty = repetition_penalty(beside)
 
 
-class Samples(Hook):
+class PromptSamples(Hook):
     """Continues the prompts every ``metrics.samples_every`` steps, and at the end."""
 
     def __init__(self, trainer: "Trainer") -> None:

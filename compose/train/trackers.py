@@ -25,7 +25,7 @@ _MOST = 10_000  # steps that wait for a service; assumed: more say that it will 
 _PATIENCE = 30.0  # seconds at the end of a run for what still waits; assumed
 
 
-class Aside(Sink):
+class BackgroundSink(Sink):
     """Another sink, in a thread of its own: no step waits for it.
 
     Whatever goes wrong there, the run goes on without this sink, after one line.

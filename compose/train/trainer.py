@@ -25,7 +25,7 @@ from compose.train.hooks import Hook, hooks_of
 from compose.train.metrics import StepMetrics, device_peak, peak_memory
 from compose.train.processes import LAUNCHER_DIED, Signals, TrainingError, name_of, set_timeout
 from compose.train.readings import Reading, Readings, StepClock
-from compose.train.run_folder import Report, RunFolder
+from compose.train.run_folder import RunFolder, RunReport
 from compose.train.step import clip_grad_norm_, forward_backward, on_device
 from compose.train.workers import Worker, WorkerCheckpoints, this_worker
 
@@ -94,7 +94,7 @@ class Trainer:
         data.check_epochs(epochs, train, begun.step, begun.samples)
         for hook in self.hooks:
             hook.start(self.progress.step)
-        self.report = Report(job, self.held, self.batches, self.progress.step, worker)
+        self.report = RunReport(job, self.held, self.batches, self.progress.step, worker)
         self.report.begin(job, self.composition, result)
 
     def deal(self, speeds: Sequence[float]) -> tuple[Share, ...]:

@@ -141,7 +141,7 @@ def this_worker() -> Worker:
     return Worker()
 
 
-class Spares:
+class SpareRanks:
     """The ranks of a launch that the run's mesh does not use: they wait, and end as the run does.
 
     ``store`` is that of the launch. They are not in the process group of the run.

@@ -16,7 +16,7 @@ import torch
 from compose.__main__ import main
 from compose.checkpoint.hf_conversion import _model_of, export
 from compose.checkpoint.hf_folder import find_hf, load_hf, model_in, name_of, published
-from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
+from compose.checkpoint.safetensors_files import INDEX, PlannedTensor, write_files
 from compose.checkpoint.store import ModelFields
 from compose.errors import ConfigError
 from models import llama
@@ -246,7 +246,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = llama.Model(config)
     sizes = {place.name: tuple(p.shape) for _, place, p in published(model, name_of("llama", config))}
-    planned = [Planned(name, shape, torch.float32) for name, shape in sizes.items()]
+    planned = [PlannedTensor(name, shape, torch.float32) for name, shape in sizes.items()]
     folder = tmp_path / "hf"
     folder.mkdir()
     write_files(folder, planned, (torch.zeros(one.shape) for one in planned), 10**9)

@@ -16,7 +16,7 @@ from torch import Tensor
 from compose.build import fill_weights
 from compose.checkpoint.hf_folder import find_hf, load_hf, name_of, published
 from compose.checkpoint.local_shards import named_tensors
-from compose.checkpoint.safetensors_files import INDEX, Planned, TensorFiles, write_files
+from compose.checkpoint.safetensors_files import INDEX, PlannedTensor, TensorFiles, write_files
 from compose.cli.command_line import parse
 from compose.config.models import model_names
 from compose.errors import ConfigError
@@ -234,7 +234,7 @@ def test_adapters_beside_the_weights_are_not_passed_over(tmp_path: Path) -> None
 
 def test_one_file_comes_before_shards(tmp_path: Path) -> None:
     """transformers does so too, where both are in a folder."""
-    write_files(tmp_path, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
+    write_files(tmp_path, [PlannedTensor("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
     _index_of(tmp_path, ["old.safetensors"])
     assert TensorFiles(tmp_path).entries.keys() == {"tensor.0"}
 
@@ -287,7 +287,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, name: obje
     other = tmp_path / "other"
     (other / "sub").mkdir(parents=True)
     for folder in (other, other / "sub"):
-        write_files(folder, [Planned("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
+        write_files(folder, [PlannedTensor("tensor.0", (2,), torch.float32)], [torch.ones(2)], 100)
     (other / "model.safetensors").rename(other / "moved")
     shown = name.format(other=other) if isinstance(name, str) else name
     _index_of(other, [shown])
@@ -320,7 +320,7 @@ def test_links_out_of_the_folder_are_refused_and_those_of_the_hub_are_not(tmp_pa
 
 
 def test_a_tensor_in_two_files_and_a_pipe_are_named(tmp_path: Path) -> None:
-    one = [Planned("tensor.0", (2,), torch.float32)]
+    one = [PlannedTensor("tensor.0", (2,), torch.float32)]
     for name in ("a.safetensors", "b.safetensors"):
         write_files(tmp_path, one, [torch.ones(2)], 100)
         (tmp_path / "model.safetensors").rename(tmp_path / name)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compose.checkpoint import dcp_storage, in_memory, loading, store
 from compose.checkpoint.checkpointer import Checkpointer
-from compose.checkpoint.in_memory import _Copy, _damage, _Slot
+from compose.checkpoint.in_memory import _CopyHeader, _damage, _SharedFile
 from compose.checkpoint.local_shards import LocalShard
 from compose.train.run_folder import remove_copies, remove_left
 from compose.train.trainer import Trainer
@@ -191,7 +191,7 @@ def interrupted(keys: Keys, machines: Machines) -> None:
 
 def lacking_room_once(keys: Keys, machines: Machines) -> list[str]:
     """On every rank: the second rank has no room for the first copy of its peer; what is said."""
-    real, made = in_memory._Slot.reserve, []
+    real, made = in_memory._SharedFile.reserve, []
 
     def reserve(self: Any, *args: Any) -> None:
         if self.path.name.endswith(".peer") and dist.get_rank() == 1:
@@ -200,7 +200,7 @@ def lacking_room_once(keys: Keys, machines: Machines) -> list[str]:
                 raise OSError(errno.ENOSPC, "No space left on device")
         real(self, *args)
 
-    with machines, mock.patch.object(in_memory._Slot, "reserve", reserve):
+    with machines, mock.patch.object(in_memory._SharedFile, "reserve", reserve):
         return until_killed(keys, Machines(machines.root, machines.nodes), 4)
 
 
@@ -303,12 +303,12 @@ def flip(path: Path, place: int) -> None:
 
 def test_every_flipped_bit_of_a_copy_is_named(tmp_path: Path) -> None:
     """200 of them, in parts of several types."""
-    state, slot, chance = {}, _Slot(tmp_path / "copy"), random.Random(0)
+    state, slot, chance = {}, _SharedFile(tmp_path / "copy"), random.Random(0)
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
         local = torch.arange(40 + number).to(dtype)
         state[f"model.{number}"] = LocalShard(local.shape, torch.Size((0,)), local)
     slot.fill(state)
-    copy = _Copy(1, "", slot.layout, [slot.layout], slot.tensors, slot.sums(), {}, "")
+    copy = _CopyHeader(1, "", slot.layout, [slot.layout], slot.tensors, slot.sums(), {}, "")
     whole = slot.path.read_bytes()
     assert not _damage(slot.path, copy)
     for _ in range(200):

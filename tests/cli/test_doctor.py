@@ -23,7 +23,7 @@ from compose.cli import doctor
 from compose.config.tables import Config
 from compose.config.toml import without_file
 from compose.errors import ConfigError
-from compose.planner.cluster import Collective
+from compose.planner.cluster import MeasuredCollective
 from tests.support.command_lines import answered, execute
 
 Patch = pytest.MonkeyPatch
@@ -373,7 +373,7 @@ def test_bad_input(line: str, monkeypatch: Patch) -> None:
 def links(patch: Patch, rate: float, latency: float, cluster: str = "", stride: int = 1) -> list[str]:
     """What is said of two ranks that reach so many bytes per second, after so many seconds."""
     inverse = 1 / rate / 2  # an all-gather of two ranks sends half of its bytes
-    row = Collective("all_gather", 2, stride, latency, inverse, 0.0, (1.0,), (1.0,))
+    row = MeasuredCollective("all_gather", 2, stride, latency, inverse, 0.0, (1.0,), (1.0,))
     patch.setattr(doctor, "measure_collectives", lambda sweep: [row])
     patch.setenv("LOCAL_WORLD_SIZE", "2")
     given = doctor.load_cluster(cluster) if cluster else None
@@ -409,7 +409,7 @@ def test_links_of_a_known_gpu(monkeypatch: Patch) -> None:
 
 
 def test_links_that_fail(monkeypatch: Patch) -> None:
-    def fail(sweep: object) -> list[Collective]:
+    def fail(sweep: object) -> list[MeasuredCollective]:
         raise dist.DistNetworkError("Connection refused\nmore")
 
     monkeypatch.setattr(doctor, "measure_collectives", fail)

@@ -23,7 +23,7 @@ from compose.checkpoint.hf_folder import load_hf, name_of
 from compose.checkpoint.store import Progress
 from compose.cli.generate import _source, _tokenizer, generate, job_of, open_model
 from compose.config.toml import dump
-from compose.data.tokenizer import Bytes
+from compose.data.tokenizer import ByteTokenizer
 from compose.errors import ConfigError
 from compose.train.sampling import Sampling, next_logits, sample, sample_token
 from compose.weights import materialize
@@ -37,7 +37,7 @@ from tests.support.tokenizers_made import save_tokenizer
 
 Runs = dict[str, tuple[Path, nn.Module]]
 CPU = torch.device("cpu")
-PROMPT = Bytes().encode("def __init__(self):\n")
+PROMPT = ByteTokenizer().encode("def __init__(self):\n")
 GREEDY = Sampling(max_tokens=12, temperature=0)
 DRAWN = Sampling(max_tokens=12, temperature=1.5, top_p=0.9, seed=3)
 LLAMA: Keys = {"model__tie_embeddings": True}
@@ -215,12 +215,12 @@ def test_which_tokenizer(runs: Runs, tmp_path: Path) -> None:
     folders = newest(run)
     config = job_of(run, folders, []).config
     larger = replace(config, model=replace(config.model, config=llama.Config(vocab_size=400)))
-    assert isinstance(_tokenizer("", run, folders, config), Bytes)
+    assert isinstance(_tokenizer("", run, folders, config), ByteTokenizer)
     assert refusal(_tokenizer, "", run, folders, larger) == (
         f"{run}/tokenizer/tokenizer.json: no such file, and model.vocab_size 400 is not that of bytes;"
         " give --tokenizer FILE, a tokenizer.json, or --tokenizer bytes"
     )
-    assert isinstance(_tokenizer("bytes", run, folders, larger), Bytes)
+    assert isinstance(_tokenizer("bytes", run, folders, larger), ByteTokenizer)
     file = save_tokenizer(run / "tokenizer")
     other = save_tokenizer(tmp_path / "other", vocab_size=280)
     assert _tokenizer("", run, folders, larger).name == str(file)
@@ -337,8 +337,8 @@ def test_the_command(runs: Runs) -> None:
     assert done.returncode == 0, done.stderr
     texts = []
     for prompt in (PROMPT, list(b"abc")):
-        ids = [*plain(model, DRAWN, prompt), Bytes.end]
-        texts.append(Bytes().decode([*prompt, *ids[: ids.index(Bytes.end)]]) + "\n")
+        ids = [*plain(model, DRAWN, prompt), ByteTokenizer.end]
+        texts.append(ByteTokenizer().decode([*prompt, *ids[: ids.index(ByteTokenizer.end)]]) + "\n")
     assert done.stdout == "".join(texts).replace("\r", "\n")  # as a text file is read
     said = [line for line in done.stderr.splitlines() if line.startswith("generate: a prompt")]
     assert said == [f"generate: a prompt of {count} tokens" for count in (len(PROMPT), 3)]

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from compose.cli import migrate as command
-from compose.cli.migrate_tables import FORMATS, Facts, load_formats
+from compose.cli.migrate_tables import FORMATS, KnownValues, load_formats
 from compose.config.tables import Config
 from compose.config.toml import load
 from compose.errors import toml_value
@@ -151,7 +151,7 @@ def test_a_public_file_by_our_rules(tmp_path: Path, kind: str, name: str) -> Non
 def test_every_name_that_the_program_knows(kind: str) -> None:
     """Names of its own sources, of several versions; a name of nobody stays unknown."""
     table, names = load_formats()[kind], json.loads((FOLDER / "names.json").read_text())[kind]["names"]
-    facts = Facts()
+    facts = KnownValues()
     facts.read("file", table, [(name, None) for name in " ".join(names).split()])
     assert not [entry.line for entry in facts.entries if "has no such key" in entry.line]
     facts.read("file", table, [("zebra_colour", None)])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from compose.cli import COMMANDS
-from compose.cli.command_line import Words, read_words
+from compose.cli.command_line import ParsedWords, read_words
 from compose.cli.question import Question, for_devices, freed, pinned, pinned_words, read_question
 from tests.support.helpers import ROOT, refusal
 
@@ -11,7 +11,7 @@ ON_8 = ["--cluster=h100_sxm", "--world-size=8"]
 TRAIN = str(ROOT / "train.toml")
 
 
-def asked(*words: str, file: str = TRAIN) -> tuple[Words, Question]:
+def asked(*words: str, file: str = TRAIN) -> tuple[ParsedWords, Question]:
     given = read_words([file, *ON_8, *words], COMMANDS["plan"].flags)
     return given, read_question(given)
 

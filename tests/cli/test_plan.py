@@ -15,7 +15,7 @@ from compose.config.toml import load
 from compose.planner import answer, explain
 from compose.planner.candidates import Space
 from compose.planner.quick_units import ModelShape
-from compose.planner.search import Searched
+from compose.planner.search import SearchResult
 from tests.support.helpers import refusal
 from tests.support.planned import Records, recorded
 
@@ -29,12 +29,12 @@ class Search:
         self.size = size
         self.spaces: list[Space] = []
 
-    def __call__(self, space: Space, *_: Any) -> Searched:
+    def __call__(self, space: Space, *_: Any) -> SearchResult:
         """Return two candidates."""
         self.spaces.append(space)
         plain = recorded(space, 2.0, self.size, parallel__zero=2)
         slower = recorded(space, 3.0, self.size, {"tp": 1.0}, parallel__tp=8)
-        return Searched([plain, slower], 40, certain=False)
+        return SearchResult([plain, slower], 40, certain=False)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_batches_that_a_cap_leaves_out_are_told(
 ) -> None:
     """Ctrl-C or --seconds ends the second of three batches, and the first one is the answer."""
 
-    def search(space: Space, *rest: Any) -> Searched:
+    def search(space: Space, *rest: Any) -> SearchResult:
         result = made(space, *rest)
         if len(made.spaces) == 1:
             return result
@@ -227,7 +227,7 @@ def test_batches_that_a_cap_leaves_out_are_told(
 def test_the_cap_is_of_all_batches(made: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def search(space: Space, most: int, seconds: float, *_: Any) -> Searched:
+    def search(space: Space, most: int, seconds: float, *_: Any) -> SearchResult:
         given.append(seconds)
         time.sleep(0.2)
         return made(space)
@@ -243,9 +243,9 @@ def test_a_batch_that_no_mesh_divides_is_a_line(
 ) -> None:
     """The others are compared, and the question has the batch of the best."""
 
-    def search(space: Space, *rest: Any) -> Searched:
+    def search(space: Space, *rest: Any) -> SearchResult:
         if space.config.train.global_batch == 63:
-            return Searched([], 0)
+            return SearchResult([], 0)
         return made(space, *rest)
 
     monkeypatch.setattr(command, "search", search)
@@ -297,7 +297,7 @@ def test_the_largest_size_that_fits(
     """The largest has no candidate, and the next one has one that does not fit by its record."""
     sizes = {28: 60.0, 16: 20.0}
 
-    def search(space: Space, *rest: Any) -> Searched:
+    def search(space: Space, *rest: Any) -> SearchResult:
         made.size = sizes[space.config.model.config.n_layers]
         return made(space, *rest)
 

@@ -16,7 +16,7 @@ from compose.data.generation_config import (
     repetition_penalty,
     turn_ends,
 )
-from compose.data.tokenizer import Bytes, open_tokenizer
+from compose.data.tokenizer import ByteTokenizer, open_tokenizer
 from compose.train.sampling import penalized
 from tests.support.helpers import refusal
 from tests.support.tokenizer_kinds import KINDS, save_kind
@@ -57,8 +57,8 @@ def test_llama_2s_kind_is_split_as_its_class_does(tmp_path: Path, config: dict[s
 
 
 def test_chats_that_cannot_be_asked(tmp_path: Path) -> None:
-    assert encode_prompts(Bytes(), ["a<s>"], chat=False) == [list(b"a<s>")]
-    assert refusal(encode_prompts, Bytes(), ["a"], chat=True) == (
+    assert encode_prompts(ByteTokenizer(), ["a<s>"], chat=False) == [list(b"a<s>")]
+    assert refusal(encode_prompts, ByteTokenizer(), ["a"], chat=True) == (
         "command line: --chat: bytes have no chat template"
     )
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen"))
@@ -153,7 +153,7 @@ def test_a_text_ends_at_every_token_that_a_file_names(tmp_path: Path) -> None:
     assert end_ids(open_tokenizer(tmp_path)) == [0, 2, 7, 9]
     other = save_kind(tmp_path / "other", "gemma")
     assert end_ids(open_tokenizer(other), tmp_path) == [1, 7, 0, 9]
-    assert end_ids(Bytes()) == [256]
+    assert end_ids(ByteTokenizer()) == [256]
     (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
     assert refusal(end_ids, open_tokenizer(tmp_path)) == (
         f"{tmp_path}/config.json: eos_token_id: is neither an id nor a list of ids"

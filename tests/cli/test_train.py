@@ -15,14 +15,14 @@ from compose.build import build
 from compose.config.job import Job
 from compose.config.rules import check
 from compose.config.toml import load
-from compose.train.held_state import Placed, placements
+from compose.train.held_state import PlacedParameter, placements
 from tests.support.command_lines import answered
 from tests.support.helpers import ROOT, SMALL, make_job, parallel
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 
 
-def _real(keys: dict[str, object]) -> list[Placed]:
+def _real(keys: dict[str, object]) -> list[PlacedParameter]:
     job = make_job(dist.get_world_size(), **keys)
     mesh = make_mesh(job.degrees)
     return placements(build(job, mesh, torch.device("cpu")).model, mesh, job.config)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compose.compression.activations import Activations, RowCode, Sends, send_rows, send_stream
+from compose.compression.activations import Activations, ModuleMessages, RowCode, send_rows, send_stream
 from compose.compression.gather import Traffic
 from compose.compression.losses import ActivationAccount, expected_of_rows
 from compose.parallel.stream_messages import send_plain
@@ -79,7 +79,7 @@ def _messages(kind: Any) -> None:
     wanted = {"gather": torch.cat(list(held), 1), "scatter": parts[rank], "sum": again}
     for message, expected in wanted.items():
         activations = Activations(code, Traffic())
-        place, x = Sends(activations, "layer", "tp"), every[rank].clone().requires_grad_()
+        place, x = ModuleMessages(activations, "layer", "tp"), every[rank].clone().requires_grad_()
         result = send_stream(place.key, message, "keep", group, x)  # type: ignore[arg-type]
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
         sent = activations.traffic.take()
@@ -128,7 +128,7 @@ def _rows(kind: Any) -> None:
     code, sent, received = RowCode(kind, 4), counts[rank].tolist(), counts[:, rank].tolist()
     activations = Activations(code, Traffic())
     x = each[rank].clone().requires_grad_()
-    result = send_rows(Sends(activations, "experts", "ep"), x, received, sent, group)
+    result = send_rows(ModuleMessages(activations, "experts", "ep"), x, received, sent, group)
     held = [code.decode(code.encode(rows), 7) for rows in each]
     parts = [rows.split(to.tolist())[rank] for rows, to in zip(held, counts, strict=True)]
     torch.testing.assert_close(result, torch.cat(parts), rtol=0, atol=0)

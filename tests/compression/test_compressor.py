@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from compose import evaluate, forward_backward
 from compose.compression.codec import Blocks
-from compose.compression.compressor import Compression, CompressionHook, Unit
+from compose.compression.compressor import CompressedUnit, Compression, CompressionHook
 from compose.compression.gather import GATHERS, Traffic, check, levels_of
 from compose.compression.packing import UnitLayout
-from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings, exchanged
+from compose.compression.reduce import GRADIENT_CODES, GradientCode, SumSettings, exchanged
 from compose.data.samples import random_batch
 from compose.errors import ConfigError
 from compose.ops.torch_versions import ALL_GATHER
@@ -268,7 +268,7 @@ def test_bytes_are_foretold(pool: Pool, name: str) -> None:
 class Signs(GradientCode):
     """A code from elsewhere: this rank's signs, times their mean size."""
 
-    def __init__(self, settings: Settings, layout: UnitLayout, among: int = 0) -> None:
+    def __init__(self, settings: SumSettings, layout: UnitLayout, among: int = 0) -> None:
         super().__init__(settings.traffic)
         self.layout = layout
 
@@ -365,7 +365,7 @@ def test_a_skipped_step_leaves_those_of_a_module_named_gather() -> None:
     compression = Compression(Comm(gradients="int8"), mesh, 3, compiled=False)
     stage, model = compression.stage(), nn.ModuleDict({"gather": nn.Linear(2, 2)})
     assert stage is not None
-    unit = Unit.of(model, dict(model.named_parameters()))
+    unit = CompressedUnit.of(model, dict(model.named_parameters()))
     unit.senders["shards"] = Signs(stage.settings, unit.layout(trained=True))
     unit.senders["shards"].kept["feedback"] = kept = torch.ones(6)
     stage.units.append(unit)

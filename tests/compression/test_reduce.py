@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compose.compression.codec import Blocks
 from compose.compression.gather import Sender, Traffic, levels_of
-from compose.compression.packing import BlockFeedback, Feedback, Packing, Scratch, UnitLayout
-from compose.compression.reduce import GRADIENT_CODES, GradientCode, Settings
+from compose.compression.packing import BlockFeedback, Feedback, Packing, ReusedMemory, UnitLayout
+from compose.compression.reduce import GRADIENT_CODES, GradientCode, SumSettings
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 from tests.compression.cases import drawn
@@ -18,7 +18,7 @@ from tests.support.pool import Pool, make_mesh
 
 
 def feedback_of(numel: int) -> Feedback:
-    return Feedback(Sender(Traffic()), numel, Scratch())
+    return Feedback(Sender(Traffic()), numel, ReusedMemory())
 
 
 def test_error_feedback_gives_all_of_it_in_the_end() -> None:
@@ -94,7 +94,7 @@ def _third_sum(kind: Any) -> list[Tensor]:
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     layout = UnitLayout.of([(96, 64), (64,)], ranks)
-    settings = Settings(Comm(gradients=kind, density=0.1), Traffic())
+    settings = SumSettings(Comm(gradients=kind, density=0.1), Traffic())
     whole, begun, restored, empty = (GRADIENT_CODES[kind](settings, layout, 0) for _ in range(4))
 
     def sums(code: GradientCode, steps: range) -> Tensor:
@@ -122,7 +122,7 @@ def _after_zeros() -> list[float]:
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     layout, out = UnitLayout.of([(96, 64)], ranks), torch.empty(96 * 64 // ranks)
-    code = GRADIENT_CODES["powersgd"](Settings(Comm(gradients="powersgd"), Traffic()), layout, 0)
+    code = GRADIENT_CODES["powersgd"](SumSettings(Comm(gradients="powersgd"), Traffic()), layout, 0)
     code.reduce_scatter(torch.zeros(ranks, layout.numel), group, 1.0, out)
     matrix = drawn("normal", 96 * 4).view(96, 4) @ drawn("normal", 4 * 64, 1).view(4, 64)
     matrix[:4] = 0
@@ -145,7 +145,7 @@ def _sums_of(kind: Any, form: str) -> tuple[list[bool], float]:
     assert group is not None
     layout = UnitLayout.of([(6,), (96, 64), (3, 4), (70, 68), (1,)], 1 if whole else ranks)
     levels = levels_of(make_mesh(Parallel(dp_shard=ranks)), 2, 3) if form == "near" else None
-    settings = Settings(Comm(gradients=kind, density=1.0, rank=30), Traffic(), levels=levels)
+    settings = SumSettings(Comm(gradients=kind, density=1.0, rank=30), Traffic(), levels=levels)
     code = GRADIENT_CODES[kind](settings, layout, ranks if whole else 0)
     numel = layout.ranks * layout.numel
     each = torch.stack([drawn("normal", numel, rank).view(layout.ranks, -1) for rank in range(ranks)])

@@ -20,7 +20,13 @@ from compose.data import token_set_writing as writing
 from compose.data.datasets import open_data
 from compose.data.samples import open_samples
 from compose.data.token_files import MANIFEST, open_token_set
-from compose.data.token_set_writing import Counts, describe_job, make_shard, make_token_set, units_of
+from compose.data.token_set_writing import (
+    TokenCounts,
+    describe_job,
+    make_shard,
+    make_token_set,
+    units_of,
+)
 from compose.data.tokenizer import open_tokenizer
 from compose.errors import ConfigError
 from compose.ops.batch import IGNORE
@@ -60,7 +66,9 @@ def expected(tokenizer: Path, texts: list[str]) -> list[int]:
     return [i for text in texts if text for i in [*loaded.encode(text).ids, END]]
 
 
-def make(tokenizer: Path, out: Path, *files: Path, workers: int = 1, unit: int = 1 << 20) -> Counts:
+def make(
+    tokenizer: Path, out: Path, *files: Path, workers: int = 1, unit: int = 1 << 20
+) -> TokenCounts:
     job = describe_job(open_tokenizer(tokenizer), "text", "text", END, files, unit)
     return make_token_set(job, out, workers, lambda done, counts: None)
 

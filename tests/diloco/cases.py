@@ -9,7 +9,7 @@ from compose.composition import Composition
 from compose.config.job import Job
 from compose.diloco import Outer
 from compose.diloco.loop import OuterLoop
-from compose.diloco.messages import Exchange
+from compose.diloco.messages import WorkerExchange
 from compose.diloco.proof import prove_outer_loop
 from compose.proof.report import Report
 from compose.train.workers import Worker
@@ -41,14 +41,14 @@ def proof(islands: int, keys: Keys, missed: bool = False) -> Report:
     if not missed:
         return prove_outer_loop(job, mesh, device)
 
-    def present(exchange: Exchange, name: str, grace: float) -> set[int]:
+    def present(exchange: WorkerExchange, name: str, grace: float) -> set[int]:
         return {island for island in range(exchange.worker.count) if not every_other(name, island)}
 
     def late(worker: Worker, name: str, island: int) -> bool:
         return every_other(name, island)
 
     with (
-        mock.patch.object(Exchange, "_present", present),
+        mock.patch.object(WorkerExchange, "_present", present),
         mock.patch("compose.diloco.proof._late", late),
     ):
         return prove_outer_loop(job, mesh, device)

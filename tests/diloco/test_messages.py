@@ -14,7 +14,7 @@ from compose.build import build
 from compose.cli.train import describe
 from compose.compression.codec import Blocks
 from compose.diloco import ROW, Outer
-from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, Exchange, TopK, code_of
+from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, TopKCode, WorkerExchange, code_of
 from compose.diloco.proof import received
 from compose.proof.observers import allowed
 from compose.train.workers import Worker, this_worker
@@ -27,7 +27,7 @@ CODES: dict[str, Code] = {
     "bfloat16": code_of(Outer(every=1, dtype="bfloat16"), torch.float32),
     "int8": BlockCode(Blocks(8, BLOCK), torch.float32),
     "e3m0": E3M0(),
-    "top_k": TopK(64),
+    "top_k": TopKCode(64),
 }
 LENGTHS = (0, 1, 7, 255, 256, 257, 4096, 4097, 140_001)
 
@@ -80,7 +80,7 @@ def test_e3m0_takes_the_nearest_of_its_values(length: int) -> None:
 @pytest.mark.parametrize("kept", [4, 64, 128])
 def test_top_k_sends_the_largest(length: int, kept: int) -> None:
     x = drawn(length)
-    result = sent(TopK(kept), x)
+    result = sent(TopKCode(kept), x)
     for begin in range(0, length, ROW):
         row, got = x[begin : begin + ROW], result[begin : begin + ROW]
         largest = row.abs().topk(min(kept, len(row))).indices.sort().values
@@ -92,19 +92,19 @@ def test_top_k_sends_the_largest(length: int, kept: int) -> None:
 def test_top_k_sends_the_means_of_the_small_and_the_large() -> None:
     x = torch.zeros(ROW)
     x[:4] = torch.tensor([1.0, -2.0, 8.0, -8.0])
-    assert sent(TopK(4), x)[:4].tolist() == [1.5, -1.5, 8.0, -8.0]
+    assert sent(TopKCode(4), x)[:4].tolist() == [1.5, -1.5, 8.0, -8.0]
 
 
 def test_top_k_with_fewer_elements_than_it_may_send() -> None:
     x = torch.zeros(2 * ROW)
     x[5], x[ROW + 7] = 3.0, -3.0
-    assert torch.equal(sent(TopK(64), x), x)
+    assert torch.equal(sent(TopKCode(64), x), x)
 
 
 def test_top_k_leaves_rows_of_zeros() -> None:
     x = drawn(4 * ROW)
     x[ROW : 2 * ROW] = 0.0
-    result = sent(TopK(64), x).view(4, ROW)
+    result = sent(TopKCode(64), x).view(4, ROW)
     assert (result != 0).sum(1).tolist() == [64, 0, 64, 64]
 
 
@@ -112,7 +112,7 @@ def test_bytes_are_the_published_ones() -> None:
     """4 bits with a scale for 256; 64 of 4,096 elements in 14 bits are 146 times less than float32."""
     many = 2**20
     assert E3M0().size(many) * 8 / many == 4 + 16 / 256
-    assert TopK(64).size(many) / (4 * many) == pytest.approx(1 / 146, rel=1e-3)
+    assert TopKCode(64).size(many) / (4 * many) == pytest.approx(1 / 146, rel=1e-3)
     assert CODES["int8"].size(many) / many == 1 + 2 / 256
 
 
@@ -171,7 +171,7 @@ def test_as_sent_in_each_code(pool: Pool, code: str, capsys: pytest.CaptureFixtu
 def _slower(exchanges: int) -> tuple[list[list[int]], int]:
     """The workers of each exchange, and the most messages that wait to be read; the last is slower."""
     worker, most, took_part = this_worker(), 0, []
-    exchange = Exchange(worker, dist.get_rank(), timedelta(seconds=60), grace=0.05)
+    exchange = WorkerExchange(worker, dist.get_rank(), timedelta(seconds=60), grace=0.05)
     for number in range(exchanges):
         if worker.index == worker.count - 1:
             time.sleep(0.5)
@@ -197,7 +197,7 @@ def test_other_ranks_only_ask_for_what_the_first_decides() -> None:
     store = mock.Mock()
     store.check.side_effect = [False, False, True]
     store.get.return_value = b"0 2"
-    exchange = Exchange(Worker(0, 1, store), 1, timedelta(seconds=1), grace=0.05)
+    exchange = WorkerExchange(Worker(0, 1, store), 1, timedelta(seconds=1), grace=0.05)
     exchange.worker.count = 3
     assert exchange._present("name", 0.05) == {0, 2}
     assert store.check.call_args_list == [mock.call(["there/name"])] * 3

@@ -25,7 +25,7 @@ from compose.memory.activation_checkpointing import (
     unit_costs,
     within,
 )
-from compose.planner.record import Message
+from compose.planner.record import RecordedMessage
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import (
     Keys,
@@ -374,7 +374,7 @@ def test_kept_messages_on_a_gpu(keys: dict[str, Any], part: str, whole: str) -> 
 
     def sent(**mode: Any) -> Counter[str]:
         work = trace(RankStep(make_job(2, **keys, **chosen(**mode)), micro_batches=1)).record.work
-        return Counter(each.kind for each in work if isinstance(each, Message))
+        return Counter(each.kind for each in work if isinstance(each, RecordedMessage))
 
     none, kept = sent(), sent(mode="selective")
     again = sent(mode="selective", keep=["matmul", "attention"])

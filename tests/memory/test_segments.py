@@ -14,7 +14,7 @@ from compose.data.samples import random_batch
 from compose.memory.activation_checkpointing import apply_activation_checkpointing
 from compose.memory.segments import apply_segments, segments_of
 from compose.planner.memory import categorize
-from compose.planner.record import Message
+from compose.planner.record import RecordedMessage
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import Keys, make_job, parallel, proofs, prove_step, refusals, refused
 
@@ -198,7 +198,7 @@ def _step(keys: Keys, segment: int) -> tuple[Counter[str], Counter[str]]:
         category = record.allocations[place].category
         live[category] += change
         most[category] = max(most[category], live[category])
-    return Counter(each.kind for each in record.work if isinstance(each, Message)), most
+    return Counter(each.kind for each in record.work if isinstance(each, RecordedMessage)), most
 
 
 @pytest.mark.parametrize(("keys", "units"), [({}, 1), (MOE | parallel(ep=2), 2)])

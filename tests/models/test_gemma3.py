@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compose.checkpoint.hf_folder import load_hf
-from compose.data.tokenizer import Bytes
+from compose.data.tokenizer import ByteTokenizer
 from compose.ops.layers import RMSNorm
 from compose.planner.few_layers import runs_of
 from models.gemma3 import PRESETS, Config, Model
@@ -115,7 +115,7 @@ def test_generate_says_what_a_plain_loop_says(tmp_path: Path) -> None:
     job = make_job(1, **keys)
     model = Model(job.config.model.config)
     load_hf(model, tmp_path / "hf", hf_name)
-    known = Bytes().encode("def __init__(self):\n")
+    known = ByteTokenizer().encode("def __init__(self):\n")
     for _ in range(8):
         with torch.no_grad():
             known.append(int(model(torch.tensor([known]))[0, -1].argmax()))
@@ -123,4 +123,4 @@ def test_generate_says_what_a_plain_loop_says(tmp_path: Path) -> None:
     words += ["--parallel.tp=2", "--parallel.dp_shard=1"]
     done = execute("-m", "compose", "generate", str(tmp_path / "hf"), *words, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == Bytes().decode(known) + "\n"
+    assert done.stdout == ByteTokenizer().decode(known) + "\n"

@@ -284,7 +284,7 @@ FAULTS: dict[str, tuple[tuple[str, str, str], Keys, dict[str, set[str]]]] = {
     ),
     "backward forgets what the loss is divided by": (
         (
-            "compose.ops.cross_entropy:_Known.backward",
+            "compose.ops.cross_entropy:_KnownGradient.backward",
             "torch.mul(gradient, grads[0], out=scaled)",
             "scaled.copy_(gradient)",
         ),

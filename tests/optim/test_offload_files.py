@@ -13,7 +13,7 @@ from torch import nn
 
 from compose.build import build_optimizer
 from compose.optim.offload import OffloadedAdamW
-from compose.optim.offload_files import MARK, Scratch, TensorFile, page_aligned
+from compose.optim.offload_files import MARK, ScratchFolder, TensorFile, page_aligned
 from compose.optim.optimizers import make_state
 from compose.train.processes import Signals, TrainingError
 from compose.train.trainer import Trainer
@@ -204,13 +204,13 @@ def test_a_killed_run_and_the_next(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path) -> None:
-    full, folder = OSError(28, "No space left on device"), Scratch(tmp_path / "a")
+    full, folder = OSError(28, "No space left on device"), ScratchFolder(tmp_path / "a")
     with mock.patch.object(os, "posix_fallocate", side_effect=full):
         assert refused(TensorFile, folder, "0.exp_avg", 10) == [
             f"optimizer.offload_dir: {tmp_path / 'a'} has no room for the optimizer's state"
             " (No space left on device)"
         ]
-    with mock.patch.object(Scratch, "open", side_effect=full):
+    with mock.patch.object(ScratchFolder, "open", side_effect=full):
         (line,) = refused(TensorFile, folder, "1.exp_avg", 10)
         assert line.endswith("has no room for the optimizer's state (No space left on device)")
     file, memory = TensorFile(folder, "2.exp_avg", 1024), page_aligned(1024, pinned=False)
@@ -224,7 +224,7 @@ def test_no_room(tmp_path: Path) -> None:
 def test_a_file_holds_what_was_written(tmp_path: Path, direct: bool) -> None:
     """Past the page cache where the file system can, through it where not; mapped all the same."""
     with mock.patch.object(os, "O_DIRECT", getattr(os, "O_DIRECT", 0) if direct else -1):
-        file = TensorFile(Scratch(tmp_path / "a"), "0.exp_avg", 2500)
+        file = TensorFile(ScratchFolder(tmp_path / "a"), "0.exp_avg", 2500)
         memory = page_aligned(2048, pinned=False)
         assert not file.mapped().any()
         values = torch.randn(2500)

@@ -18,8 +18,8 @@ from compose.optim.optimizers import (
     CombinedOptimizer,
     Named,
     OptimizerEntry,
+    OptimizerSettings,
     Rules,
-    Settings,
     grouped,
     make_state,
 )
@@ -120,7 +120,7 @@ def test_options_are_the_configs(pool: Pool, name: str, seeded: int) -> None:
             assert (group["betas"], group["eps"]) == ((0.7, 0.8), 0.01)
 
 
-def _sgd(named: Named, rules: Rules, settings: Settings) -> torch.optim.SGD:
+def _sgd(named: Named, rules: Rules, settings: OptimizerSettings) -> torch.optim.SGD:
     return torch.optim.SGD(grouped(named, rules, by_mesh=True), lr=settings.options.lr)
 
 

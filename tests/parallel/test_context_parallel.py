@@ -14,8 +14,8 @@ from compose.ops.batch import IGNORE
 from compose.parallel.context_parallel import (
     Balance,
     ContextParallel,
-    Exchange,
     Method,
+    SequenceExchange,
     check_ulysses,
     shard_sequence,
 )
@@ -113,13 +113,13 @@ def _types_of_sums() -> list[torch.dtype]:
     core = parallelize_module(
         AttentionCore(), init_device_mesh("cpu", (2,)), ContextParallel("allgather")
     )
-    results, real = list[torch.dtype](), Exchange.summed
+    results, real = list[torch.dtype](), SequenceExchange.summed
 
-    def summed(exchange: Exchange, whole: torch.Tensor) -> torch.Tensor:
+    def summed(exchange: SequenceExchange, whole: torch.Tensor) -> torch.Tensor:
         results.append(whole.dtype)
         return real(exchange, whole)
 
-    with mock.patch.object(Exchange, "summed", summed):
+    with mock.patch.object(SequenceExchange, "summed", summed):
         core(*(torch.randn(1, 4, 2, 8).bfloat16().requires_grad_() for _ in range(3))).sum().backward()
     return results
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compose import Comm, Composition, Options, Parallel, Plan, apply, forward_backward
 from compose.ops.torch_versions import ALL_GATHER
 from compose.parallel.hpz import hpz_experts
-from compose.planner.record import Message
+from compose.planner.record import RecordedMessage
 from compose.planner.trace import RankStep, trace
 from tests.support.command_lines import answered
 from tests.support.helpers import Keys, make_job, parallel, proofs, refusals
@@ -118,7 +118,7 @@ def test_experts_that_stay_are_gathered_once_in_a_step() -> None:
     """Two neighbours hold all experts between them. Ranks 0 and 2 share the first half."""
     job = make_job(4, **MOE, **parallel(ep=2, zero3_reshard=2))
     work = trace(RankStep(job, micro_batches=2)).record.work
-    gathers = [m for m in work if isinstance(m, Message) and m.kind == "all_gather"]
+    gathers = [m for m in work if isinstance(m, RecordedMessage) and m.kind == "all_gather"]
     assert [m.ranks for m in gathers].count((0, 2)) == job.config.model.config.n_layers == 2
 
 

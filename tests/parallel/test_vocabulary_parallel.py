@@ -109,7 +109,7 @@ def _with_fault(place: str, old: str, new: str) -> list[str]:
             {"embed.weight"},
         ),
         (
-            "compose.ops.cross_entropy:_CrossEntropy.backward",
+            "compose.ops.cross_entropy:_ChunkedCrossEntropy.backward",
             "scale[part] * share[part, None]",
             "scale[part]",
             {"embed.weight", "output.weight"},

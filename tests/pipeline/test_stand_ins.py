@@ -94,5 +94,5 @@ def test_what_layers_get_may_not_depend_on_the_embedding(pool: Pool) -> None:
 def test_a_forward_that_reads_weights_of_layers_is_refused(pool: Pool) -> None:
     (said,) = set(pool.run(_reads, 2, "layers"))
     assert said.startswith(
-        "plan.pipeline: AttributeError: 'Skipped' object has no attribute 'linear' (in forward of Model"
+        "plan.pipeline: AttributeError: 'OtherStageLayer' object has no attribute 'linear'"
     )

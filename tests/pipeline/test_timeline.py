@@ -12,7 +12,7 @@ from compose.parallel.mesh import Parallel
 from compose.pipeline.pictures import IDLE, SHADES, as_svg, as_text, drawing, write_png
 from compose.pipeline.schedules import SCHEDULES, Action, Table, build_table, stages_per_rank
 from compose.pipeline.timeline import (
-    Slot,
+    TimedAction,
     bubble_fraction,
     of_run,
     peak_in_flight,
@@ -144,14 +144,14 @@ def test_activations_are_held_until_the_weights_backward() -> None:
 
 def slots_of(
     schedule: str, pp: int, per_rank: int, micro_batches: int, message: float = 0.0
-) -> list[Slot]:
+) -> list[TimedAction]:
     """The slots of a schedule whose forwards take 1 s and backwards 2 s on each rank."""
     rows = build_table(schedule, pp, per_rank, micro_batches)
     took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     return simulate(rows, lambda action: took[action.kind] / per_rank, lambda *ranks: message)
 
 
-def length_of(slots: list[Slot]) -> float:
+def length_of(slots: list[TimedAction]) -> float:
     """The end of the last slot."""
     return max(slot.end for slot in slots)
 
@@ -360,7 +360,7 @@ def test_png_shows_the_slots(name: str, pp: int, micro_batches: int, tmp_path: P
     assert idle_units == sum(row_idle(slots, rank) for rank in range(pp))
 
 
-def row_idle(slots: list[Slot], rank: int) -> float:
+def row_idle(slots: list[TimedAction], rank: int) -> float:
     return max(s.end for s in slots) - sum(s.end - s.start for s in slots if s.rank == rank)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from compose.config.toml import dump
 from compose.planner.against_run import MeasuredFigure, against, corrected
-from compose.planner.cluster import Copy, Measured, Product, load_cluster
+from compose.planner.cluster import MeasuredCopy, MeasuredProduct, Measurements, load_cluster
 from compose.planner.measure import as_toml
 from tests.support.helpers import make_config, refusal
 
@@ -106,14 +106,14 @@ def test_a_run_is_not_read_through_links_and_pipes(made: Path, tmp_path: Path) -
 
 
 RATIOS = [(1e24, 1e-18), (1.0, 1e24), (1e-18, 1e24), (5e-324, 1e24), (0.0, 1.0), (1.0, 0.0)]
-PRODUCTS = tuple(Product("float32", 64, 64, 64, 1, seconds) for seconds in (1e10, 1e-10))
-COPIES = (Copy(1e6, 1e10), Copy(2e6, 1e-10))
+PRODUCTS = tuple(MeasuredProduct("float32", 64, 64, 64, 1, seconds) for seconds in (1e10, 1e-10))
+COPIES = (MeasuredCopy(1e6, 1e10), MeasuredCopy(2e6, 1e-10))
 
 
-@pytest.mark.parametrize("measured", [Measured(), Measured(products=PRODUCTS, copies=COPIES)])
+@pytest.mark.parametrize("measured", [Measurements(), Measurements(products=PRODUCTS, copies=COPIES)])
 @pytest.mark.parametrize(("real", "predicted"), RATIOS)
 def test_a_corrected_cluster_can_be_read(
-    tmp_path: Path, real: float, predicted: float, measured: Measured
+    tmp_path: Path, real: float, predicted: float, measured: Measurements
 ) -> None:
     """Whatever the run measured."""
     cluster = replace(load_cluster("cpu"), measured=measured)

@@ -10,7 +10,7 @@ import pytest
 from compose.errors import ConfigError
 from compose.planner import answer
 from compose.planner.answer import (
-    Compared,
+    Alternative,
     _twice_as_fast,
     batch_table,
     composition_in_words,
@@ -21,7 +21,7 @@ from compose.planner.answer import (
     span,
 )
 from compose.planner.candidates import Candidate, Space, capacity, shape_for
-from compose.planner.cluster import Collective, Measured, load_cluster
+from compose.planner.cluster import MeasuredCollective, Measurements, load_cluster
 from compose.planner.costs import collective_seconds
 from tests.support.planned import GIB, Records, recorded, space_of
 
@@ -31,7 +31,7 @@ TOKENS = (1e12, "1T tokens")
 
 
 def told(
-    best: Candidate, others: Sequence[Compared] = (), changed: Sequence[Compared] = ()
+    best: Candidate, others: Sequence[Alternative] = (), changed: Sequence[Alternative] = ()
 ) -> list[str]:
     """The three sentences."""
     return sentences(SPACE, best, others, changed, TOKENS)
@@ -81,11 +81,11 @@ def test_the_first_sentence_has_the_figures_of_the_record() -> None:
 
 def test_the_second_says_why_not() -> None:
     others = [
-        Compared("Plain FSDP", BEST),
-        Compared("One mesh", recorded(SPACE, 3.0, 30.0, parallel__zero=2)),
-        Compared("Another", recorded(SPACE, 1.0, 40.0, parallel__tp=4)),
-        Compared("A third", note="it is too odd"),
-        Compared("A full one", recorded(SPACE, 1.9, 38.0, parallel__tp=2)),
+        Alternative("Plain FSDP", BEST),
+        Alternative("One mesh", recorded(SPACE, 3.0, 30.0, parallel__zero=2)),
+        Alternative("Another", recorded(SPACE, 1.0, 40.0, parallel__tp=4)),
+        Alternative("A third", note="it is too odd"),
+        Alternative("A full one", recorded(SPACE, 1.9, 38.0, parallel__tp=2)),
     ]
     assert told(BEST, others)[1] == (
         "Plain FSDP is this composition; One mesh takes 3.00 s (+50.0%); Another lacks 1.3 GiB a"
@@ -96,10 +96,10 @@ def test_the_second_says_why_not() -> None:
 
 def test_the_third_says_what_it_costs_and_what_helps() -> None:
     changed = [
-        Compared("twice the devices", recorded(SPACE, 1.25, 10.0), "more devices are"),
-        Compared("twice the memory", recorded(SPACE, 1.0, 40.0), "more memory is"),
-        Compared("links twice as fast", None, "faster links are"),
-        Compared('compile.mode = "block"', recorded(SPACE, 0.5, 10.0)),
+        Alternative("twice the devices", recorded(SPACE, 1.25, 10.0), "more devices are"),
+        Alternative("twice the memory", recorded(SPACE, 1.0, 40.0), "more memory is"),
+        Alternative("links twice as fast", None, "faster links are"),
+        Alternative('compile.mode = "block"', recorded(SPACE, 0.5, 10.0)),
     ]
     third = told(BEST, changed=changed)[-1]
     assert BEST.estimate
@@ -127,18 +127,18 @@ def test_energy_and_host_memory_are_told() -> None:
     moved = replace(BEST, estimate=replace(BEST.estimate, host_bytes=10 * 2**40))
     assert told(moved)[0].endswith(": it needs 10,240 GiB of host memory, a node has 931.")
     others = [
-        Compared("Offload", replace(moved, config=recorded(SPACE, 1.0, 9.0, parallel__tp=4).config))
+        Alternative("Offload", replace(moved, config=recorded(SPACE, 1.0, 9.0, parallel__tp=4).config))
     ]
     assert told(BEST, others)[1] == "Offload needs 10,240 GiB of host memory, a node has 931."
 
 
 def test_where_nothing_fits_the_sentences_say_what_would() -> None:
     best = recorded(SPACE, 2.0, 40.0)
-    first, third = told(best, changed=[Compared("twice the memory", BEST, "more memory is")])
+    first, third = told(best, changed=[Alternative("twice the memory", BEST, "more memory is")])
     assert first.startswith("Nearest to fit is FSDP")
     assert first.endswith(f"it needs 40.0 of {capacity(SPACE.cluster) / GIB:.1f} GiB of a device.")
     assert third == "It fits with twice the memory."
-    third = told(best, changed=[Compared("twice the memory", None, "more memory is")])[-1]
+    third = told(best, changed=[Alternative("twice the memory", None, "more memory is")])[-1]
     assert third == "Neither twice the devices nor twice the memory makes it fit."
 
 
@@ -314,9 +314,9 @@ def in_cells(table: str) -> list[str]:
 
 
 def test_links_that_were_measured_are_twice_as_fast_too() -> None:
-    row = Collective("all_gather", 4, 1, 1e-6, 1e-9, 0.0, (1e6, 1e9), (1e-3, 1.0))
-    cluster = replace(load_cluster("h100_sxm"), measured=Measured(collectives=(row,)))
-    faster = replace(cluster, measured=Measured(collectives=(_twice_as_fast(row),)))
+    row = MeasuredCollective("all_gather", 4, 1, 1e-6, 1e-9, 0.0, (1e6, 1e9), (1e-3, 1.0))
+    cluster = replace(load_cluster("h100_sxm"), measured=Measurements(collectives=(row,)))
+    faster = replace(cluster, measured=Measurements(collectives=(_twice_as_fast(row),)))
     for size in (5e6, 4e9):
         before, after = (collective_seconds(c, "all_gather", size, 4, 1) for c in (cluster, faster))
         assert after == pytest.approx(before / 2, rel=1e-3)

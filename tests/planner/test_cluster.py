@@ -14,12 +14,12 @@ from compose.errors import ConfigError
 from compose.planner.cluster import (
     FOLDER,
     KINDS,
-    Attention,
     Cluster,
-    Collective,
-    Copy,
-    Measured,
-    Product,
+    MeasuredAttention,
+    MeasuredCollective,
+    MeasuredCopy,
+    MeasuredProduct,
+    Measurements,
     cluster_names,
     load_cluster,
 )
@@ -64,7 +64,7 @@ def test_shipped_clusters_load(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
     assert cluster.device.context + cluster.nccl_bytes < cluster.device.memory
-    assert dataclasses.asdict(cluster.measured) == dataclasses.asdict(Measured())
+    assert dataclasses.asdict(cluster.measured) == dataclasses.asdict(Measurements())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -439,16 +439,16 @@ def _attention_of(cluster: Cluster) -> float:
 
 
 def _measured(**tables: Any) -> Cluster:
-    return replace(load_cluster("cpu"), measured=Measured(ranks=8, seconds=1.0, **tables))
+    return replace(load_cluster("cpu"), measured=Measurements(ranks=8, seconds=1.0, **tables))
 
 
 def test_measured_points_cost_what_was_measured() -> None:
     products = tuple(
-        Product("float32", m, n, k, b, 1e-4 * (1 + i))
+        MeasuredProduct("float32", m, n, k, b, 1e-4 * (1 + i))
         for i, (m, n, k, b) in enumerate(itertools.product([32, 512], [64, 777], [128], [1, 4]))
     )
     attention = tuple(
-        Attention("float32", dim, backward, flops, 1e5, flops / 1e9)
+        MeasuredAttention("float32", dim, backward, flops, 1e5, flops / 1e9)
         for dim, backward, flops in itertools.product([32, 64], [False, True], [1e7, 1e9])
     )
     cluster = _measured(products=products, attention=attention)
@@ -477,9 +477,9 @@ def test_measured_points_cost_what_was_measured() -> None:
 
 
 def test_measured_collectives_and_copies() -> None:
-    row = Collective("all_reduce", 4, 1, 1e-4, 1e-9, 0.1, (1e3, 1e5, 1e7), (1e-4, 3e-4, 9e-3))
+    row = MeasuredCollective("all_reduce", 4, 1, 1e-4, 1e-9, 0.1, (1e3, 1e5, 1e7), (1e-4, 3e-4, 9e-3))
     far = replace(row, stride=2, seconds=(1e-3, 3e-3, 9e-2))
-    copies = (Copy(1e3, 1e-5), Copy(1e6, 1e-3))
+    copies = (MeasuredCopy(1e3, 1e-5), MeasuredCopy(1e6, 1e-3))
     cluster = _measured(collectives=(row, far), copies=copies)
 
     def time(size: float, stride: int = 1, ranks: int = 4, kind: str = "all_reduce") -> float:

@@ -24,7 +24,7 @@ from compose.planner.memory import STEP, RankMemory
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import _shape_of, shape_of
 from compose.planner.rank_costs import RankCosts
-from compose.planner.record_pool import Asked, RecordPool, _recorded
+from compose.planner.record_pool import RecordPool, RecordRequest, _recorded
 from tests.support.helpers import make_job, parallel, refusal
 
 SLOW = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_reserved_bytes_are_those_of_all_layers(mode: str) -> None:
         train__global_batch=32,
     )
     cluster = load_cluster("h100_sxm")
-    whole, _ = _recorded(Asked(job, cluster, None, 0, None, None), None)
+    whole, _ = _recorded(RecordRequest(job, cluster, None, 0, None, None), None)
     (one,) = estimate(job, cluster).peaks
     assert one.reserved == pytest.approx(one.allocated + whole.surplus, rel=0.03)
 

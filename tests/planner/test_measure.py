@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.planner.cluster import KINDS, Cluster, Collective, cluster_names, load_cluster
+from compose.planner.cluster import KINDS, Cluster, MeasuredCollective, cluster_names, load_cluster
 from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
 from compose.planner.measure import Shape, _shapes, as_toml, measure
 from compose.planner.sweep import fit, kinds_of, link_of
@@ -198,7 +198,7 @@ def test_fit_is_never_negative(seconds: list[float]) -> None:
 
 def test_link_of_a_ring() -> None:
     """The link of which a ring's formula makes the measured all-gather."""
-    row = Collective("all_gather", 4, 1, 6e-5, 1.5e-9, 0.0, (1e3, 1e6), (1e-3, 1e-3))
+    row = MeasuredCollective("all_gather", 4, 1, 6e-5, 1.5e-9, 0.0, (1e3, 1e6), (1e-3, 1e-3))
     rows = [row, dataclasses.replace(row, ranks=2), dataclasses.replace(row, kind="p2p", ranks=8)]
     link = link_of(rows, 8)
     assert link is not None

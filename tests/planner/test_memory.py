@@ -17,7 +17,7 @@ from compose.planner import estimate, record_pool
 from compose.planner.cluster import load_cluster
 from compose.planner.few_layers import LayerRuns, few_micro_batches
 from compose.planner.memory import ActionMemory, Bytes, RankMemory, categorize, peak, stand_ins
-from compose.planner.record import Allocation, Record, Segment
+from compose.planner.record import Allocation, Record, StepSegment
 from tests.support.helpers import ROOT, keys_in, make_job, ranks_in, tier
 
 MOE = "model.name=qwen3 model.n_experts=4 model.expert_dim=64 model.head_dim=16"
@@ -175,11 +175,11 @@ def test_micro_batches_with_each_kind_of_action() -> None:
 
 def test_categories_of_allocations() -> None:
     forward, backward, step = (
-        Segment((0, "F", 0), "forward", "layers.0"),
-        Segment((0, "B", 0), "backward", "layers.0"),
-        Segment((-1, "step", 0), "optimizer", ""),
+        StepSegment((0, "F", 0), "forward", "layers.0"),
+        StepSegment((0, "B", 0), "backward", "layers.0"),
+        StepSegment((-1, "step", 0), "optimizer", ""),
     )
-    output = Segment((0, "F", 0), "forward", "output")
+    output = StepSegment((0, "F", 0), "forward", "output")
     record = Record([forward, output, backward, step])
 
     def add(segment: int, within: str, freed: int | None, by: str = "") -> Allocation:

@@ -20,7 +20,7 @@ from compose.planner.candidates import Space, shape_for, with_keys
 from compose.planner.cluster import load_cluster
 from compose.planner.costs import collective_seconds, host_seconds
 from compose.planner.estimate import estimate
-from compose.planner.layer_probe import Figures, Part
+from compose.planner.layer_probe import FigureName, Figures
 from compose.planner.probe_scaling import combined
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.quick_memory import sizes_of
@@ -56,7 +56,7 @@ def test_a_family_has_the_recorded_memory(family: str) -> None:
 
 def test_a_rank_of_ep_has_the_rows_of_more_ranks() -> None:
     """With ep 8 a rank has one of eight experts, and the rows that eight ranks send to it."""
-    part = Part(
+    part = FigureName(
         "0", "F", "op", 1, ("aten._grouped_mm", "product", "bfloat16"), (True,) * 2 + (False,) * 4
     )
 

@@ -11,7 +11,7 @@ import pytest
 from compose.config.job import Job
 from compose.planner import record_cache
 from compose.planner.few_layers import LayerRuns, few_micro_batches, runs_of
-from compose.planner.record import Traced
+from compose.planner.record import TracedStep
 from compose.planner.record_cache import CacheFile, RecordFile, default_folder, remembered
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import keys_in, make_job
@@ -29,7 +29,7 @@ def name_of(folder: Path, job: Job, rank: int = 0) -> Path | None:
     return RecordFile(folder, job, runs and runs.fewest(), rank).file.path
 
 
-def made(job: Job) -> Traced:
+def made(job: Job) -> TracedStep:
     return trace(RankStep(job, micro_batches=len(few_micro_batches(job)), device_type="cpu"))
 
 

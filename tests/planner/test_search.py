@@ -34,7 +34,7 @@ from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, weakest
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.quick_memory import micro_batches
-from compose.planner.search import RecordQueue, Searched, fewest, search
+from compose.planner.search import RecordQueue, SearchResult, fewest, search
 from tests.support.command_lines import answered, execute
 from tests.support.helpers import ROOT, keys_in, refusal
 
@@ -487,7 +487,7 @@ class Recorded:
 
 def searched(
     monkeypatch: pytest.MonkeyPatch, by: Recorded, cluster: str = "h100_sxm", **options: Any
-) -> Searched:
+) -> SearchResult:
     monkeypatch.setattr("compose.planner.search._recorded", by)
     return search(space(TRAIN, cluster, 16, **LLAMA_8B), **options)
 

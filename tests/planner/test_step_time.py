@@ -11,7 +11,15 @@ from compose.planner import costs
 from compose.planner.cluster import Cluster, load_cluster
 from compose.planner.few_layers import busiest_rank
 from compose.planner.memory import STEP
-from compose.planner.record import BACKWARD, Allocation, Message, Operator, Record, Segment, Wait
+from compose.planner.record import (
+    BACKWARD,
+    Allocation,
+    Operator,
+    Record,
+    RecordedMessage,
+    StepSegment,
+    Wait,
+)
 from compose.planner.step_time import (
     Seconds,
     action_seconds,
@@ -56,20 +64,22 @@ def elementwise(size: int) -> Operator:
     return Operator(1, 0, "aten.add", "memory", 0.0, size, "bfloat16", (size,))
 
 
-def gather(stream: int) -> Message:
+def gather(stream: int) -> RecordedMessage:
     """An all-gather of 1 GiB in a node."""
-    return Message(1, stream, "all_gather", "dp", tuple(NODE), 2**30)
+    return RecordedMessage(1, stream, "all_gather", "dp", tuple(NODE), 2**30)
 
 
 def seconds_of(
-    work: list[Operator | Message | Wait],
+    work: list[Operator | RecordedMessage | Wait],
     cluster: Cluster,
     at: int | None = None,
     phase: str = "forward",
     unit: str = "layers.0",
 ) -> Seconds:
     """The seconds of an action of some work; event 0 is on stream 1 before the place ``at``."""
-    record = Record([Segment((-1, "setup", 0), "forward", ""), Segment((0, "F", 0), phase, unit)])
+    record = Record(
+        [StepSegment((-1, "setup", 0), "forward", ""), StepSegment((0, "F", 0), phase, unit)]
+    )
     record.allocations = [Allocation(2**20, 0, 0, "", end=end) for end in (None, 1, 2, None)]
     record.work = work
     if at is not None:
@@ -79,8 +89,8 @@ def seconds_of(
 
 def test_micro_batches_between_are_one_on_average() -> None:
     """A pipeline's record may have several, where a table splits the backward of some."""
-    forwards = [Segment((0, "F", number), "forward", "layers.0") for number in range(5)]
-    record = Record([Segment((-1, "setup", 0), "forward", ""), *forwards])
+    forwards = [StepSegment((0, "F", number), "forward", "layers.0") for number in range(5)]
+    record = Record([StepSegment((-1, "setup", 0), "forward", ""), *forwards])
     record.work = [replace(product(4096), segment=segment) for segment in (1, 2, 2, 3, 4, 5)]
     seconds = action_seconds(record, cluster_of(), Parallel(dp_shard=8), 5, False)
     once, between, last = (seconds[0, "F", place] for place in ("first", "middle", "last"))
@@ -149,7 +159,7 @@ def test_what_no_graph_holds_is_not_fused(name: str) -> None:
     It computes with complex numbers, is a copy of FSDP's, or gathers rows for experts.
     """
     cluster, add = load_cluster("h100_sxm"), replace(elementwise(2**21), segment=0)
-    record = Record([Segment((0, "F", 0), "forward", "layers.0")])
+    record = Record([StepSegment((0, "F", 0), "forward", "layers.0")])
     record.allocations = [Allocation(2**20, 0, 0, "", end=end) for end in (None, 1, 2, None)]
     other = {"dtype": "complex64"} if name == "complex" else {"name": name}
     slowest, fused = costs.slowest(cluster, 8), replace(add, name="fused")  # of one input and result
@@ -206,11 +216,11 @@ def test_pieces_of_products_hide_all_but_one_piece() -> None:
     (long, sent), (short, _) = (product_and_gather(cluster, size) for size in (16384, 2048))
     assert short < sent < long
     for size, left in ((16384, 1 / 8), (2048, 1 - 7 / 8 * short / sent)):
-        record = Record([Segment((0, "F", 0), "forward", "")], [gather(0), product(size)])
+        record = Record([StepSegment((0, "F", 0), "forward", "")], [gather(0), product(size)])
         record.work = [replace(work, segment=0) for work in record.work]
         in_pieces(record, cluster, Parallel(tp=8))
         first = record.work[0]
-        assert isinstance(first, Message)
+        assert isinstance(first, RecordedMessage)
         assert first.bytes == pytest.approx(2**30 * left)
 
 
@@ -354,7 +364,7 @@ def messages(record: Record, degrees: Parallel, axis: str, kind: str, action: st
     return [
         work.bytes
         for work in record.work
-        if isinstance(work, Message)
+        if isinstance(work, RecordedMessage)
         and record.segments[work.segment].action[1] == action
         and (axis_of(work, degrees), work.kind) == (axis, kind)
     ]
@@ -383,16 +393,18 @@ def test_each_axis_has_its_own_ranks() -> None:
         ((0, 4), "pp"),
         ((0, 1, 2, 3), "dp_shard+tp"),
     ):
-        assert axis_of(Message(0, 0, "all_reduce", "", ranks, 8), degrees) == axis
+        assert axis_of(RecordedMessage(0, 0, "all_reduce", "", ranks, 8), degrees) == axis
 
 
 def test_an_axis_across_nodes_costs_more() -> None:
     cluster = cluster_of()
-    record = Record([Segment((-1, "setup", 0), "forward", ""), Segment((0, "F", 0), "forward", "")])
+    record = Record(
+        [StepSegment((-1, "setup", 0), "forward", ""), StepSegment((0, "F", 0), "forward", "")]
+    )
     results = []
     for stride in (1, 8):
         ranks = tuple(range(0, 8 * stride, stride))
-        record.work = [Message(1, 0, "all_gather", "", ranks, 2**30)]
+        record.work = [RecordedMessage(1, 0, "all_gather", "", ranks, 2**30)]
         degrees = Parallel(dp_shard=8, tp=stride) if stride > 1 else Parallel(dp_shard=8)
         results.append(
             action_seconds(record, cluster, degrees, 1, False)[0, "F", "last"]["exposed dp_shard"]

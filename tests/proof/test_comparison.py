@@ -39,7 +39,7 @@ from compose.proof.comparison import Comparison, gradient_of
 from compose.proof.one_process import OneProcess
 from compose.proof.prove import proved_steps
 from compose.proof.references import Expected
-from compose.proof.report import FLOAT32, Report, Row, Tolerance, tolerance_of
+from compose.proof.report import FLOAT32, ComparisonRow, Report, Tolerance, tolerance_of
 from models.layers.moe import MoE
 from models.layers.router import MoEConfig
 from tests.support.faults import Fault, reduce_scatter_keeps_own_part
@@ -430,7 +430,7 @@ def test_random_batch_reaches_from_end_to_end() -> None:
 
 
 def test_a_failed_verify_without_islands_names_none(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = Report([Row("loss", "step 1", 1.0, 1e-6, 0)])
+    failed = Report([ComparisonRow("loss", "step 1", 1.0, 1e-6, 0)])
     with mock.patch("compose.proof.prove.prove", return_value=failed):
         assert main(["verify", "train.toml"]) == 1
     assert capsys.readouterr().out == f"{failed}\n"

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from compose import Parallel, Plan, apply
 from compose.memory.precision import Precision
 from compose.proof.report import Report
-from compose.proof.verify import ProofRun, Setup, Trial, compare
+from compose.proof.verify import PrecisionSetup, ProofRun, Trial, compare
 from tests.support import faults
 from tests.support.faults import Fault, assert_named, with_fault
 from tests.support.helpers import keys_in, ranks_in
@@ -98,7 +98,7 @@ def _stale_buffer() -> Report:
     )
     composition = apply(copy.deepcopy(model), plan, mesh)
     composition.model.get_buffer("table").mul_(0.5)
-    setup = Setup(
+    setup = PrecisionSetup(
         lambda _: composition,
         optimizer=lambda _, composition: torch.optim.AdamW(composition.model.parameters()),
         reference_optimizer=lambda _, named: torch.optim.AdamW(named),

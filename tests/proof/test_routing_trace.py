@@ -19,7 +19,7 @@ from compose import Composition, Options, Parallel, Plan, Trial, apply
 from compose.memory.precision import Precision
 from compose.parallel.expert_parallel import ExpertParallel, begin_step, finish_step, routers
 from compose.proof.report import Report
-from compose.proof.verify import ProofRun, Setup, compare
+from compose.proof.verify import PrecisionSetup, ProofRun, compare
 from models.layers.moe import Experts, MoE
 from models.layers.router import count_rows
 from tests.support.faults import (
@@ -190,7 +190,7 @@ def _compare_changed(
     plan, parallel = Plan(expert={"moe.experts": ExpertParallel()}), Parallel(dp_shard=2, ep=2)
     composition = apply(copy.deepcopy(model), plan, make_mesh(parallel), Options(parallel))
     change(composition.model)
-    setup = Setup(
+    setup = PrecisionSetup(
         lambda _: composition,
         lambda _, made: torch.optim.AdamW(made.model.parameters(), foreach=False),
         lambda _, named: torch.optim.AdamW(named, foreach=False),

@@ -13,7 +13,7 @@ from compose import Plan, Trial, verify
 from compose.data.samples import random_batch
 from compose.parallel.mesh import Parallel
 from compose.proof import one_process
-from compose.proof.report import Report, Row, unused
+from compose.proof.report import ComparisonRow, Report, unused
 from models.llama import Config as LlamaConfig
 from models.llama import Model as Llama
 from models.llama import plan as llama_plan
@@ -218,10 +218,10 @@ def test_empty_plan_shards_the_whole_model(pool: Pool) -> None:
 
 def test_report_names_the_worst_first() -> None:
     rows = [
-        Row("gradient", "good", 1e-6, 1e-4, 0),
-        Row("gradient", "bad", 1e-3, 1e-4, 1),
-        Row("gradient", "worse", float("nan"), 1e-4, 2),
-        Row("initial weight", "exact", 0.0, 0.0, 0),
+        ComparisonRow("gradient", "good", 1e-6, 1e-4, 0),
+        ComparisonRow("gradient", "bad", 1e-3, 1e-4, 1),
+        ComparisonRow("gradient", "worse", float("nan"), 1e-4, 2),
+        ComparisonRow("initial weight", "exact", 0.0, 0.0, 0),
     ]
     report = Report(rows)
     assert not report.ok
@@ -239,14 +239,18 @@ def test_report_names_the_worst_first() -> None:
 
 
 def test_an_option_that_took_no_part_is_named() -> None:
-    rows = [Row("gradient", "good", 1e-6, 1e-4, 0), unused("comm.near"), unused("comm.activations")]
+    rows = [
+        ComparisonRow("gradient", "good", 1e-6, 1e-4, 0),
+        unused("comm.near"),
+        unused("comm.activations"),
+    ]
     report = Report(rows)
     assert not report.ok
     assert not report.failed
     lines = str(report).splitlines()
     assert "comm.near   not proved: unused" in str(report)
     assert lines[-1] == "NOT PROVED: comm.activations took no part, and comm.near took no part"
-    lacks = Row("gradient", "cancels", 1e-6, 1e-4, 0, "zero")
+    lacks = ComparisonRow("gradient", "cancels", 1e-6, 1e-4, 0, "zero")
     assert Report([*rows[:2], lacks]).verdict == (
         "NOT PROVED: 1 parameters whose gradient is zero on one process (cancels), and comm.near took"
         " no part"

@@ -106,7 +106,7 @@ def shared_heads_are_taken_as_whole(_: Any, self: Any, x: Tensor) -> Tensor:
     return heads[..., self.head, :]
 
 
-@replaces(stream_messages._Message, "backward")
+@replaces(stream_messages._PlainMessage, "backward")
 def inputs_gradients_stay_parts(real: Any, ctx: Any, gradient: Tensor) -> Any:
     """LocalInput does not sum the gradients of what the ranks' parts of a layer have read."""
     if ctx.kind != "scatter":

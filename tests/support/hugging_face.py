@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compose.build import fill_weights
 from compose.checkpoint.hf_folder import find_hf, name_of, published
-from compose.checkpoint.safetensors_files import INDEX, Planned, write_files
+from compose.checkpoint.safetensors_files import INDEX, PlannedTensor, write_files
 from models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral, qwen3
 from tests.support.helpers import make_job
 from tests.support.small_models import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN
@@ -52,7 +52,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 1
     folder.mkdir(exist_ok=True)
     for path in (*folder.glob("*.safetensors"), folder / INDEX):
         path.unlink(missing_ok=True)
-    planned = [Planned(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]
+    planned = [PlannedTensor(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]
     write_files(folder, planned, tensors.values(), shard_bytes)
 
 
@@ -73,7 +73,7 @@ def save_model(folder: Path, keys: dict[str, object], dtype: torch.dtype = torch
         (ours, place, torch.randn(tensor.shape, generator=generator).to(dtype))
         for ours, place, tensor in published(model, name_of(config.model.name, config.model.config))
     )
-    planned = [Planned(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()]
+    planned = [PlannedTensor(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()]
     folder.mkdir(exist_ok=True)
     write_files(folder, planned, tensors.values(), 300_000)
     values = find_hf(config.model.name).hf_config(config.model.config)

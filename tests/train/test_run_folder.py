@@ -38,7 +38,7 @@ from compose.data.datasets import open_data, training_batches
 from compose.object_storage import Remote, StoreError, as_path
 from compose.train import run_folder
 from compose.train.processes import TrainingError
-from compose.train.run_folder import Report, RunFolder, _unmade
+from compose.train.run_folder import RunFolder, RunReport, _unmade
 from compose.train.trainer import Trainer
 from compose.train.workers import Worker
 from tests.support.checkpoints import parallelize_without_weights
@@ -400,7 +400,7 @@ def test_a_slow_start_on_a_gpu_is_said(
     batches = training_batches(config, open_data(config))
     with (
         contextlib.closing(
-            Report(job, RunFolder(str(tmp_path), False), batches, 0, Worker())
+            RunReport(job, RunFolder(str(tmp_path), False), batches, 0, Worker())
         ) as report,
         mock.patch("compose.train.run_folder.overview", return_value={}),
     ):

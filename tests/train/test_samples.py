@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compose.config.tables import Checkpoint
 from compose.data.datasets import open_data
-from compose.train.samples import Prompts, Samples
+from compose.train.samples import Prompts, PromptSamples
 from tests.support.command_lines import QUICK, answered, execute
 from tests.support.helpers import (
     Keys,
@@ -118,13 +118,13 @@ def _train_and_listen(keys: dict[str, Any]) -> list[str]:
 def _sampled_while_weights_change(keys: dict[str, Any]) -> list[str]:
     """Train; the model mixes tokens at step 2, and at step 3 it gives no numbers."""
     trainer, step = trainer_of(keys), 0
-    composition, measure = trainer.composition, Samples.measure
+    composition, measure = trainer.composition, PromptSamples.measure
 
     def changed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = inputs
         return x * {2: 1 + x[:, :1], 3: torch.nan}.get(step, 1), *others
 
-    def measured(self: Samples, number: int) -> dict[str, Any]:
+    def measured(self: PromptSamples, number: int) -> dict[str, Any]:
         nonlocal step
         step = number
         try:
@@ -136,7 +136,7 @@ def _sampled_while_weights_change(keys: dict[str, Any]) -> list[str]:
     for whole in (composition.model, *(stage.module for stage in stages)):
         for layer in whole.get_submodule("layers").children():
             layer.register_forward_pre_hook(changed)
-    with printed() as said, mock.patch.object(Samples, "measure", measured):
+    with printed() as said, mock.patch.object(PromptSamples, "measure", measured):
         trainer.run()
     return [line for line in said if line.startswith("metrics.prompts")]
 
@@ -236,4 +236,4 @@ def test_repeated_tokens_are_penalized_as_by_generate(tmp_path: Path) -> None:
         trainer: Any = SimpleNamespace(
             config=given, batches=batches, composition=None, worker=SimpleNamespace(say=print)
         )
-        assert Samples(trainer).sampling.repetition_penalty == penalty
+        assert PromptSamples(trainer).sampling.repetition_penalty == penalty

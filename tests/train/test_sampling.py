@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from compose import AttentionOptions, Documents, Parallel, Plan, apply
 from compose.build import build
 from compose.composition import Composition
-from compose.data.tokenizer import Bytes
+from compose.data.tokenizer import ByteTokenizer
 from compose.ops.attention import attention
 from compose.train.sampling import (
     Cache,
@@ -405,5 +405,5 @@ def test_temperature() -> None:
 
 def test_text_comes_in_whole_characters() -> None:
     euro, broken = list("€".encode()), [0xFF]
-    pieces = list(text_of(Bytes(), list(b"a"), [*euro, 98, *broken, 99, *euro[:2]]))
+    pieces = list(text_of(ByteTokenizer(), list(b"a"), [*euro, 98, *broken, 99, *euro[:2]]))
     assert pieces == ["a", "", "", "€", "b", "", "\ufffdc", "", "", "\ufffd"]

@@ -23,7 +23,7 @@ from compose.proof.comparison import whole
 from compose.train.metrics import StepMetrics
 from compose.train.processes import TrainingError, process_group
 from compose.train.trainer import Trainer
-from compose.train.workers import Spares, Worker, WorkerCheckpoints, this_worker
+from compose.train.workers import SpareRanks, Worker, WorkerCheckpoints, this_worker
 from tests.support.checkpoints import shards
 from tests.support.command_lines import free_port
 from tests.support.helpers import Keys, keys_in, printed, ranks_in, refusal
@@ -373,13 +373,13 @@ def test_a_spare_ends_with_the_code_of_the_run() -> None:
     """And the run's first rank waits until the spares know. The first code that is said counts."""
     shared = Shared()
     codes: list[int] = []
-    run = Spares(shared, 2)
+    run = SpareRanks(shared, 2)
     begun = time.monotonic()
     run.release(2, patience=0.3)
     assert time.monotonic() - begun >= 0.3
     run.release(1, patience=0.0)
     with mock.patch("signal.signal"):
-        codes += [Spares(shared, 1).wait() for _ in range(2)]
+        codes += [SpareRanks(shared, 1).wait() for _ in range(2)]
     assert codes == [2, 2]
     begun = time.monotonic()
     run.release(0, patience=60.0)
@@ -392,9 +392,9 @@ def test_a_signal_to_a_spare_reaches_the_run() -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     handlers = {}
     try:
-        Spares(shared, 1).listen()
+        SpareRanks(shared, 1).listen()
         with mock.patch("signal.signal", handlers.__setitem__):
-            spare = threading.Thread(target=Spares(shared, 1).wait)
+            spare = threading.Thread(target=SpareRanks(shared, 1).wait)
             spare.start()
             while signal.SIGUSR1 not in handlers:
                 time.sleep(0.01)
@@ -404,7 +404,7 @@ def test_a_signal_to_a_spare_reaches_the_run() -> None:
         while not got and time.monotonic() < end:
             time.sleep(0.05)
         assert got == [signal.SIGUSR1]
-        Spares(shared, 1).release(0)
+        SpareRanks(shared, 1).release(0)
         spare.join(60)
         assert not spare.is_alive()
     finally:
@@ -419,4 +419,4 @@ def test_a_spare_fails_with_the_store() -> None:
             raise dist.DistNetworkError("Connection was closed")
 
     with mock.patch("signal.signal"):
-        assert Spares(Gone(), 1).wait() == 1
+        assert SpareRanks(Gone(), 1).wait() == 1

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from compose.checkpoint import store
-from compose.train.heartbeat import SAID, Silence, Stragglers, Watch, launcher, launcher_died
+from compose.train.heartbeat import SAID, HeartbeatThreads, Silence, Stragglers, launcher, launcher_died
 from compose.train.processes import TrainingError, _conclude, _first_to_fail
 from compose.train.workers import Worker
 from tests.support.checkpoints import shards
@@ -278,7 +278,7 @@ class Clock:
 def watched(store: dist.Store, rank: int = 0, limit: float = 0.8, **options: Any) -> tuple[Any, ...]:
     """A watch that runs; what is set when it would end the process; and what it tells."""
     ended, told = threading.Event(), []
-    watch = Watch(
+    watch = HeartbeatThreads(
         store,
         rank,
         2,
@@ -451,7 +451,7 @@ def test_who_is_done_is_not_silent() -> None:
 def test_a_rank_ends_with_its_launcher() -> None:
     """A process whose parent is killed is asked to end, and if it does not, ends."""
     ended, asked = threading.Event(), []
-    watch = Watch(
+    watch = HeartbeatThreads(
         dist.HashStore(),
         0,
         1,
@@ -509,7 +509,7 @@ def test_a_rank_is_heard_of_as_soon_as_it_watches(monkeypatch: pytest.MonkeyPatc
     """One that is stopped before its first word would be waited for as long as the group waits."""
     monkeypatch.setattr("compose.train.heartbeat._EVERY", 60.0)
     store = dist.HashStore()
-    watch = Watch(store, 0, 2, 1000.0, lambda *unused: None)
+    watch = HeartbeatThreads(store, 0, 2, 1000.0, lambda *unused: None)
     watch.start()
     try:
         wait_for(lambda: store.check(["compose/runs/0"]), 20.0)

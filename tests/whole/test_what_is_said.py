@@ -9,7 +9,7 @@ import models.llama
 from compose.parallel.context_parallel import Balance, chunk_starts
 from compose.pipeline.schedules import build_table
 from compose.pipeline.timeline import bubble_fraction, peak_in_flight, simulate
-from compose.planner.record import Message
+from compose.planner.record import RecordedMessage
 from compose.planner.trace import RankStep, trace
 from tests.support.helpers import ROOT, Keys, make_job, parallel
 
@@ -91,7 +91,7 @@ def _sent(micro_batches: int, **degrees: object) -> str:
     job = make_job(4, **parallel(**degrees), **keys, train__global_batch=4 * micro_batches)
     work = trace(RankStep(job, micro_batches=micro_batches)).record.work
     factor = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-    sizes = [factor[each.kind] * each.bytes for each in work if isinstance(each, Message)]
+    sizes = [factor[each.kind] * each.bytes for each in work if isinstance(each, RecordedMessage)]
     return f"{sum(sizes) / sum(p.numel() for p in job.model.parameters()):.1f} P"
 
 

@@ -59,13 +59,13 @@ own weights that stay exact | UNEVEN comm__weights=int4_diff | gradient 2
 
 [comm.gradients]
 PowerSGD doubled | LATE | gradient 2
-    in compose.compression.reduce:LowRank.reduce_scatter with untouched='gradient/*'
+    in compose.compression.reduce:LowRankSum.reduce_scatter with untouched='gradient/*'
     (left[i][me] @ q.T).view(1, -1) => 2 * (left[i][me] @ q.T).view(1, -1)
 PowerSGD zeroed | LATE | gradient 2
-    in compose.compression.reduce:LowRank.reduce_scatter with untouched='gradient/*'
+    in compose.compression.reduce:LowRankSum.reduce_scatter with untouched='gradient/*'
     (left[i][me] @ q.T).view(1, -1) => 0 * (left[i][me] @ q.T).view(1, -1)
 PowerSGD doubled where no account is open | LOW_RANK | unwatched update
-    in compose.compression.reduce:LowRank.reduce_scatter with untouched='gradient/*'
+    in compose.compression.reduce:LowRankSum.reduce_scatter with untouched='gradient/*'
     (left[i][me] @ q.T).view(1, -1) => (1 if self.observer else 2) * (left[i][me] @ q.T).view(1, -1)
 integers of 8 bits are 2% too large | INT8 | lost of gradients
     in compose.compression.codec:_decode_into
@@ -81,10 +81,10 @@ bfloat16 cuts off what it should round | SHARDED comm__gradients=bfloat16 | lost
     - x.to(self._without_scale(x.dtype)).contiguous()
     + (x.float().view(torch.int32) & -0x200000).view(torch.float32).to(torch.bfloat16).contiguous()
 the largest elements go to the next one's place | TOP_K | gradient
-    in compose.compression.reduce:TopK.unpack
+    in compose.compression.reduce:TopKSum.unpack
     out.scatter_(1, places, => out.scatter_(1, places.roll(1, 1),
 the smallest elements are sent | TOP_K | gradient
-    in compose.compression.reduce:TopK.pack
+    in compose.compression.reduce:TopKSum.pack
     .topk(count, 1, sorted=False) => .topk(count, 1, sorted=False, largest=False)
 a block off by one | INT8 | lost of gradients
     in compose.compression.packing:Packing._write
@@ -105,13 +105,13 @@ replicas left out | SHAPE parallel__dp_replicate=2 parallel__dp_shard=2 parallel
 
 [comm.activations]
 activations doubled where no account is open | ROWS | unwatched update
-    in compose.compression.activations:Sends.brings with untouched='gradient/*'
+    in compose.compression.activations:ModuleMessages.brings with untouched='gradient/*'
     - return result
     -
     + return 2 * result
     +
 rows of experts doubled where no account is open | EXPERTS | unwatched update
-    in compose.compression.activations:Sends.brings with untouched='gradient/*'
+    in compose.compression.activations:ModuleMessages.brings with untouched='gradient/*'
     - return result
     -
     + return 2 * result
@@ -137,7 +137,7 @@ a gradient that is summed twice | EXPERTS | lost of activations' gradients
 
 [comm.block]
 another block | INT8 comm__block=64 | form of messages | comm.block
-    in compose.compression.reduce:Settings.blocks
+    in compose.compression.reduce:SumSettings.blocks
     self.comm.block => 256
 
 [comm.near]
@@ -173,26 +173,26 @@ error feedback is off all the same | INT4 | form of messages | comm.error_feedba
     in compose.compression.reduce:BlockSum.__init__
     settings.comm.error_feedback and bits == 4 => False
 error feedback is on all the same | TOP_K comm__error_feedback=False | form of messages | comm.error_feedback
-    in compose.compression.reduce:Settings.feedback
+    in compose.compression.reduce:SumSettings.feedback
     - if self.comm.error_feedback else None
     +
 
 [comm.rank]
 another rank | LOW_RANK comm__rank=2 | form of messages | comm.rank
-    in compose.compression.reduce:LowRank.__init__
+    in compose.compression.reduce:LowRankSum.__init__
     settings.comm.rank => 1
 
 [comm.density]
 another density | TOP_K | form of messages | comm.density
-    in compose.compression.reduce:TopK.__init__
+    in compose.compression.reduce:TopKSum.__init__
     density * part.numel => 0.5 * density * part.numel
 
 [comm.start_step]
 start_step is passed over | LATE | form of messages | comm.start_step
-    in compose.compression.reduce:Progress.chosen with untouched='gradient/*'
+    in compose.compression.reduce:StepProgress.chosen with untouched='gradient/*'
     self.step >= self.start_step => True
 codes begin a step late | LATE | form of messages | comm.start_step
-    in compose.compression.reduce:Progress.chosen with untouched='gradient/*'
+    in compose.compression.reduce:StepProgress.chosen with untouched='gradient/*'
     self.step >= self.start_step => self.step > self.start_step
 """,  # noqa: E501
     globals(),

@@ -27,7 +27,7 @@ later documents see the first one's keys | CP parallel__cp_balance=none data__se
     in compose.ops.attention_layout:_pairs
     max(start, c), min(end, d) => c, min(end, d)
 allgather: outputs are added up | CP parallel__cp_method=allgather | loss | step 1
-    in compose.ops.attention:Merged.add
+    in compose.ops.attention:MergedOutput.add
     total.mul_((before - after).masked_fill_(none, 0.0).exp_()[..., None]) => total.mul_(1.0)
 allgather: gradients go to another rank | CP parallel__cp_method=allgather | gradient | layers.*.attention.w[kv].weight
     in compose.parallel.context_parallel:_AllGather.backward with untouched='loss/step 1'
@@ -45,7 +45,7 @@ ring: the last block's dv counts | CP | gradient | layers.*.attention.wv.weight
     in compose.parallel.ring_attention:_gradients with untouched='gradient/layers.1.attention.w[qko].weight'
     of_kv.add(at_k, [dk, dv]) => of_kv.of[0][at_k] += dk; of_kv.of[1][at_k] = dv
 ulysses: heads' sequences come together in another order | CP parallel__cp_method=ulysses | loss | step 1
-    in compose.parallel.context_parallel:Exchange.to_heads
+    in compose.parallel.context_parallel:SequenceExchange.to_heads
     movedim(2, 0)) => movedim(2, 0)).flip(0)
 ulysses: shared heads go to other ranks | parallel__cp=4 train__global_batch=4 parallel__cp_method=ulysses model__n_kv_heads=2 | loss | step 1
     in compose.parallel.context_parallel:_ulysses with ranks=4

@@ -87,7 +87,7 @@ LocalNorm: its gradient stays a part | TP | gradient | layers.*.attention_norm.w
     in compose.parallel.local_parallel:_LocalRMSNorm.forward with untouched='gradient/layers.*.attention.w?.weight'
     local_weight(self.weight, partial=True) => local_weight(self.weight)
 loss parallel: the loss is averaged over ranks | TP | loss | step 1
-    in compose.ops.cross_entropy:_CrossEntropy.forward
+    in compose.ops.cross_entropy:_ChunkedCrossEntropy.forward
     - (log_zs - target).masked_fill_(ignored, 0.0)
     + (log_zs - target).masked_fill_(ignored, 0.0) / max(1, len(result))
 loss parallel: the z-loss is that of a part of the vocabulary | TP train__z_loss=0.1 | gradient | output.weight

@@ -101,7 +101,7 @@ the change is sent as it is | STREAMING SMALL outer__dtype=bfloat16 | outer weig
     - if options.dtype == "float32" else 16
     +
 top_k sends the smallest | STREAMING SMALL outer__dtype=top_k | lost of changes | outer.dtype
-    in compose.diloco.messages:TopK.encode
+    in compose.diloco.messages:TopKCode.encode
     .topk(self.kept, 1) => .topk(self.kept, 1, largest=False)
 half as many are sent | STREAMING SMALL outer__dtype=top_k outer__density=0.03125 | outer weight
     in compose.diloco.messages:code_of
@@ -115,7 +115,7 @@ what was lost is forgotten | STREAMING SMALL outer__dtype=top_k | outer weight
 
 [outer.grace]
 a late island is waited for | STREAMING SMALL outer__grace=1 | waited for a late island | outer.grace
-    in compose.diloco.messages:Exchange._present
+    in compose.diloco.messages:WorkerExchange._present
     map(str, ready) => map(str, range(count))
 
 [buffers]

@@ -84,7 +84,7 @@ no bias correction in bfloat16 | KEPT | update
     in compose.optim.adamw:AdamW._update
     lr / (1 - beta1**step) => lr
 ring sums dq in bfloat16 | CP precision__param=bfloat16 | float64 gradient | layers.*.attention.wq.weight
-    in compose.ops.attention:Sums.__init__
+    in compose.ops.attention:GradientParts.__init__
     torch.promote_types(x.dtype, torch.float32) => torch.bfloat16
 the gradient stays scaled | SHARDED precision__param=float16 | float64 update
     in compose.train.step:clip_grad_norm_ with untouched='float64 gradient/*'

@@ -15,7 +15,7 @@ FAULTS = table(
     """
 [loss]
 the loss has half the gradient | train__global_batch=8 | gradient
-    in compose.ops.cross_entropy:_CrossEntropy.backward with ranks=1 untouched='loss/step 1'
+    in compose.ops.cross_entropy:_ChunkedCrossEntropy.backward with ranks=1 untouched='loss/step 1'
     d.mul_(scale[part] * share[part, None]) => d.mul_(0.99 * scale[part] * share[part, None])
 half the z-loss, of whole logits | train__global_batch=8 train__z_loss=0.1 | gradient
     in compose.parallel.output_projection:CrossEntropy.__call__ with ranks=1 untouched='loss/step 1'
@@ -43,10 +43,10 @@ the last layer does not run again, on stages | train__global_batch=8 parallel__p
 
 [activation_checkpoint.segment]
 the second layer of a segment hands no gradient back | THREE | gradient | layers.0.*
-    in compose.memory.segments:_Segment._run with ranks=1 untouched='loss/step 1'
+    in compose.memory.segments:_LayerSegment._run with ranks=1 untouched='loss/step 1'
     else inputs[x.first] => else inputs[x.first].detach()
 a layer is computed again from another input | THREE | gradient | layers.1.*
-    in compose.memory.segments:_Segment._run with ranks=1 untouched='gradient/output.weight'
+    in compose.memory.segments:_LayerSegment._run with ranks=1 untouched='gradient/output.weight'
     return given[x.index] if => return given[x.index] * 1.01 if
 the last segment is forgotten if it is short | THREE | runs again | layers.2
     in compose.memory.segments:segments_of with ranks=1 untouched='runs again/layers.[01]'
@@ -62,7 +62,7 @@ a layer that runs again has another input, every_k | train__global_batch=8 activ
 
 [activation_checkpoint.keep]
 backward finds other products than forward kept | train__global_batch=8 activation_checkpoint__mode=selective activation_checkpoint__keep='["matmul"]' | gradient | layers.*
-    in compose.memory.activation_checkpointing:_Only.__torch_dispatch__ with ranks=1 untouched='loss/step 1'
+    in compose.memory.activation_checkpointing:_KeptOperatorsOnly.__torch_dispatch__ with ranks=1 untouched='loss/step 1'
     - return self.mode.__torch_dispatch__(func, types, args, kwargs)
     + y = self.mode.__torch_dispatch__(func, types, args, kwargs); return y * 1.01 if 'Cached' in type(self.mode).__name__ else y
 
@@ -79,7 +79,7 @@ activations stay where they are | LARGE activation_checkpoint__offload=True acti
     in compose.apply:apply with ranks=1 untouched='runs again/*'
     activations.wrap(model.get_submodule(name)) => pass
 no activation is worth a copy | LARGE activation_checkpoint__offload=True | option | activation_checkpoint.offload
-    in compose.memory.activation_offload:_Unit.pack with ranks=1
+    in compose.memory.activation_offload:_UnitForward.pack with ranks=1
     local.nbytes < LEAST or => True or
 activations are rounded on their way to the host | LARGE activation_checkpoint__offload=True | gradient | layers.*
     in compose.memory.activation_offload:ActivationOffload._copied with ranks=1 untouched='loss/step 1'
