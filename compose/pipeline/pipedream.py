@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from compose.errors import ConfigError
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
-from compose.pipeline.pipeline_parallel import PipelineRunner, PendingTensor, check_whole
+from compose.pipeline.pipeline_parallel import PendingTensor, PipelineRunner, check_whole
 from compose.pipeline.stage import plain_stream
 
 Version = dict[str, nn.Parameter]

@@ -202,8 +202,10 @@ def split(
     stage_of, last = stages_of(model, pipeline, layers), len(layers) - 1
     ties = _untie(model, stage_of)
     container = model.get_submodule(pipeline.layers)
-    told = iter([(key, stand_ins.FixedOutputLayer(layer)) for key, layer in container.named_children()])
-    stands = [dict(islice(told, count)) for count in layers]
+    fixed = iter(
+        [(key, stand_ins.FixedOutputLayer(layer)) for key, layer in container.named_children()]
+    )
+    by_stage = [dict(islice(fixed, count)) for count in layers]
     _remove(model, {name for name, stage in stage_of.items() if stage not in mine}, pipeline)
 
     def without(absent: Set[str], later: bool, hands_on: bool) -> nn.Module:
@@ -217,7 +219,7 @@ def split(
     for stage in mine:
         absent = frozenset(name for name, other in stage_of.items() if other != stage)
         stages.append(Stage(stage, without(absent, stage > 0, stage < last), absent))
-    return stages, ties, stand_ins.CutTrial(without(stage_of.keys(), True, True), pipeline, stands)
+    return stages, ties, stand_ins.CutTrial(without(stage_of.keys(), True, True), pipeline, by_stage)
 
 
 def _untie(model: nn.Module, stage_of: dict[str, int]) -> list[Tied]:

@@ -129,21 +129,21 @@ def stage_forward(module: nn.Module, layers: str, later: bool, hands_on: bool) -
             return output
         return kept[-1] if isinstance(kept[-1], Tensor) else kept[-1][0]
 
-    told: Any = forward
-    told.__signature__, told.outputs = inspect.signature(module.forward), 0
-    return told
+    result: Any = forward
+    result.__signature__, result.outputs = inspect.signature(module.forward), 0
+    return result
 
 
 class FixedOutputLayer(OtherStageLayer):
-    """A stand-in for a layer that returns what the trial tells it."""
+    """A stand-in for a layer that returns what the trial sets."""
 
     result: Callable[[], Any] | None = None
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        told: Any = lambda *args, **named: self.result and self.result()  # noqa: E731
-        told.__signature__ = inspect.signature(module.forward)
-        self.forward = told
+        forward: Any = lambda *args, **named: self.result and self.result()  # noqa: E731
+        forward.__signature__ = inspect.signature(module.forward)
+        self.forward = forward
 
 
 def _copied(value: Any) -> Any:
@@ -183,7 +183,7 @@ class CutTrial(NamedTuple):
     shell: nn.Module
     """The model without all that stages share out."""
     cut: "Pipeline"
-    stands: list[dict[str, FixedOutputLayer]]
+    layers: list[dict[str, FixedOutputLayer]]
     """For each stage a stand-in for each of its layers, by its name in their container."""
 
 
@@ -225,7 +225,7 @@ def try_first_stage(
     stage: nn.Module, trial: CutTrial, first: Tensor, inputs: Mapping[str, Any]
 ) -> Tensor:
     """Return the stream that the first stage hands on, once forward was seen to leave it alone."""
-    shell, cut, stands = trial
+    shell, cut, layers = trial
     real: dict[str, Any] = dict(stage.get_submodule(cut.layers)._modules)
     with refused_if("plan.pipeline: {}: the first stage fails; does the model run by itself?"):
         stream, seen = _run(trial, stage, first, inputs, dict([*real.items()][:1]), real)
@@ -250,11 +250,11 @@ def try_first_stage(
             f" and last: without them it takes {_form(stream)} and returns {_form(alone)}, not the"
             f" same; do that in a module of first or last, {_CURE}"
         )
-    whole = {key: stand for part in stands for key, stand in part.items()}
+    whole = {key: layer for part in layers for key, layer in part.items()}
     # No rank knows what layers of other stages return, nor the first one, if it has none.
     results = [call.output for call in seen if call.name not in cut.last][:1]
     for result in results or [stream, (stream, None)]:
-        _tell(whole, result)
+        _set_results(whole, result)
         try:
             end, wanted = _run(trial, stage, first, inputs, whole)
             break
@@ -266,12 +266,12 @@ def try_first_stage(
         return stream
     made, given = list[ModuleCall](), first
     with refused_if(f"plan.pipeline: {{}}: {instead}"), _not_by_number(shell, cut.layers):
-        for number, own in enumerate(stands, start=1):
+        for number, own in enumerate(layers, start=1):
             module, more = (shell, named) if number > 1 else (stage, inputs)
             given, called = _run(trial, module, given, more, own)
-            made += [call for call in called if number == len(stands) or call.name not in cut.last]
-    for stand in whole.values():
-        stand.result = None  # it holds a stream
+            made += [call for call in called if number == len(layers) or call.name not in cut.last]
+    for layer in whole.values():
+        layer.result = None  # it holds a stream
     wanted.append(ModuleCall("the output", {"args": Digest.of(end)}, None))
     made.append(ModuleCall("the output", {"args": Digest.of(given)}, None))
     _compare(trial, wanted, made, instead)
@@ -316,18 +316,18 @@ def _run(
     return plain_stream(output), seen
 
 
-def _tell(stands: Mapping[str, FixedOutputLayer], result: Any) -> None:
+def _set_results(layers: Mapping[str, FixedOutputLayer], result: Any) -> None:
     """Have stand-ins return ``result``, each with another stream, so that its place is seen."""
     leaves, form = tree_flatten(result)
     main = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), 0)
 
-    def told(place: int) -> Any:
+    def shifted(place: int) -> Any:
         own = [_copied(leaf) for leaf in leaves]
         own[main] = leaves[main] + place if isinstance(leaves[main], Tensor) else leaves[main]
         return tree_unflatten(own, form)
 
-    for place, stand in enumerate(stands.values(), start=1):
-        stand.result = partial(told, place)
+    for place, layer in enumerate(layers.values(), start=1):
+        layer.result = partial(shifted, place)
 
 
 def _compare(trial: CutTrial, wanted: list[ModuleCall], made: list[ModuleCall], instead: str) -> None:
