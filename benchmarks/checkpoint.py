@@ -120,7 +120,7 @@ def saving(keys: dict[str, object]) -> tuple[dict[str, float], Path]:
             folder = store.newest_first(trainer.checkpointer.root)[0]
             settled()
             ratios.append(copied(folder) / alone.seconds)
-        trainer.held.release()
+        trainer.run_folder.release()
         parameters = sum(p.numel() for p in trainer.composition.model.parameters())
     return {
         "parameters": parameters,
@@ -178,7 +178,7 @@ def copying() -> None:
                 if copied:
                     before = copies.thread
                     assert trainer.read
-                    trainer.checkpointer.copy(trainer.progress, trainer.read.said[-1])
+                    trainer.checkpointer.copy(trainer.progress, trainer.read.flags[-1])
                     taken += copies.thread is not before
             if copies.thread:
                 copies.thread.join()
@@ -202,7 +202,7 @@ def copying() -> None:
         copies.remove()
         if dist.get_rank() == 0:
             print(json.dumps(result))
-            trainer.held.release()
+            trainer.run_folder.release()
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -311,7 +311,7 @@ def trainer_of(place: Place, *keys: str) -> Iterator[Trainer]:
         yield trainer
     finally:
         trainer.report.close()
-        trainer.held.release()
+        trainer.run_folder.release()
 
 
 def synchronisations(*keys: str, place: Place) -> Figures:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from compose.composition import Composition, Messages, Options
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.composition_rules import check_setup
 from compose.config.setup import Setup
 from compose.errors import ConfigError
@@ -104,7 +104,7 @@ def apply(
     if not drops and functions != "ignore" and mesh.size() > 1:
         refuse_functions(modules)
     apply_float8(model, choice, axis_size(mesh, "dp_shard") * cp, modules)
-    compression = next((compress(options, mesh) for _, compress in brought("compress")), None)
+    compression = next((compress(options, mesh) for _, compress in provided("compress")), None)
     if tp > 1:
         _tensor(model, resolved, mesh["tp"], choice, compression)
         if runner:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compose.apply import apply
 from compose.cli.command_line import is_first_rank, parse, run
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.job import Job
 from compose.memory.float8 import select_layers
 from compose.memory.quantized import count_parameters
@@ -60,14 +60,14 @@ def describe(job: Job) -> None:
     print(_mesh_line(job), "", "plan", str(job.plan), sep="\n")
     print("", *_table([p for stage in placed for p in stage], pp), sep="\n")
     print("", *_summary(placed, job), sep="\n")
-    for line in (line for _, lines in brought("held") for line in lines(job, placed)):
+    for line in (line for _, lines in provided("held") for line in lines(job, placed)):
         print(line)
     if short := short_of_warmup(job.config.train.steps, job.config.optimizer):
         print("", short, sep="\n")
     if job.config.comm.codes:
         print("", *_messages(job), sep="\n")
     if job.islands > 1:
-        for _, lines in brought("between_workers"):
+        for _, lines in provided("between_workers"):
             print("", *lines(job, job.config.outer, job.islands), sep="\n")
 
 

@@ -27,8 +27,8 @@ Forms = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 class Levels:
     """The groups of a two-level exchange."""
 
-    near: dist.ProcessGroup  # this rank and its neighbours, which are consecutive ranks
-    far: dist.ProcessGroup  # the ranks with the same place among their neighbours
+    intra: dist.ProcessGroup  # this rank and its neighbours, which are consecutive ranks, as in a node
+    inter: dist.ProcessGroup  # the ranks with the same place among their neighbours
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class DifferenceGather(QuantizedGather):
     ) -> None:
         super().__init__(layout, code, traffic)
         self.levels = levels
-        rows = levels.far.size() if levels else layout.ranks
+        rows = levels.inter.size() if levels else layout.ranks
         self.forms = {"base": ((rows, layout.numel), None)}
         self.own: Tensor | None = None
         """This rank's row of the base, if gathers may write to the base."""
@@ -158,11 +158,11 @@ class DifferenceGather(QuantizedGather):
 
     def fill(self, rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
         """Fill rows (n, S) from each rank's ``own`` (S,)."""
-        far = self.levels.far if self.levels else group
+        inter = self.levels.inter if self.levels else group
         near = 1 if self.levels else None
         base = self.kept.get("base")
         if base is None or not self._has_all:
-            base = self._received(own, far, near)
+            base = self._received(own, inter, near)
         if self.in_step and not self.sent:
             self.kept["base"], self.sent = base, True
             whole = self.levels is None and operators.device_of(base) == "cpu"
@@ -175,9 +175,9 @@ class DifferenceGather(QuantizedGather):
             rows.copy_(base)
             return
         # Rank k near + j of the unit is place j on node k.
-        inner = self.levels.near
-        self.traffic.count("weights", base.nbytes, inner.size(), inner.size())
-        parts = gathered(base.reshape(-1), inner).view(inner.size(), far.size(), -1)
+        intra = self.levels.intra
+        self.traffic.count("weights", base.nbytes, intra.size(), intra.size())
+        parts = gathered(base.reshape(-1), intra).view(intra.size(), inter.size(), -1)
         rows.copy_(parts.transpose(0, 1).reshape(rows.shape))
 
     @property
@@ -188,7 +188,7 @@ class DifferenceGather(QuantizedGather):
         """Return the difference; None in the first gather of all."""
         if "base" not in self.kept or self.sent:
             return None
-        return own - self.kept["base"][self.levels.far.rank() if self.levels else rank]
+        return own - self.kept["base"][self.levels.inter.rank() if self.levels else rank]
 
     def _received(self, own: Tensor, group: dist.ProcessGroup, near: int | None) -> Tensor:
         if "base" not in self.kept:

@@ -207,7 +207,7 @@ class Account(Losses):
     ) -> None:
         """Note what the gather of sums lost, and what it is expected to lose."""
         super().gathered_sums(code, own, rows, group)
-        self._rounds(code.near_packing, own[None])
+        self._rounds(code.intra_packing, own[None])
 
     def _rounds(self, packing: Packing, rows: Tensor) -> None:
         """Add what rounding is expected to lose of rows (R, S)."""

@@ -268,7 +268,7 @@ def compare_keys(messages: CompressedMessages, comparison: Comparison) -> None:
         "weights": [True for kind, a in accounts if kind == "gather" and bool(a.squares.any())],
         "activations": [True] * bool(messages.activations.by_module),
         "block": [s.packing.code.size == comm.block for s in in_blocks],
-        "near": [s.levels.near.size() == comm.near for s in senders if getattr(s, "levels", None)],
+        "near": [s.levels.intra.size() == comm.near for s in senders if getattr(s, "levels", None)],
         "rank": [q.shape[1] == comm.rank for name, q in kept if name.startswith("factor")],
         "density": [n == math.ceil(comm.density * part.numel) for n, part in counts if part.compressed],
         "error_feedback": [result == comm.error_feedback for result in feedback],

@@ -114,9 +114,9 @@ class BlockSum(GradientCode):
         self.whole, self.layout = layout, layout.among(among) if among else layout
         self.levels = settings.levels
         self.packing = Packing(self.layout, settings.blocks(bits))
-        self.near_packing = Packing(self.layout, settings.blocks(max(bits, 8)))
+        self.intra_packing = Packing(self.layout, settings.blocks(max(bits, 8)))
         if settings.comm.error_feedback and bits == 4:
-            rows = self.levels.far.size() if self.levels else self.layout.ranks
+            rows = self.levels.inter.size() if self.levels else self.layout.ranks
             self.feedback = BlockFeedback(self, self.packing, rows)
 
     def reduce_scatter(self, rows: Tensor, group: dist.ProcessGroup, scale: float, out: Tensor) -> None:
@@ -124,17 +124,17 @@ class BlockSum(GradientCode):
         if self.levels is None:
             self._sum(rows, group, scale, None, out)
             return
-        near, far = self.levels.near, self.levels.far
+        intra, inter = self.levels.intra, self.levels.inter
         # Rank k near + j is for place j on node k.
-        placed = rows.view(far.size(), near.size(), -1).transpose(0, 1)
-        messages = self.near_packing.pack(placed.flatten(0, 1))
+        placed = rows.view(inter.size(), intra.size(), -1).transpose(0, 1)
+        messages = self.intra_packing.pack(placed.flatten(0, 1))
         if self.observer:
-            self.observer.packed(self.near_packing, placed, messages, [near, far])
-        messages = messages.view(near.size(), -1)
-        self.traffic.count("gradients", messages.shape[1], near.size(), near.size())
-        got = exchanged(messages, near).view(near.size(), far.size(), -1)
-        sums = [self.near_packing.sum(got[:, k], rows.dtype) for k in range(far.size())]
-        self._sum(torch.cat(sums), far, scale, 1, out)
+            self.observer.packed(self.intra_packing, placed, messages, [intra, inter])
+        messages = messages.view(intra.size(), -1)
+        self.traffic.count("gradients", messages.shape[1], intra.size(), intra.size())
+        got = exchanged(messages, intra).view(intra.size(), inter.size(), -1)
+        sums = [self.intra_packing.sum(got[:, k], rows.dtype) for k in range(inter.size())]
+        self._sum(torch.cat(sums), inter, scale, 1, out)
 
     def _sum(
         self, rows: Tensor, group: dist.ProcessGroup, scale: float, near: int | None, out: Tensor
@@ -154,7 +154,7 @@ class BlockSum(GradientCode):
         rows = self.whole.spread(flat, group.size())
         own = torch.empty_like(rows[0])
         self.reduce_scatter(rows, group, scale, own)
-        packing = self.near_packing
+        packing = self.intra_packing
         message = packing.pack(own[None])
         self.traffic.count("gradients", message.numel(), group.size())
         packing.unpack(gathered(message[0], group), rows)

@@ -20,7 +20,7 @@ ADD_ONS = {"compression": "comm", "diloco": "comm", "preference": "train", "prof
 """The add-ons, each with the table that its own tables follow."""
 
 
-def brought(name: str) -> Iterator[tuple[str, Any]]:
+def provided(name: str) -> Iterator[tuple[str, Any]]:
     """Yield what the add-ons bring under ``name``, with the name of each add-on that has it."""
     for add_on in ADD_ONS:
         result = getattr(importlib.import_module(f"compose.{add_on}"), name, None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.mesh_rules import COMM, MESH
 from compose.config.models import find_model
 from compose.config.setup import Rule, Rules, Setup, all_keys_read, problems_of
@@ -382,7 +382,7 @@ def _run_without_flush(job: "Job") -> Iterator[str]:
         ("parallel.speeds", config.parallel.speeds, ()),
     ]
     yield from _unproved(name, given)
-    others = any(task(config) for _, task in brought("task"))
+    others = any(task(config) for _, task in provided("task"))
     if job.islands > 1 or others or find_model(config.model.name).task:
         yield (
             f"parallel.pp_schedule: {name} is proved for the next token alone, and without islands; use"

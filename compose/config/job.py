@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compose.composition import Options
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.models import Task, batch_on_meta, find_model
 from compose.config.setup import Setup, Target
 from compose.config.tables import Config
@@ -123,7 +123,7 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     """
     folder, shape = find_model(config.model.name), config.model.config
     model, islands = model or folder.on_meta(shape), 1
-    for _, islands_of in brought("islands"):
+    for _, islands_of in provided("islands"):
         islands *= islands_of(config)
     check_dealt(config.train.global_batch, islands)
     degrees = replace(config.parallel, dp_replicate=config.parallel.dp_replicate // islands)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.setup import Rules, Setup, all_keys_read
 from compose.errors import ConfigError
 from compose.ops.dropout import dropouts
@@ -240,7 +240,7 @@ def _ranks(setup: Setup) -> tuple[int, int]:
     "compose/compression/ can be taken out, with its entry in compose/config/addons.py",
 )
 def _add_on(setup: Setup) -> Iterator[str]:
-    if setup.options.comm.codes and not any(brought("compress")):
+    if setup.options.comm.codes and not any(provided("compress")):
         yield (
             "comm: no add-on compresses messages, since compose/config/addons.py names none; use"
             ' comm.weights = "off", comm.gradients = "off" and comm.activations = "off"'

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from compose.config import composition_rules, setup
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.composition_rules import COMPOSITION, segment_is_short
 from compose.config.job import Job, make_job, share_problems
 from compose.config.models import find_model, max_seq_len
@@ -353,7 +353,7 @@ def _muon_offload(job: Job) -> Iterator[str]:
         )
 
 
-RUN += [rule for _, rules in brought("RUN_RULES") for rule in rules]
+RUN += [rule for _, rules in provided("RUN_RULES") for rule in rules]
 RULES: list[Rule[Any]] = [*COMPOSITION, *RUN]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from compose.composition import Options
-from compose.config.addons import ADD_ONS, brought
+from compose.config.addons import ADD_ONS, provided
 from compose.config.hugging_face import ModelFolderPath
 from compose.errors import LocalPath, NonNegative, Positive, ReadWith, Weight
 from compose.memory.activation_checkpointing import ActivationCheckpoint
@@ -207,7 +207,7 @@ class _CoreTables:
 
 OF_ADD_ONS = {
     name: (kind, ADD_ONS[add_on])
-    for add_on, tables in brought("TABLES")
+    for add_on, tables in provided("TABLES")
     for name, kind in tables.items()
 }
 """The tables of add-ons by name, each with the table that it follows."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.models import Sampler, Task, find_model
 from compose.config.tables import Config, Train
 from compose.data import tokenizer
@@ -58,7 +58,7 @@ class LanguageModelling:
 def task_of(config: Config) -> Task:
     """Return the task that the model of ``config`` learns: its folder's own, or an add-on's."""
     own = find_model(config.model.name).task
-    others = (task(config) for _, task in brought("task"))
+    others = (task(config) for _, task in provided("task"))
     return own or next(filter(None, others), None) or LanguageModelling()
 
 

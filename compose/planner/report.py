@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.job import make_job
 from compose.config.models import find_model
 from compose.config.tables import Config, value_of
@@ -214,7 +214,7 @@ def between_islands(space: Space, outer: Any, best: Candidate) -> list[str]:
     """Return what islands send each other, and how long training waits for it."""
     job, link = make_job(best.config, space.world_size), space.cluster.between
     given = (job, outer, space.islands, link, best.recorded.step_seconds)
-    return [line for _, lines in brought("between_workers") for line in lines(*given)]
+    return [line for _, lines in provided("between_workers") for line in lines(*given)]
 
 
 def write_toml(

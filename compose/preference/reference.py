@@ -116,7 +116,7 @@ class Preferences(Hook):
         assert isinstance(trainer.loss, PairLoss)
         self.loss, self.mesh = trainer.loss, trainer.mesh
         self.loss.reference = reference_of(trainer.job, trainer.mesh, trainer.device)
-        config, self.path = trainer.config, trainer.held.place / KEPT
+        config, self.path = trainer.config, trainer.run_folder.place / KEPT
         self.speaks = trainer.worker.speaks
         self.where = config.checkpoint.load_hf, config.train.seed
         self.adapters, self.copied = config.model.lora.load, needs_copy(config)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compose.checkpoint.rank_state import HasState
-from compose.config.addons import brought
+from compose.config.addons import provided
 from compose.config.tables import Config
 from compose.memory.compilation import graphs_compiled
 from compose.ops.tensors import column_sums, gathered_objects, local_tensor, persistent_buffers
@@ -86,7 +86,7 @@ def hooks_of(trainer: "Trainer") -> list[Hook]:
         PromptSamples: config.metrics.samples_every,
     }
     results = [kind(trainer) for kind, is_wanted in wanted.items() if is_wanted]
-    for _, hooks in brought("hooks"):
+    for _, hooks in provided("hooks"):
         results += hooks(trainer)
     if config.comm.check_messages:
         results.append(MessageCheck())

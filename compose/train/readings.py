@@ -24,7 +24,7 @@ class Reading:
     """The norm of the gradients, before clipping."""
     z_loss: float | None
     """The z-loss, if there is one."""
-    said: tuple[int, ...]
+    flags: tuple[int, ...]
     """The greatest of all ranks, for each number that ranks say."""
 
     @property
@@ -35,15 +35,15 @@ class Reading:
         return wrong[0] if wrong else ""
 
 
-def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]) -> Reading:
+def read_step(loss: Tensor, norm: Tensor, z_loss: Tensor | None, flags: Sequence[int]) -> Reading:
     """Read the numbers of a step from the device at once; a collective.
 
     A read waits until the device has done all its work. So a step has one read: after clipping, and
-    before the optimizer's step, which a loss or gradient that is not finite must not reach. ``said``
+    before the optimizer's step, which a loss or gradient that is not finite must not reach. ``flags``
     are numbers that this rank says, such as the code of a signal.
     """
     # A fill takes its value along. A tensor made of a list would be copied, and waited for.
-    words = torch.stack([torch.full((), float(word), device=norm.device) for word in said])
+    words = torch.stack([torch.full((), float(word), device=norm.device) for word in flags])
     if dist.get_world_size() > 1:
         dist.all_reduce(words, dist.ReduceOp.MAX)
     results = [loss, norm, *([] if z_loss is None else [z_loss])]
@@ -66,12 +66,12 @@ class Readings:
         self.begun: deque[tuple[list[Tensor], dist.Work | None]] = deque()
 
     def read(
-        self, loss: Tensor, norm: Tensor, z_loss: Tensor | None, said: Sequence[int]
+        self, loss: Tensor, norm: Tensor, z_loss: Tensor | None, flags: Sequence[int]
     ) -> Reading | None:
         """Take the numbers of a step, as :func:`read_step`; return the reading that is due, if any."""
         if not self.late:
-            return read_step(loss, norm, z_loss, said)
-        words = [torch.full((), float(word), device=norm.device) for word in said]
+            return read_step(loss, norm, z_loss, flags)
+        words = [torch.full((), float(word), device=norm.device) for word in flags]
         mine = torch.stack([each.double() for each in (loss, norm.square(), *words)])
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         self.begun.append((everyone, dist.all_gather(everyone, mine, async_op=True)))
@@ -89,8 +89,8 @@ class Readings:
         rows = torch.stack(everyone).tolist()
         # All ranks of a stage have the same numbers.
         losses, squares = ([row[i] for row in rows[:: self.stage]] for i in (0, 1))
-        said = tuple(int(max(row[i] for row in rows)) for i in range(2, len(rows[0])))
-        return Reading(sum(losses), sum(squares) ** 0.5, None, said)
+        flags = tuple(int(max(row[i] for row in rows)) for i in range(2, len(rows[0])))
+        return Reading(sum(losses), sum(squares) ** 0.5, None, flags)
 
 
 class StepClock:

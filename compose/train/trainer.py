@@ -64,8 +64,8 @@ class Trainer:
         peak, devices = device_peak(device, config.precision), mesh.size() * worker.count
         # The tokens per second if every device ran at its peak.
         self.peak_rate = peak and peak * devices / shape.flops_per_token(train.seq_len)
-        self.held = RunFolder(run.dir, config.checkpoint.interval > 0, worker, run.staging)
-        self.folder, part = self.held.path, f"island-{worker.index}" if worker.count > 1 else ""
+        self.run_folder = RunFolder(run.dir, config.checkpoint.interval > 0, worker, run.staging)
+        self.folder, part = self.run_folder.path, f"island-{worker.index}" if worker.count > 1 else ""
         self.optimizer = build_optimizer(self.composition, job, folder=self.folder, part=part)
         self.hooks: list[Hook] = hooks_of(self)
         self.checkpointer = Checkpointer(
@@ -76,8 +76,8 @@ class Trainer:
             described(self.batches, config, data.validation),
             self.hooks,
             WorkerCheckpoints(worker),
-            self.held.uploads,
-            self.held.copies(job, self.composition),
+            self.run_folder.uploads,
+            self.run_folder.copies(job, self.composition),
         )
         frozen = bool(config.model.lora.rank)
         if frozen:  # a checkpoint holds the adapters alone, and these whole
@@ -88,13 +88,13 @@ class Trainer:
         self.skipped, self.clock, self.signals = 0, StepClock(), Signals(device, worker)
         self.readings = Readings(self.composition)
         self.read: Reading | None = None
-        self.said = (0, 0, 0)  # the signal, failed saves and copies of all ranks, as read last
+        self.flags = (0, 0, 0)  # the signal, failed saves and copies of all ranks, as read last
         begun, scale = result or Progress(0, 0, 0), first_scale(config.precision)
         self.progress = replace(begun, scale=scale and (begun.scale or scale))
         data.check_epochs(epochs, train, begun.step, begun.samples)
         for hook in self.hooks:
             hook.start(self.progress.step)
-        self.report = RunReport(job, self.held, self.batches, self.progress.step, worker)
+        self.report = RunReport(job, self.run_folder, self.batches, self.progress.step, worker)
         self.report.begin(job, self.composition, result)
 
     def deal(self, speeds: Sequence[float]) -> tuple[Share, ...]:
@@ -126,7 +126,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.close(failed)
             self.report.close()
-            unsent = self.held.release()
+            unsent = self.run_folder.release()
         if lost := unsent or unsaved:
             raise TrainingError(lost)
         if stopped:
@@ -154,7 +154,7 @@ class Trainer:
             self.report.add(replace(metrics, validation_loss=measured, more={**metrics.more, **more}))
             if self.read:
                 self.report.write(self.read)
-            code, failed, copying = self.said
+            code, failed, copying = self.flags
             if asked := self.signals.asked(number, code):
                 return self._stop(asked)
             if failed:
@@ -183,7 +183,7 @@ class Trainer:
         if not interrupted or saving.interval or saving.memory:
             self.checkpointer.save(self.progress, wait=True)
             if (report := self.checkpointer.finished()) and not report.problem:
-                again = [f"--run.dir={self.held.place}"]
+                again = [f"--run.dir={self.run_folder.place}"]
                 again += ["--checkpoint.resume=auto"] * (saving.resume == "none")
                 saved = f"; saved: the same command with {shlex.join(again)} goes on"
         said = f"stopped by {name_of(asked)} after step {self.progress.step}{saved}"
@@ -195,7 +195,7 @@ class Trainer:
     def _read_rest(self) -> None:
         """Read and write the steps that are not read, so that no checkpoint is of a step to refuse."""
         for reading in self.readings.rest():
-            self.said = reading.said
+            self.flags = reading.flags
             self._may_be_taken(self.report.unwritten[0].step - 1, reading)
             self.report.write(reading)
 
@@ -230,9 +230,9 @@ class Trainer:
             hook.gradients_ready(step + 1)
         mean_square = getattr(self.loss, "mean_square", None)  # a model's own loss has none
         z_loss = mean_square(self.mesh) if train.z_loss and mean_square else None
-        said = (self.signals.code, self.checkpointer.failed, self.checkpointer.copying)
-        self.read = read = self.readings.read(loss, norm, z_loss, said)
-        self.said = read.said if read else self.said
+        flags = (self.signals.code, self.checkpointer.failed, self.checkpointer.copying)
+        self.read = read = self.readings.read(loss, norm, z_loss, flags)
+        self.flags = read.flags if read else self.flags
         rate = self.step_tokens / self.clock.read()
         # The device has done all work before it, so nothing is waited for.
         routing = self.composition.routing()

@@ -403,6 +403,6 @@ def test_graphs_compiled_late_are_told() -> None:
 @pytest.mark.parametrize("mode", ["off", "block"])
 def test_only_a_compiler_has_graphs(mode: str) -> None:
     trainer = mock.Mock(config=make_job(1, compile__mode=mode).config)
-    with mock.patch.object(hooks, "brought", return_value=()):
+    with mock.patch.object(hooks, "provided", return_value=()):
         graphs = [hook for hook in hooks_of(trainer) if isinstance(hook, Graphs)]
     assert len(graphs) == (mode == "block")

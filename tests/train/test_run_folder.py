@@ -644,7 +644,7 @@ def _trained(folders: list[Path], interval: int) -> str:
     more = {"checkpoint__interval": interval, "parallel__dp_shard": 2, "train__micro_batch": 1}
     keys = _keys(Path("run"), **more)
     try:
-        return refusal(lambda: trainer_of(keys).held.release())
+        return refusal(lambda: trainer_of(keys).run_folder.release())
     finally:
         os.chdir(ROOT)
 

@@ -199,7 +199,7 @@ def _asked(rank: int, orphan: int = -1) -> signal.Signals | None:
         if own in (rank, orphan):
             signals._note(signal.SIGTERM, None)
     nothing = torch.zeros((), dtype=torch.float64)
-    return signals.asked(1, *read_step(nothing, nothing, None, [signals.code]).said)
+    return signals.asked(1, *read_step(nothing, nothing, None, [signals.code]).flags)
 
 
 def test_a_signal_to_one_rank_is_all_ranks(pool: Pool) -> None:

@@ -68,7 +68,7 @@ def _resumed(folder: str) -> list[bool]:
     trained.run()
     with mock.patch("compose.train.trainer.parallelize", parallelize_without_weights):
         again = Trainer(trained.job, trained.mesh, trained.device)
-    again.held.release()
+    again.run_folder.release()
     models = again.composition.model, trained.composition.model
     pairs = zip(*(model.parameters() for model in models), strict=True)
     return [torch.equal(local_tensor(p), local_tensor(q)) for p, q in pairs]

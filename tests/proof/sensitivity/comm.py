@@ -146,8 +146,8 @@ there are no near ranks | NEAR | option | comm.near
     near in (1, count) => near in (1, 2, count)
 near ranks sum one row twice | NEAR | gradient
     in compose.compression.reduce:BlockSum.reduce_scatter with ranks=4
-    - self.near_packing.sum(got[:, k], rows.dtype) for k in
-    + self.near_packing.sum(got[:, 0], rows.dtype) for k in
+    - self.intra_packing.sum(got[:, k], rows.dtype) for k in
+    + self.intra_packing.sum(got[:, 0], rows.dtype) for k in
 a neighbour's scale | NEAR | lost of gradients
     in compose.compression.codec:read_steps with ranks=4
     = codes[..., -SCALE_BYTES:] => = codes[..., -SCALE_BYTES:].roll(1, -2)
