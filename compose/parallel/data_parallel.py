@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
+from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward
 from compose.parallel.gradient_sum import (
@@ -198,10 +199,21 @@ class DataParallel:
             self.lacking += without_gradient(self.model)
             self.on_first(self.model)
 
-    def note_lacking(self, lacking: Sequence[str]) -> None:
-        """Note the parameters of a unit that have no gradient where it sends its gradients."""
-        if not self.of_inputs:  # weights' gradients follow
-            self.lacking += [f"{self.number}/{name}" for name in lacking]
+    def note_lacking(self, lacking: Sequence[str], wrong: Sequence[str]) -> None:
+        """Note the parameters of a unit that have no gradient where it sends its gradients.
+
+        Raise ConfigError if FSDP would lose or mix the gradients of ``wrong``.
+        """
+        if self.of_inputs:  # weights' gradients follow
+            return
+        self.lacking += [f"{self.number}/{name}" for name in lacking]
+        if wrong:
+            raise ConfigError(
+                f"model: {wrong[0]} has a gradient in some micro-batches of a step alone, and with"
+                f" parallel.dp_replicate and parallel.zero = {self.zero} FSDP would lose it; use"
+                " parallel.zero = 1, or let each forward use every parameter, as by adding"
+                " 0.0 * parameter.sum() to its output"
+            )
 
 
 def apply_data_parallel(

@@ -233,11 +233,23 @@ def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Para
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1, True) == refused
 
 
-def test_replicas_with_gradients_of_different_parameters(pool: Pool) -> None:
-    """They sum in the last micro-batch alone, and the ranks of a replica in each."""
-    refused = [UNLIKE.format(f"parts.{part}.weight") for part in (1, 0)] * 2
-    parallel = Parallel(dp_shard=2, dp_replicate=2)
-    assert pool.run(_choose, 4, parallel, [[1.0, -1.0], [-1.0, 1.0]] * 2, 1) == refused
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_with_other_gradients_in_each_micro_batch(pool: Pool, zero: int) -> None:
+    """They sum in the last micro-batch alone, and the ranks of a replica in each.
+
+    FSDP keeps the sum until then. It added one layer's to another's, and lost it if the last
+    micro-batch had none.
+    """
+    parallel = Parallel(dp_shard=2, dp_replicate=2, zero=zero)
+    line = (
+        "model: parts.0.weight has a gradient in some micro-batches of a step alone, and with"
+        f" parallel.dp_replicate and parallel.zero = {zero} FSDP would lose it; use parallel.zero = 1,"
+        " or let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
+    )
+    assert pool.run(_choose, 4, parallel, [[1.0, -1.0]] * 4, 1) == [line] * 4
+    assert pool.run(_choose, 4, parallel, [[1.0, -1.0], [-1.0, 1.0]] * 2, 1) == [line] * 4
+    assert pool.run(_choose, 4, replace(parallel, zero=1), [[1.0, -1.0]] * 4, 1) == [""] * 4
+    assert pool.run(_choose, 4, parallel, [[1.0, 1.0]] * 4, 1) == [""] * 4
 
 
 @pytest.mark.parametrize(
