@@ -83,34 +83,21 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
     return [p for group in _fsdp_groups(model) for p in group.fsdp_params]
 
 
-def before_fsdp_sends(model: nn.Module, call: Callable[[list[str], list[str]], None]) -> None:
-    """Call ``call`` before a unit sends gradients, with the names of those that it lacks.
-
-    Its second argument names gradients that FSDP would lose or mix. With copies of shards it adds up a
-    unit's gradients of several backwards as one tensor, and sums that over the copies if there are
-    gradients in the last one.
-    """
+def before_fsdp_sends(model: nn.Module, call: Callable[[dict[str, bool]], None]) -> None:
+    """Call ``call`` before a unit sends gradients, with whether each of its parameters has one."""
     names = {p: name for name, p in model.named_parameters()}
-    former: dict[Any, list[str]] = {}  # by unit, what it lacked when it has sent last
     for group in _fsdp_groups(model):
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         named = {names[p.sharded_param]: p for p in trained}
 
         def post_backward(*unused: Any, group: Any = group, named: dict[str, Any] = named) -> None:
             if group.reduce_grads:
-                lacking = [
-                    name
+                gradients = {
+                    name: p.unsharded_accumulated_grad is not None
+                    or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
                     for name, p in named.items()
-                    if p.unsharded_accumulated_grad is None
-                    and getattr(getattr(p, "_unsharded_param", None), "grad", None) is None
-                ]
-                has_any, wrong = len(lacking) < len(named), list[str]()
-                if group._partial_reduce_output is not None and (has_any or group.all_reduce_grads):
-                    changed = {*lacking} ^ {*former[group]}
-                    wrong = [name for name in named if name in changed]
-                call(lacking, wrong)
-                if has_any:
-                    former[group] = lacking
+                }
+                call(gradients)
             type(group).post_backward(group, *unused)
 
         group.post_backward = post_backward

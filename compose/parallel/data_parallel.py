@@ -34,7 +34,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from compose.errors import ConfigError
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward
 from compose.parallel.gradient_sum import (
@@ -42,6 +41,7 @@ from compose.parallel.gradient_sum import (
     GradientSum,
     cast_inputs,
     has_shards,
+    lost,
     without_gradient,
 )
 from compose.parallel.hpz import HpzGather, HpzGroups
@@ -128,6 +128,10 @@ class DataParallel:
         """Names of parameters, and weak references to what they were before the model was cut."""
         self.lacking: list[str] = []
         """Parameters without a gradient where a step's gradients were sent, by "number/name"."""
+        self.sums_copies_last = False
+        """Whether each micro-batch is summed over shards, and the last one over their copies too."""
+        self.kept: dict[str, dict[str, bool]] = {}
+        """Which parameters have a gradient in what awaits that sum, by the first one of their unit."""
         self.order, self.former_order = list[int](), list[int]()
         """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False
@@ -199,21 +203,21 @@ class DataParallel:
             self.lacking += without_gradient(self.model)
             self.on_first(self.model)
 
-    def note_lacking(self, lacking: Sequence[str], wrong: Sequence[str]) -> None:
-        """Note the parameters of a unit that have no gradient where it sends its gradients.
+    def note_gradients(self, gradients: dict[str, bool]) -> None:
+        """Note which parameters of a unit have a gradient where it sends its gradients.
 
-        Raise ConfigError if FSDP would lose or mix the gradients of ``wrong``.
+        The sum over copies of shards follows a step's last backward, and is then of one tensor for each
+        unit. Raise ConfigError if it would add up gradients of other parameters, or be left out.
         """
         if self.of_inputs:  # weights' gradients follow
             return
-        self.lacking += [f"{self.number}/{name}" for name in lacking]
-        if wrong:
-            raise ConfigError(
-                f"model: {wrong[0]} has a gradient in some micro-batches of a step alone, and with"
-                f" parallel.dp_replicate and parallel.zero = {self.zero} FSDP would lose it; use"
-                " parallel.zero = 1, or let each forward use every parameter, as by adding"
-                " 0.0 * parameter.sum() to its output"
-            )
+        self.lacking += [f"{self.number}/{name}" for name, given in gradients.items() if not given]
+        unit, complete = next(iter(gradients), ""), self.next_is_first or self.is_first
+        kept = self.kept.pop(unit, gradients)
+        if kept != gradients and (complete or any(gradients.values())):
+            raise lost(next(name for name in gradients if gradients[name] != kept[name]), self.zero)
+        if self.sums_copies_last and not complete and any(kept.values()):
+            self.kept[unit] = kept
 
 
 def apply_data_parallel(
@@ -247,6 +251,7 @@ def apply_data_parallel(
     if scalars:
         over = [mesh.get_group(axis) for axis in DATA_AXES if axis_size(mesh, axis) > 1]
         data.sums = GradientSum(model, (), over, scalars=True)
+    data.sums_copies_last = copies is not None and zero >= 2
     data_mesh = shards
     messages = data.messages = how.messages
     if messages:
@@ -321,7 +326,7 @@ def apply_data_parallel(
             gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
     if data_mesh.size() > 1:
-        before_fsdp_sends(model, data.note_lacking)
+        before_fsdp_sends(model, data.note_gradients)
     if messages:
         messages.attach(model, shards, copies, stacked)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in

@@ -237,6 +237,15 @@ def without_gradient(model: nn.Module) -> list[str]:
     return [name for name, p in trained if shards.get(p, p).grad is None]
 
 
+def lost(name: str, zero: int) -> ConfigError:
+    """Return the error for a gradient that a sum over copies of shards would leave out."""
+    return ConfigError(
+        f"model: {name} has a gradient in some micro-batches of a step alone, and with"
+        f" parallel.dp_replicate and parallel.zero = {zero} it would be lost; use parallel.zero = 1, or"
+        " let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
+    )
+
+
 def check_gradients(
     model: nn.Module, parts: Iterable["DataParallel"], mesh: DeviceMesh, device: torch.device
 ) -> None:

@@ -243,8 +243,8 @@ def test_replicas_with_other_gradients_in_each_micro_batch(pool: Pool, zero: int
     parallel = Parallel(dp_shard=2, dp_replicate=2, zero=zero)
     line = (
         "model: parts.0.weight has a gradient in some micro-batches of a step alone, and with"
-        f" parallel.dp_replicate and parallel.zero = {zero} FSDP would lose it; use parallel.zero = 1,"
-        " or let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
+        f" parallel.dp_replicate and parallel.zero = {zero} it would be lost; use parallel.zero = 1, or"
+        " let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
     )
     assert pool.run(_choose, 4, parallel, [[1.0, -1.0]] * 4, 1) == [line] * 4
     assert pool.run(_choose, 4, parallel, [[1.0, -1.0], [-1.0, 1.0]] * 2, 1) == [line] * 4
