@@ -249,7 +249,7 @@ def lost(name: str, zero: int) -> ConfigError:
 def check_gradients(
     model: nn.Module, parts: Iterable["DataParallel"], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Raise ConfigError if ranks of data parallel have gradients of different parameters in a step.
+    """Raise ConfigError if ranks have gradients of different parameters in a step.
 
     A message has the gradients that a rank has, without names. So another parameter's would be added.
     It is also raised where forward used what a parameter was before it was cut.
@@ -264,7 +264,8 @@ def check_gradients(
                     f"model: forward uses {name} as it was before the model was cut, as a closure holds"
                     " it, and so it is not trained; look it up in its module"
                 )
-    if (ranks := math.prod(axis_size(mesh, axis) for axis in DATA_AXES)) == 1:
+    axes = (*DATA_AXES, "tp")  # tp sums gradients of weights that take a part of a sequence
+    if (ranks := math.prod(axis_size(mesh, axis) for axis in axes)) == 1:
         return
     lacking = [name for part in parts for name in part.lacking] + without_gradient(model)
     changed = False
@@ -276,7 +277,7 @@ def check_gradients(
         part.order, part.former_order = [], order
     both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
     own = torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device)
-    total = sum_over(own, mesh, DATA_AXES)
+    total = sum_over(own, mesh, axes)
     # The host waits for a GPU only if a gradient is lacking or the order is new. A simulation has no
     # number to read.
     waits = total.is_cuda and (bool(lacking) or changed)
@@ -286,7 +287,7 @@ def check_gradients(
         where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
         name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
         raise ConfigError(
-            f"model: {name} has a gradient on some ranks of data parallel and not on others, or they"
-            " run units of plan.shard in another order, so that their sums are wrong; let each forward"
-            " use every parameter, as by adding 0.0 * parameter.sum() to its output, and in one order"
+            f"model: {name} has a gradient on some ranks and not on others, or they run units of"
+            " plan.shard in another order, so that their sums are wrong; let each forward use every"
+            " parameter, as by adding 0.0 * parameter.sum() to its output, and in one order"
         )

@@ -32,6 +32,7 @@ from compose.ops.batch import IGNORE, empty
 from compose.parallel.context_parallel import ContextParallel
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.gradient_sum import check_gradients
+from compose.parallel.local_parallel import LocalNorm
 from compose.parallel.mesh import AXES, batch_share
 from compose.parallel.output_projection import StepLoss
 from compose.train.step import local_batch
@@ -193,9 +194,9 @@ class _Chosen(nn.Module):
 
 
 UNLIKE = (
-    "model: {} has a gradient on some ranks of data parallel and not on others, or they run units of"
-    " plan.shard in another order, so that their sums are wrong; let each forward use every parameter,"
-    " as by adding 0.0 * parameter.sum() to its output, and in one order"
+    "model: {} has a gradient on some ranks and not on others, or they run units of plan.shard in"
+    " another order, so that their sums are wrong; let each forward use every parameter, as by adding"
+    " 0.0 * parameter.sum() to its output, and in one order"
 )
 
 
@@ -231,6 +232,32 @@ def test_ranks_with_gradients_of_different_parameters(pool: Pool, parallel: Para
     # So has the first micro-batch, if its sums are asked for.
     refused = [line.format(1), line.format(0)]
     assert pool.run(_choose, 2, parallel, [[1.0, -1.0], [-1.0, 1.0]], 1, True) == refused
+
+
+class _PartsBySequence(nn.Module):
+    """A rank's part of a sequence chooses the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.RMSNorm(3) for _ in range(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.parts[dist.get_rank()](input)
+
+
+def _choose_in_a_sequence(zero: Literal[0, 3]) -> str:
+    parallel, plan = Parallel(tp=2, zero=zero), Plan(tensor={"parts.*": LocalNorm()})
+    composition = apply(_PartsBySequence(), plan, make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.ones(1, 3), "targets": torch.zeros(1, dtype=torch.int64)}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return refusal(forward_backward, composition, batch, loss_function=loss)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_of_tp_with_gradients_of_different_parameters(pool: Pool, zero: Literal[0, 3]) -> None:
+    """The gradient of one norm was added to the other's, and the weights of the ranks drifted apart."""
+    expected = [UNLIKE.format(f"parts.{other}.weight") for other in (1, 0)]
+    assert pool.run(_choose_in_a_sequence, 2, zero) == expected
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -352,8 +379,7 @@ def _lacks(parallel: Parallel) -> str:
 @pytest.mark.parametrize("axis", AXES)
 def test_axes_whose_ranks_need_like_gradients(pool: Pool, axis: str) -> None:
     degrees: dict[str, Any] = {"dp_shard": 1, axis: 2}
-    of_data = axis in ("dp_replicate", "dp_shard", "cp")
-    expected = [UNLIKE.format(name) if of_data else "" for name in ("weight", "some parameter")]
+    expected = [UNLIKE.format(name) if axis != "pp" else "" for name in ("weight", "some parameter")]
     assert pool.run(_lacks, 2, Parallel(**degrees)) == expected
 
 
