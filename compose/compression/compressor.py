@@ -371,7 +371,8 @@ class CompressionHook(Hook):
         self.before: dict[str, Tensor] = {}
 
     def before_step(self, step: int) -> None:
-        """Note what a skipped step must leave as it was."""
+        """Note what a skipped step must leave as it was; what validation has sent is no step's."""
+        self.compression.traffic.take()
         self.before = self.compression.of_gradients() if self.skips else {}
 
     def see(self, reading: Reading, scale: float) -> None:
