@@ -397,5 +397,4 @@ class CompressionHook(Hook):
         """Go on with what was kept; the names of all begin with the number of a stage."""
         self.compression.progress.step = step
         own = [name for name in state if name.partition(".")[0].isdecimal()]
-        device = self.compression.device
-        self.compression.restore({name: state.pop(name).to(device) for name in own})
+        self.compression.restore({n: state.pop(n).to(self.compression.device) for n in own})
