@@ -44,7 +44,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "L4": {"bfloat16": 121e12, "float8": 242e12},
     "MI325X": {"bfloat16": 1307e12, "float8": 2615e12},
     "MI300X": {"bfloat16": 1307e12, "float8": 2615e12},
-    "MI250X": {"bfloat16": 383e12},
+    "MI250X": {"bfloat16": 191.5e12},  # a device is one of a card's two dies
 }
 
 

@@ -48,6 +48,7 @@ from tests.support.training import STEP, logged_steps
         ("NVIDIA L40", "bfloat16", None),
         ("NVIDIA GH200 480GB", "bfloat16", 989e12),
         ("AMD Instinct MI300X", "bfloat16", 1307e12),
+        ("AMD Instinct MI250X", "bfloat16", 191.5e12),  # a device is one of a card's two dies
         ("Some Future Device", "bfloat16", None),
     ],
 )
