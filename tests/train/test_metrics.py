@@ -40,6 +40,8 @@ from tests.support.training import STEP, logged_steps
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "float8", None),
         ("NVIDIA H200", "float32", None),
+        ("NVIDIA H200 NVL", "bfloat16", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
         ("NVIDIA GB200", "bfloat16", 2.5e15),
         ("NVIDIA L40S", "bfloat16", 362e12),
         ("NVIDIA L4", "bfloat16", 121e12),
