@@ -371,7 +371,8 @@ class CompressionHook(Hook):
         self.before: dict[str, Tensor] = {}
 
     def before_step(self, step: int) -> None:
-        """Note what a skipped step must leave as it was."""
+        """Note what a skipped step must leave as it was; what validation has sent is no step's."""
+        self.compression.traffic.take()
         self.before = self.compression.of_gradients() if self.skips else {}
 
     def see(self, reading: Reading, scale: float) -> None:
@@ -396,5 +397,4 @@ class CompressionHook(Hook):
         """Go on with what was kept; the names of all begin with the number of a stage."""
         self.compression.progress.step = step
         own = [name for name in state if name.partition(".")[0].isdecimal()]
-        device = self.compression.device
-        self.compression.restore({name: state.pop(name).to(device) for name in own})
+        self.compression.restore({n: state.pop(n).to(self.compression.device) for n in own})

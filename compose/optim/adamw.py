@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compose.ops.tensors import at_least_float32, local_region
-from compose.optim.rounding import chunks, local, random_bits, store, within
+from compose.optim.rounding import check_named, chunks, local, random_bits, store, within
 
 
 class AdamW(torch.optim.Optimizer):
@@ -34,6 +34,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+        check_named(self.param_groups)
         self.state_dtype, self.seed = state_dtype, seed
 
     @torch.no_grad()

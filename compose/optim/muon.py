@@ -19,7 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from compose.ops.tensors import at_least_float32, local_region
-from compose.optim.rounding import Region, chunks, lengths, local, random_bits, size, store, within
+from compose.optim.rounding import (
+    Region,
+    check_named,
+    chunks,
+    lengths,
+    local,
+    random_bits,
+    size,
+    store,
+    within,
+)
 from compose.parallel.mesh import begin_messages, wait_for
 
 ITERATIONS = 5
@@ -236,6 +246,7 @@ class Muon(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        check_named(self.param_groups)
         self.group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.state_dtype, self.seed = state_dtype, seed

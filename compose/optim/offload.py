@@ -65,8 +65,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """torch's fused AdamW (arXiv:1711.05101), whose state is not on the device.
 
     ``state`` has tensors as any optimizer's has. Those in files are mapped, and take no memory until
-    they are read. ``bytes_moved`` and ``waited`` are of the last step. The first step raises
-    ConfigError if the folder is in use, has no room, or was not made by a run.
+    they are read. The first step raises ConfigError if the folder is in use, has no room, or was not
+    made by a run.
 
     Parameters are plain or DTensors; float32, or float64 without files. ``folder`` is scratch for files
     of the state: a new one, or one that a run left; :meth:`close` removes it. Without it the state is
@@ -142,10 +142,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Remove the files; no step can follow."""
         self._remove()
 
-    @property
     def metrics(self) -> dict[str, float]:
-        """Return the bytes moved and the seconds waited in the last step, as metrics.jsonl has them."""
-        return {"optimizer_bytes": self.bytes_moved, "optimizer_waited": self.waited}
+        """Return the bytes moved and the seconds waited since the last call or step."""
+        results = {"optimizer_bytes": self.bytes_moved, "optimizer_waited": self.waited}
+        self.bytes_moved, self.waited = 0, 0.0
+        return results
 
     def _wait(self, work: Future[Any]) -> Any:
         begun = time.perf_counter()

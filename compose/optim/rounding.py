@@ -11,7 +11,8 @@ resumed run. Places are regions: boxes of the whole parameter, with one slice fo
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,12 @@ def chunks(region: Sequence[slice]) -> Iterator[Region]:
     for start in range(region[dim].start, region[dim].stop, each):
         part = slice(start, min(start + each, region[dim].stop))
         yield from chunks((*region[:dim], part, *region[dim + 1 :]))
+
+
+def check_named(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the parameters of an optimizer's groups have names, for random bits."""
+    if not all("param_names" in group for group in groups):
+        raise ValueError("the parameters have no names; give model.named_parameters()")
 
 
 def random_bits(

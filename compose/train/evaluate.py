@@ -15,11 +15,19 @@ from compose.config.job import Job
 from compose.data.batches import in_order
 from compose.data.samples import Samples
 from compose.memory.float8 import shared_scales
+from compose.ops.batch import targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
 from compose.parallel.output_projection import step_loss
 from compose.train.heartbeat import report_phase
-from compose.train.step import begun, local_batch, micro_batches, on_device, samples_at_once
+from compose.train.step import (
+    begun,
+    check_sum,
+    local_batch,
+    micro_batches,
+    on_device,
+    samples_at_once,
+)
 
 
 def evaluate(
@@ -46,9 +54,11 @@ def evaluate(
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
+        ConfigError: As in ``forward_backward``, except for gradients.
     """
+    mesh, targets = composition.mesh, targets_of(batch)
+    check_sum(loss_function)
     micro_batch = samples_at_once(batch, micro_batch)
-    mesh, targets = composition.mesh, batch["targets"]
     count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES)
     total = torch.zeros((), dtype=torch.float64, device=targets.device)
     local = local_batch(composition, batch)

@@ -164,7 +164,7 @@ class Offload(Hook):
 
     def metrics(self) -> dict[str, Any]:
         """Return the bytes copied off the device and back in this step, and the seconds waited."""
-        moved = self.optimizer.metrics if self.optimizer else {}
+        moved = self.optimizer.metrics() if self.optimizer else {}
         return {"offload": moved | (self.activations.metrics() if self.activations else {})}
 
     def close(self, failed: bool) -> None:

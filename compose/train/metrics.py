@@ -33,6 +33,7 @@ from compose.train.readings import Reading
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15},
     "B200": {"bfloat16": 2.25e15, "float8": 4.5e15},
+    "H200 NVL": {"bfloat16": 835e12, "float8": 1671e12},
     "H200": {"bfloat16": 989e12, "float8": 1979e12},
     "H100 NVL": {"bfloat16": 835e12, "float8": 1671e12},
     "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12},
@@ -44,14 +45,15 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "L4": {"bfloat16": 121e12, "float8": 242e12},
     "MI325X": {"bfloat16": 1307e12, "float8": 2615e12},
     "MI300X": {"bfloat16": 1307e12, "float8": 2615e12},
-    "MI250X": {"bfloat16": 383e12},
+    "MI250X": {"bfloat16": 191.5e12},  # a device is one of a card's two dies
 }
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the dense peak of a device in FLOP/s for products of a type, if it is known."""
     for name, rates in PEAK_FLOPS.items():
-        if re.search(rf"{name}(?!\d)", device_name):  # an A4000 is no A40
+        # An A4000 is no A40, and an instance of MIG is a part of its GPU.
+        if re.search(rf"{name}(?!\d)", device_name) and " MIG " not in device_name:
             return rates.get(dtype)
     return None
 

@@ -1,8 +1,7 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from typing import Any
 
@@ -62,11 +61,18 @@ def forward_backward(
     Raises:
         ValueError: ``micro_batch`` is below 1.
         ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, the
-            ranks have gradients of different parameters, or the loss ignores other targets.
+            ranks have gradients of different parameters, or the loss ignores other targets, or is a
+            mean.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
-    _check_loss(loss_function)
+    check_sum(loss_function)
+    learned = loss_function.parameters() if isinstance(loss_function, nn.Module) else ()
+    if any(parameter.requires_grad for parameter in learned):
+        raise ConfigError(
+            f"loss_function: {type(loss_function).__name__} has parameters that are trained, whose"
+            " gradients are not summed over ranks; make them the model's"
+        )
     share = None
     if isinstance(micro_batch, Share):
         share, micro_batch = micro_batch, micro_batch.micro_batch
@@ -100,19 +106,24 @@ def forward_backward(
     return sum_over(total.double(), mesh, axes) / loss_scale
 
 
-def _check_loss(function: Any) -> None:
-    """Raise ConfigError for a loss of PyTorch that ignores other targets, or that learns itself."""
-    given = function.keywords if isinstance(function, partial) else getattr(function, "__dict__", {})
+def check_sum(function: Any) -> None:
+    """Raise ConfigError for a loss of PyTorch that ignores other targets, or that is a mean."""
+    if hasattr(function, "count"):
+        return
+    given: dict[str, Any] = {}
+    with suppress(TypeError, ValueError):  # it is not written in Python
+        given = {name: each.default for name, each in signature(function).parameters.items()}
+    given |= getattr(function, "__dict__", {})
+    if given.get("reduction") in ("mean", "batchmean"):
+        raise ConfigError(
+            "loss_function: it returns a mean, which is divided by the count of targets once more; give"
+            ' it reduction="sum"'
+        )
     index = given.get("ignore_index", IGNORE)
-    if index != IGNORE and not hasattr(function, "count"):
+    if index != IGNORE:
         raise ConfigError(
             f"loss_function: it ignores the target {index}, and the sum is divided by the count of all"
             f" targets but {IGNORE}; put {IGNORE} there, which ignore_index is by default"
-        )
-    if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
-        raise ConfigError(
-            f"loss_function: {type(function).__name__} has parameters that are trained, whose gradients"
-            " are not summed over ranks; make them the model's"
         )
 
 

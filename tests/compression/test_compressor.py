@@ -485,3 +485,25 @@ def _unused() -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _sent_around_a_validation(keys: Keys) -> list[dict[str, Any]]:
+    job, composition = built(keys)
+    compression, train = composition.compression, job.config.train
+    assert isinstance(compression, Compression)
+    hook, sent = CompressionHook(compression), list[dict[str, Any]]()
+    batch = random_batch(train.global_batch, train.seq_len, job.config.model.config.vocab_size, 0)
+    share = share_of(batch, composition.mesh)
+    for step in (1, 2):
+        hook.before_step(step)
+        forward_backward(composition, share, micro_batch=1)
+        hook.before_update(step)
+        sent.append(hook.metrics())
+        evaluate(composition, share)
+    return sent
+
+
+def test_bytes_of_a_step_are_without_a_validation_s(pool: Pool) -> None:
+    one, other = pool.run(_sent_around_a_validation, 2, LARGE | INT8 | parallel(dp_shard=2))[0]
+    assert one["comm"]["weights_far"] > 0
+    assert other == one

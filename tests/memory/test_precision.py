@@ -50,6 +50,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(pool: Pool, tmp_path: Path) -> 
     assert said.startswith("step 3: the loss is inf; ")
 
 
+def _skips_a_loss(keys: dict[str, object]) -> str:
+    with mock.patch.object(loss_scale, "_FIRST", 256.0):
+        return train_until_error(keys, float("nan"), "forward_backward")
+
+
+def test_a_skipped_loss_leaves_the_scale_as_it_is(pool: Pool, tmp_path: Path) -> None:
+    """Else bad samples would halve it again and again, until all gradients are zero."""
+    keys = keys_for(tmp_path, **HALF, model__n_layers=1, train__skip_nonfinite=True)
+    keys |= {"train__stop_after": 4, "train__global_batch": 2}
+    assert pool.run(_skips_a_loss, 1, keys) == [""]
+    assert [line["loss"] is None for line in lines(tmp_path)] == [False, False, True, False]
+    assert [line["loss_scale"] for line in lines(tmp_path)] == [256.0] * 4
+
+
 def _train_from(keys: dict[str, object], first: float) -> None:
     with mock.patch.object(loss_scale, "_FIRST", first):
         train(keys)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from compose.build import build_optimizer
 from compose.composition import Composition
 from compose.optim import adamw, muon
+from compose.optim.adamw import AdamW
 from compose.optim.muon import (
     MatrixLayout,
     Muon,
@@ -81,6 +82,13 @@ def test_on_a_gpu_matrices_are_in_bfloat16() -> None:
     """Which is meta here, where no unit is slow at it either."""
     for device, kind in (("cpu", torch.float32), ("meta", torch.bfloat16)):
         assert Muon([("w", nn.Parameter(torch.empty(2, 3, device=device)))]).dtype == kind
+
+
+def test_parameters_without_names_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    for kind in (Muon, AdamW):
+        with pytest.raises(ValueError, match=r"have no names; give model\.named_parameters\(\)"):
+            kind([weight])
 
 
 def test_what_is_no_matrix_is_refused() -> None:

@@ -20,7 +20,7 @@ from compose.optim.offload_files import TensorFile
 from tests.support.checkpoints import SAVING, assert_bitwise, train_on, trained_state
 from tests.support.helpers import Keys, parallel, prove_case, proved, refusals
 from tests.support.pool import Pool
-from tests.support.training import keys_for, lines, trainer_of
+from tests.support.training import keys_for, lines, train_until_error, trainer_of
 
 SHAPES = [(57, 131), (1024,), (3000,), (5, 7, 300), (1,), ()]
 
@@ -63,6 +63,15 @@ def test_bitwise_the_fused_step(tmp_path: Path, where: str) -> None:
     assert isinstance(first, OffloadedAdamW)
     moved = sum(p.numel() for p in ours) - ours[1].numel()
     assert first.bytes_moved == (16 * moved if ours_in else 0)
+
+
+def test_a_skipped_step_moves_nothing(pool: Pool, tmp_path: Path) -> None:
+    keys = keys_for(tmp_path, optimizer__offload="nvme", train__skip_nonfinite=True)
+    keys |= {"model__n_layers": 1, "train__stop_after": 4, "train__global_batch": 2}
+    assert pool.run(train_until_error, 1, keys, float("nan"), "clip_grad_norm_") == [""]
+    moved = [line["offload"]["optimizer_bytes"] for line in lines(tmp_path)]
+    assert moved == [moved[0], moved[0], 0, moved[0]]
+    assert lines(tmp_path)[2]["offload"]["optimizer_waited"] == 0
 
 
 BIG: Keys = {

@@ -40,6 +40,8 @@ from tests.support.training import STEP, logged_steps
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "float8", None),
         ("NVIDIA H200", "float32", None),
+        ("NVIDIA H200 NVL", "bfloat16", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
         ("NVIDIA GB200", "bfloat16", 2.5e15),
         ("NVIDIA L40S", "bfloat16", 362e12),
         ("NVIDIA L4", "bfloat16", 121e12),
@@ -48,6 +50,7 @@ from tests.support.training import STEP, logged_steps
         ("NVIDIA L40", "bfloat16", None),
         ("NVIDIA GH200 480GB", "bfloat16", 989e12),
         ("AMD Instinct MI300X", "bfloat16", 1307e12),
+        ("AMD Instinct MI250X", "bfloat16", 191.5e12),  # a device is one of a card's two dies
         ("Some Future Device", "bfloat16", None),
     ],
 )

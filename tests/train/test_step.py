@@ -436,10 +436,11 @@ def test_batch_without_targets_is_no_nan(pool: Pool) -> None:
     assert pool.run(_no_targets, 1) == [(0.0, 0.0)]
 
 
-def test_a_batch_has_targets() -> None:
+@pytest.mark.parametrize("run", [forward_backward, evaluate])
+def test_a_batch_has_targets(run: Any) -> None:
     composition = Composition(nn.Linear(2, 2), mock.Mock())
     batch = {"input": torch.ones(2, 2), "mask": torch.ones(2)}
-    assert refusal(forward_backward, composition, batch) == (
+    assert refusal(run, composition, batch) == (
         'batch: has no targets, only input, mask; give what the loss takes as "targets"'
     )
 
@@ -452,6 +453,7 @@ class Learns(nn.CrossEntropyLoss):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+@pytest.mark.parametrize("run", [forward_backward, evaluate])
 @pytest.mark.parametrize(
     ("loss", "line"),
     [
@@ -466,18 +468,34 @@ class Learns(nn.CrossEntropyLoss):
                 partial(F.cross_entropy, ignore_index=0, reduction="sum"),
             )
         ),
-        (
-            Learns(),
-            "Learns has parameters that are trained, whose gradients are not summed over ranks; make"
-            " them the model's",
+        *(
+            (
+                loss,
+                "it returns a mean, which is divided by the count of targets once more; give it"
+                ' reduction="sum"',
+            )
+            for loss in (
+                nn.CrossEntropyLoss(),
+                F.cross_entropy,
+                partial(F.mse_loss, reduction="mean"),
+                partial(F.cross_entropy, label_smoothing=0.1),
+            )
         ),
     ],
 )
-def test_losses_that_are_refused(loss: Any, line: str) -> None:
+def test_losses_that_are_refused(run: Any, loss: Any, line: str) -> None:
     composition = Composition(nn.Linear(2, 2), mock.Mock())
     batch = {"input": torch.ones(2, 2), "targets": torch.zeros(2).long()}
-    said = refusal(forward_backward, composition, batch, loss_function=loss)
-    assert said == f"loss_function: {line}"
+    assert refusal(run, composition, batch, loss_function=loss) == f"loss_function: {line}"
+
+
+def test_a_loss_that_learns_is_refused() -> None:
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"input": torch.ones(2, 2), "targets": torch.zeros(2).long()}
+    assert refusal(forward_backward, composition, batch, loss_function=Learns()) == (
+        "loss_function: Learns has parameters that are trained, whose gradients are not summed over"
+        " ranks; make them the model's"
+    )
 
 
 class Scaled(nn.Module):
