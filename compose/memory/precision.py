@@ -75,9 +75,12 @@ class LossScale:
         """Tell whether the scale alone may be the reason that gradients are not finite."""
         return math.isfinite(loss) and self.value > _LEAST
 
-    def after(self, finite: bool) -> "LossScale":
-        """Return the next step's scale: half after an overflow, twice after many steps without one."""
-        if not finite:
+    def after(self, finite: bool, loss: float = 0.0) -> "LossScale":
+        """Return the next step's scale: half after an overflow, twice after many steps without one.
+
+        A ``loss`` that is not finite itself is no overflow: it tells nothing of the scale.
+        """
+        if not finite and math.isfinite(loss):
             return LossScale(max(self.value / 2, _LEAST))
         if self.clean + 1 >= GROW_AFTER:
             return LossScale(self.value * 2)

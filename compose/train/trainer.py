@@ -1,6 +1,5 @@
 """The training loop: the same few lines for every model and every mesh."""
 
-import math
 import shlex
 import signal
 from collections.abc import Sequence
@@ -239,8 +238,6 @@ class Trainer:
         routing = self.composition.routing()
         report_phase(step + 1, "the optimizer's part")
         finite = read is None or self._may_be_taken(step - self.composition.late, read)
-        # A loss that is not finite itself tells nothing of the scale.
-        overflows = bool(read and read.problem) and math.isfinite(read.loss)
         for hook in self.hooks:
             if read:
                 hook.see(read, scale)
@@ -257,7 +254,7 @@ class Trainer:
             step + 1,
             before.samples + train.global_batch,
             before.tokens + self.step_tokens,
-            before.scale and before.scale.after(not overflows),
+            before.scale and before.scale.after(finite, read.loss if read else 0.0),
             before.validations,
         )
         saved = self.checkpointer.finished()
