@@ -261,7 +261,7 @@ def test_ranks_of_tp_with_gradients_of_different_parameters(pool: Pool, zero: Li
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_replicas_with_other_gradients_in_each_micro_batch(pool: Pool, zero: int) -> None:
+def test_replicas_with_other_gradients_in_each_micro_batch(pool: Pool, zero: Literal[2, 3]) -> None:
     """They sum in the last micro-batch alone, and the ranks of a replica in each.
 
     FSDP keeps the sum until then. It added one layer's to another's, and lost it if the last
