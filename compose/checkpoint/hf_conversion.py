@@ -50,6 +50,8 @@ class Converted:
     files: int
     original: str = ""
     """The folder that the model came from, if the run kept nothing of it; else empty."""
+    doubtful: str = ""
+    """A layer whose adapter peft may lose; empty if there is none."""
 
 
 def import_(source: Path, target: Path, config: Config) -> Converted:
@@ -206,7 +208,9 @@ def export_adapters(source: Path, target: Path, config: Config | None = None) ->
     with _new_folder(target) as aside:
         words = peft.target_modules(model, hf_name)
         peft.write_adapters(aside, peft.table_of(known.lora), known.lora.load_hf, words, tensors)
-    return Converted(target, len(tensors), sum(t.nbytes for t in tensors.values()), 1)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    doubtful = peft.taken_for_experts(words, model, hf_name)
+    return Converted(target, len(tensors), size, 1, doubtful=doubtful)
 
 
 def _whole_state(source: Path) -> store.State:

@@ -140,8 +140,8 @@ def fill_shard(files: TensorFiles, place: Stored, part: LocalShard) -> None:
 def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfName) -> list[str]:
     """Return one line for each tensor, or several of equal layers, in which files and model differ.
 
-    The files may also hold the second name of a tied weight, computed buffers, and layers of
-    multi-token prediction.
+    The files may hold a tied weight under any of its names, and computed buffers and layers of
+    multi-token prediction besides.
     """
     model = module_of(whole)
     expected: dict[str, tuple[int, ...]] = {}
@@ -159,15 +159,20 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         results += scale_problems(files, name)
     tied = set[str]()
     for first, *others in tied_names(model):
-        kept, seconds = stored(hf_name(first)).name, {stored(hf_name(name)).name for name in others}
+        place, seconds = stored(hf_name(first)), {stored(hf_name(name)).name for name in others}
+        kept, there = place.resolved(place.name, files.entries), sorted(seconds & files.entries.keys())
         tied |= seconds
+        if (
+            kept not in files.entries and there
+        ):  # safetensors' save_model keeps the first by the alphabet
+            files.entries[kept] = files.entries[there.pop()]
         results += [
             (
                 name,
                 f"is not {kept}, so that transformers ties nothing; set tie_word_embeddings to false",
             )
-            for name in sorted(seconds & files.entries.keys())
-            if kept in files.entries and not _same(files, kept, name)
+            for name in there
+            if not _same(files, kept, name)
         ]
     if (files.folder / ADAPTER_CONFIG).exists():
         results.append(

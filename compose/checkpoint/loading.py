@@ -154,7 +154,8 @@ def load(
     missing = [problem for problem in problems if problem.startswith("has no optimizer.")]
     if missing and missing == problems:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        problems = [f"{missing[0]}{more}; go on with the optimizer.name that it was made with"]
+        cure = "go on with the optimizer.name and muon_except that it was made with"
+        problems = [f"{missing[0]}{more}; {cure}"]
     if problems:
         raise ConfigError(*(f"{folder}: {problem}" for problem in problems))
     _read(folder, state, reader, group)

@@ -95,6 +95,16 @@ def target_modules(model: nn.Module, hf_name: HfName) -> list[str]:
     return sorted({name if (end := name.rpartition(".")[2]) in ends else end for name in targets})
 
 
+def taken_for_experts(targets: Sequence[str], model: nn.Module, hf_name: HfName) -> str:
+    """Return one of ``target_modules`` that has an expert's last word; empty if there is none.
+
+    peft may take it for the experts, as of some models, and then loses its adapter.
+    """
+    stacks = [p.name.removesuffix(".weight") for _, p, _ in published(model, hf_name) if p.stacked]
+    words = {name.rpartition(".")[2] for name in stacks}
+    return next((one for one in targets if one.rpartition(".")[2] in words), "")
+
+
 def write_adapters(
     folder: Path, lora: Lora, base: str, targets: Sequence[str], tensors: Mapping[str, Tensor]
 ) -> None:

@@ -43,6 +43,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str  # its name in the format, such as "F32"
     path: Path
+    name: str  # in the file
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class TensorFiles:
                 with self._opened(path) as file:
                     for name in file.keys():  # noqa: SIM118 (it has no iterator)
                         part = file.get_slice(name)
-                        entry = TensorEntry(tuple(part.get_shape()), part.get_dtype(), path)
+                        entry = TensorEntry(tuple(part.get_shape()), part.get_dtype(), path, name)
                         if self.entries.setdefault(name, entry) is not entry:
                             other = self.entries[name].path.name
                             problems.append(f"{path}: holds {name}, which {other} holds too")
@@ -207,8 +208,9 @@ class TensorFiles:
     def read(self, name: str, region: Sequence[slice]) -> Tensor:
         """Read a part of a tensor."""
         # Open the file each time: while a file stays mapped, all pages read from it stay in memory.
-        with self._opened(self.entries[name].path) as file:
-            return file.get_slice(name)[tuple(region) or ...]
+        entry = self.entries[name]
+        with self._opened(entry.path) as file:
+            return file.get_slice(entry.name)[tuple(region) or ...]
 
 
 @dataclass(frozen=True)

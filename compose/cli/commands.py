@@ -184,6 +184,8 @@ def convert(arguments: Sequence[str]) -> int:
                 if flag in flags:
                     raise flag_error(flag, "is for whole weights; give --merged too")
             done, then = export_adapters(checkpoint, target, config), "peft opens it"
+            if done.doubtful:
+                then += f", but may lose the adapter of {done.doubtful}; give --merged (docs/lora.md)"
         else:
             done = export(checkpoint, target, config, original, kinds[name])
             then = "transformers opens it"

@@ -62,7 +62,7 @@ class Chat:
     more: Mapping[str, Any]
     """Values for the template besides the messages: tools, documents, and what the row adds."""
     texts: bool = False
-    """Whether the row had a text and its continuation in place of the two messages."""
+    """Whether the row had a text and its continuation, not of a pair, in place of the two messages."""
 
 
 class _RowFields:
@@ -177,11 +177,10 @@ def pairs_of(row: Mapping[str, Any], names: ChatNames = ChatNames()) -> tuple[Ch
             raise ValueError(
                 f"{given.field(name)!r} has a reply alone; put what it replies to in 'prompt'"
             )
-    texts = all(isinstance(value, str) for value in (prompt, *values))
-    return _chat(given, sides[0], first, texts), _chat(given, sides[1], first, texts)
+    return _chat(given, sides[0], first), _chat(given, sides[1], first)
 
 
-def _chat(row: _RowFields, messages: list[ChatMessage], first: int, texts: bool) -> Chat:
+def _chat(row: _RowFields, messages: list[ChatMessage], first: int, texts: bool = False) -> Chat:
     """Return the chat of messages, of which replies from ``first`` on are learnt."""
     system = row.names.shape != PLAIN and row.get("system")
     if system and all(message["role"] != "system" for message in messages):

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from compose.errors import ConfigError, NonNegative
 from compose.memory.quantized import Base, QuantizedLinear, quantize, weight_shape
 from compose.object_storage import AnyPath
+from compose.ops.tensors import tied_names
 from compose.parallel.lora_parallel import Adapter, AdapterParallel
 from compose.parallel.name_patterns import inside, matching
 from compose.parallel.tensor_parallel import HeadParallel
@@ -138,11 +139,17 @@ def find_targets(model: nn.Module, plan: "Plan", lora: Lora, names: Sequence[str
                 f"{key}: pattern {pattern!r} matches no nn.Linear: {modules[0]} is {kind}{cure}"
             )
         results |= linear
-    output = [name for name in results if name == plan.output]
-    if output:
+    if plan.output in results:
         problems.append(
-            f"{key}: {output[0]} is the projection onto the vocabulary, which the loss may compute"
+            f"{key}: {plan.output} is the projection onto the vocabulary, which the loss may compute"
             " itself; name layers before it"
+        )
+    # A merged weight would be the embedding's too, which has no adapter.
+    shared = {name.removesuffix(".weight") for group in tied_names(model) for name in group}
+    if tied := sorted(results & shared - {plan.output}):
+        problems.append(
+            f"{key}: {tied[0]} shares its weight with another module, which an adapter would not"
+            " change; name others"
         )
     small = {
         n: m

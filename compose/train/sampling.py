@@ -33,6 +33,7 @@ from compose.data.chat_replies import Replies
 from compose.data.tokenizer import JsonTokenizer, Tokenizer
 from compose.errors import ConfigError, NonNegative, Positive
 from compose.ops.attention import AttentionOptions, attention
+from compose.ops.tensors import at_least_float32
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import axis_size
 from compose.train.evaluate import forward
@@ -336,7 +337,7 @@ def penalized(logits: Tensor, known: Sequence[int], penalty: float) -> Tensor:
     """Make tokens of the text so far less likely in logits (V,) (Keskar et al., arXiv:1909.05858)."""
     if penalty == 1:
         return logits
-    seen = torch.tensor(sorted(set(known)))
+    seen, logits = torch.tensor(sorted(set(known))), at_least_float32(logits)
     there = logits[seen]
     return logits.index_copy(0, seen, torch.where(there < 0, there * penalty, there / penalty))
 

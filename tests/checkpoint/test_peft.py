@@ -22,6 +22,7 @@ from compose.checkpoint.peft import (
     KEYS,
     adapter_problems,
     named_adapters,
+    taken_for_experts,
     target_modules,
     write_adapters,
 )
@@ -36,7 +37,7 @@ from tests.support.command_lines import execute
 from tests.support.helpers import Keys, make_job, refused, tiered
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
-from tests.support.small_models import ALL, ATTENTION, lora
+from tests.support.small_models import ALL, ATTENTION, DEEPSEEK, lora
 from tests.support.training import keys_for, logged_steps, train
 
 MODULES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -359,6 +360,15 @@ def test_other_adapters_are_not_loaded(tmp_path: Path, changed: Any, message: st
     assert adapter_problems(wanted)[0] == expected
     said = refused(fill_weights, wanted.model, wanted, torch.device("cpu"))
     assert said[0] == f"model.lora.load: {expected}"
+
+
+def test_a_layer_that_peft_may_lose_is_named() -> None:
+    """With transformers 5, peft takes a last word of DeepSeek's experts for the experts."""
+    for targets, name in {"all-linear": "model.layers.0.mlp.down_proj", ATTENTION: ""}.items():
+        job = make_job(1, **DEEPSEEK | lora(targets=targets) | {"model__bias_rate": 0.0})
+        hf_name = name_of("deepseek_v3", job.config.model.config)
+        words = target_modules(job.model, hf_name)
+        assert taken_for_experts(words, job.model, hf_name) == name
 
 
 def test_every_field_of_peft_is_looked_at() -> None:

@@ -141,6 +141,8 @@ def test_repeated_tokens_are_penalized_as_in_transformers(tmp_path: Path) -> Non
     expected = theirs(torch.tensor([known]), logits[None].clone())[0]
     assert torch.equal(penalized(logits, known, penalty), expected)
     assert torch.equal(penalized(logits, known, 1.0), logits)
+    # In bfloat16 the quotient, 9.762, would be rounded to the other token's logit.
+    assert penalized(torch.tensor([9.75, 10.25], dtype=torch.bfloat16), [1], 1.05).argmax() == 1
 
 
 def test_a_text_ends_at_every_token_that_a_file_names(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_preference_pairs(name: str) -> None:
     chosen, rejected = pairs_of(PAIRS[name])
     assert (chosen.messages, chosen.learnt) == (ONE, [1])
     assert (rejected.messages, rejected.learnt) == ([ASKED, OTHER], [1])
-    assert chosen.texts == rejected.texts == (name == "texts")
+    assert {chosen.texts, rejected.texts} == {False}  # --shape plain, which a note names, is not theirs
     assert read_chat(PAIRS[name], ChatNames("chosen")) == chosen
 
 

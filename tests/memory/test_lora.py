@@ -259,6 +259,12 @@ REFUSED: list[tuple[Keys, str]] = [
         "model.lora.targets: output is the projection onto the vocabulary, which the loss may"
         " compute itself; name layers before it",
     ),
+    (
+        # Its logits are capped, so that the plan names no output projection.
+        {"model__name": "gemma3", "model__final_softcap": 30.0} | lora(targets="['output']"),
+        "model.lora.targets: output shares its weight with another module, which an adapter would not"
+        " change; name others",
+    ),
     (lora(0), NOTHING_ADAPTED),
     *(
         ({f"model__lora__{key}": value}, NOTHING_ADAPTED)
