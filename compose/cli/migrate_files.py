@@ -11,6 +11,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,29 @@ _COMMENT = re.compile(r"""(?ms)("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=[\s;]))#
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_CASE = re.compile(r"\bcase\s+(\S+)\s+in\b(.*?)\besac\b", re.DOTALL)
 _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<short>\w+|[@*#?!])")
 
 
-def _statements(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a script; those of an array are NAME=( and its elements."""
+def _as_ifs(case: re.Match[str]) -> str:
+    """Return a case statement as an if, with a test for each pattern."""
+    text, word = "if", case[1]
+    for branch in case[2].split(";;"):
+        patterns, _, commands = branch.partition(")")
+        tests = [f"[ {word} = {each.strip()} ]" for each in patterns.strip(" \t\n(").split("|")]
+        text += f" {' || '.join(tests)}; then {commands}\nelif" if patterns.strip() else ""
+    return f"{text} ; fi"
+
+
+def _statements(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the words of each command of a script, and the mark after it, as && or a newline.
+
+    The words of an array are NAME=( and its elements.
+    """
     text = _COMMENT.sub(lambda part: part[1] or "", text).replace("\\\n", " ")
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
-    lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
+    text = _CASE.sub(_as_ifs, _COMMAND.sub("$command", text))
+    lexer = shlex.shlex(text, None, True, "\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     try:
         tokens = [*lexer]
@@ -147,9 +163,9 @@ def _statements(text: str) -> Iterator[list[str]]:
             elif mark == ")" and deep:
                 deep -= 1
             if not deep and words:
-                yield words
+                yield words, token.strip()
                 words = []
-    yield words
+    yield words, ""
 
 
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
@@ -171,6 +187,10 @@ def _computed(sum: ast.expr) -> int:
         case ast.BinOp(left=left, op=op, right=right):
             return _OPERATIONS[type(op)](_computed(left), _computed(right))
     raise KeyError(ast.unparse(sum))
+
+
+_WHOLE = re.compile(r"-?\d{1,18}")
+_NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 class _Shell(dict[str, str]):
@@ -204,32 +224,46 @@ class _Shell(dict[str, str]):
     def holds(self, words: Sequence[str]) -> bool:
         """Return whether a condition holds; one that is not known does not."""
         words = [self.expanded(word) for word in words if word not in ("[", "[[", "]", "]]")]
-        left, sign, right = (
-            ["", *words, "", ""][:3] if words[:1] in (["-z"], ["-n"]) else [*words, "", "", ""][:3]
-        )
-        left, right = ("" if "\0" in word else word for word in (left, right))
-        if sign in ("-z", "-n"):
-            return (right == "") == (sign == "-z")
-        return left != "" and (left == right) == (sign in ("=", "==", "-eq")) and sign != ""
+        negated = words[:1] == ["!"]
+        match words[negated:]:
+            case ["-z" | "-n" as sign, text]:
+                result = (text == "" or "\0" in text) == (sign == "-z")
+            case [left, ("=" | "==" | "!=") as sign, right] if left and "\0" not in left + right:
+                result = fnmatchcase(left, right) == (sign != "!=")
+            case [left, sign, right] if sign in _NUMBERS and all(map(_WHOLE.fullmatch, (left, right))):
+                result = _NUMBERS[sign](int(left), int(right))
+            case _:
+                return False
+        return result != negated
+
+
+_KEYWORDS = ("if", "then", "elif", "else", "fi", "do", "{", "export", "declare", "local", "readonly")
 
 
 def command_line(text: str) -> Leaves:
     """Return the flags of the longest command in a script, or in a text of flags alone, with values."""
     shell, commands = _Shell(), list[list[str]]()
-    skipped: list[bool] = []  # for each open if: whether its present branch is not taken
-    for words in _statements(text):
-        while words and words[0] in ("then", "do", "{", "export", "declare", "local", "readonly"):
-            words = words[1:]
-        first = words[0] if words else ""
-        if first == "if":
-            skipped.append(any(skipped) or not shell.holds(words[1:]))
-        elif first in ("elif", "else") and skipped:
-            skipped[-1] = not skipped[-1] or any(skipped[:-1])
-            words = words[1:]
-        elif first == "fi" and skipped:
-            skipped.pop()
-        if any(skipped) or first in ("if", "elif", "fi"):
+    branches: list[str] = []  # of each open if: "before" the branch that is taken, "in" it, "after" it
+    held, mark = True, ""  # whether the last command succeeded, and the mark after it
+    for words, following in _statements(text):
+        runs, mark = {"&&": held, "||": not held}.get(mark, True), following
+        while words and words[0] in _KEYWORDS:
+            word, words = words[0], words[1:]
+            if word == "if":
+                branches.append("before")
+            elif word == "fi":
+                branches = branches[:-1]
+            elif branches[-1:] == ["in"] and word in ("elif", "else"):
+                branches[-1] = "after"
+            elif branches[-1:] == ["before"] and (word == "else" or (word == "then" and held)):
+                branches[-1] = "in"
+        if not runs or not words:
             continue
+        taken = all(branch == "in" for branch in branches)
+        if not taken or words[0] in ("[", "[[") or words[-1] in ("]", "]]"):
+            held = shell.holds(words)
+            continue
+        held = True
         while words and (match := _ASSIGN.match(words[0])):
             name, more, value = match.groups()
             given, words = (words[1:], []) if value == "(" else ([value], words[1:])

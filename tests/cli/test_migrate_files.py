@@ -198,6 +198,44 @@ def test_a_number_sign_in_quotes_begins_no_comment(around: str) -> None:
     assert command_line(around.format(MEGATRON))[: len(expected)] == expected
 
 
+IF = """\
+if [ "$M" = "7b" ]; then LR=1
+elif [ "$M" = "13b" ]; then LR=2
+else LR=3
+fi
+"""
+CASE = """\
+case "$M" in
+  7b) LR=1 ;;
+  13b|14b)
+    LR=2
+    ;;
+  *) LR=3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "rate"),
+    [
+        *((f"M={size}\n{text}", rate) for text in (IF, CASE) for size, rate in (("7b", 1), ("70b", 3))),
+        (f"M=14b\n{CASE}", 2),
+        (f"LR=4\n{CASE}", 4),  # nobody says M
+        ("N=1\nLR=1\nif [ $N -gt 1 ]; then LR=2; fi", 1),
+        ("N=4\nLR=1\nif [ $N -ge 4 ]; then LR=2; fi", 2),
+        ('LR=1\nif [ ! -z "$X" ]; then LR=2; fi', 1),
+        ("LR=1\nif [ -f x ]; then LR=2; fi", 1),
+        ("M=llama7b\nLR=1\nif [[ $M == *7b* ]]; then LR=2; fi", 2),
+        ("A=1\nB=1\nLR=1\nif [ $A = 1 ] && [ $B = 2 ]; then LR=2; fi", 1),
+        ('LR=1\n[[ -z "$LR" ]] && LR=2', 1),
+        ('LR=1\n[ -n "$LR" ] || LR=2', 1),
+        ("mkdir x || exit 1; cd x && LR=1", 1),
+    ],
+)
+def test_a_branch_that_a_script_does_not_take(script: str, rate: int) -> None:
+    assert command_line(f"{script}\ntorchrun train.py --lr $LR") == [("--lr", rate)]
+
+
 def rates(tmp_path: Path, name: str, text: str, world: int = 8, steps: int = 0) -> list[float]:
     """The learning rates of the first steps of a migrated file."""
     (tmp_path / name).write_text(text)
