@@ -24,6 +24,8 @@ _READ_WITH: Mapping[str, tuple[str, ...]] = {
     "activation_checkpoint.every": ("activation_checkpoint.mode", "every_k"),
     "activation_checkpoint.segment": ("activation_checkpoint.mode", "full"),
 }
+# Keys that another program reads if something else is there too.
+_SWITCHED = {"precision.float8": "its converter", "model.n_kv_heads": "--group-query-attention"}
 
 
 def work_out(facts: KnownValues, tables: Mapping[str, TrainerTable], world: int, steps: int) -> int:
@@ -36,8 +38,9 @@ def work_out(facts: KnownValues, tables: Mapping[str, TrainerTable], world: int,
         # Without a scheduler here, theirs is that of TrainingArguments too.
         named += "" if "optimizer.warmup~given" in facts else " optimizer.schedule"
         facts.waiting = dict.fromkeys(set(named.split()) - set(facts.values), f"auto: {_AUTO}")
-    if "precision.float8~value" in facts and not facts.get("precision.float8~on"):
-        facts.changed("is read with its converter alone", "precision.float8~value")
+    for key, other in _SWITCHED.items():
+        if f"{key}~value" in facts and not facts.get(f"{key}~on"):
+            facts.changed(f"is read with {other} alone", f"{key}~value")
     _switched_on(facts)
     for title, program in facts.programs.items():
         _defaults(facts, title, program["defaults"], set())

@@ -331,3 +331,20 @@ def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
     for more, known in (("", True), (" --disable-bias-linear", False)):
         (tmp_path / "a.sh").write_text(f"{MEGATRON}{learned} --max-position-embeddings 64{more}")
         assert ('name = "gpt2"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
+
+
+@pytest.mark.parametrize(
+    ("flags", "heads"),
+    [
+        ("--group-query-attention --num-query-groups 2", 2),
+        ("--group-query-attention", 1),  # Megatron-LM's default of the other flag
+        ("--num-query-groups 2", 4),  # which is not read alone
+        ("--num-key-value-heads 2", 2),  # Megatron-DeepSpeed's
+    ],
+)
+def test_query_groups(tmp_path: Path, flags: str, heads: int) -> None:
+    (tmp_path / "a.sh").write_text(f"{MEGATRON}{SHAPE} {flags}")
+    text, entries = migrated([tmp_path / "a.sh"], 8)
+    assert f"n_kv_heads = {heads}  #" in text
+    said = "--num-query-groups: is read with --group-query-attention alone"
+    assert any(said in entry.line for entry in entries) == (heads == 4)
