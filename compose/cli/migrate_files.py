@@ -216,7 +216,9 @@ class _Shell(dict[str, str]):
         value = self._named(name)
         if rule[-1:] in ("-", "="):
             return other if value in ("", f"\0{name}") else value
-        return "" if rule[:1] in ("+", "[") and value == f"\0{name}" else value
+        if rule[-1:] == "+":
+            return "" if value in ("", f"\0{name}") else other
+        return "" if rule[:1] == "[" and value == f"\0{name}" else value
 
     def _named(self, name: str) -> str:
         return self.get(name, f"\0{name}")

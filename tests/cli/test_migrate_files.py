@@ -230,6 +230,7 @@ esac
         ('LR=1\n[[ -z "$LR" ]] && LR=2', 1),
         ('LR=1\n[ -n "$LR" ] || LR=2', 1),
         ("mkdir x || exit 1; cd x && LR=1", 1),
+        ("A=9\nLR=${A:+2}${B:+1}", 2),
     ],
 )
 def test_a_branch_that_a_script_does_not_take(script: str, rate: int) -> None:
