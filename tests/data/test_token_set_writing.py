@@ -291,6 +291,11 @@ def test_command(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[
         (b'{"text": ["a"]}', "has no text in 'text' (it holds a list); see --field"),
         (b"1" * 5000, "is not JSON: Exceeds the limit"),
         (b'{"text": "b}', "is not JSON: "),
+        (
+            b'{\n  "text": "b"\n}',
+            "is not JSON: Expecting property name enclosed in double quotes: line 2 column 1 (char 2);"
+            " a row stands on one line, or the file is one list",
+        ),
         (b'["b"]', "is not an object"),
         (b"\xff", "is not UTF-8: invalid start byte"),
     ],
