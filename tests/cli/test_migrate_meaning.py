@@ -13,6 +13,7 @@ HPZ = DEEPSPEED % '"stage": 3, "zero_hpz_partition_size": %s'
 SET = [
     ("a.yaml", FSDP % "NO_SHARD", ["zero = 0"]),  # it goes before what distributed_type says
     ("a.yaml", FSDP % "SHARD_GRAD_OP", ["zero = 2"]),
+    ("a.yaml", "distributed_type: DEEPSPEED\n", ["zero = 2"]),  # Accelerate's default
     ("a.json", HPZ % 4, ["zero = 3", "zero3_reshard = 4"]),
     ("a.json", HPZ % 1, ["zero = 3"]),
     ("a.json", DEEPSPEED % '"stage": 3}, "tensor_parallel": {"autotp_size": 0', ["zero = 3"]),
