@@ -171,6 +171,7 @@ def _shape(facts: KnownValues) -> None:
     parts = ("norm", "positions", "gated", "bias", "learnt")
     norm, positions, gated, bias, learnt = (facts.pop(f"model.{part}~") for part in parts)
     dim = facts.get("model.dim", 0)
+    narrow = facts.get("model.head_dim") in (None, dim / facts.get("model.n_heads"))  # as in GPT-2
     if not gated:
         facts.values.setdefault("model.hidden_dim", facts.values["model.dim"]._replace(value=4 * dim))
     if positions == "rope":
@@ -186,7 +187,7 @@ def _shape(facts: KnownValues) -> None:
             facts.put("model.tie_embeddings", True, text=text)
         if "model.hidden_dim" not in facts:  # Megatron-LM's default with --swiglu
             facts.put("model.hidden_dim", int(4 * dim * 2 / 3 / 64) * 64, text="--swiglu")
-    elif norm == "LayerNorm" and not gated and not bias:  # GPT-2's layers have biases
+    elif norm == "LayerNorm" and not gated and not bias and narrow:  # GPT-2's layers have biases
         facts.put("model.name", "gpt2", "model.n_layers")
         if length := learnt or facts.get("train.seq_len"):
             facts.put("model.max_seq_len", length, text="--max-position-embeddings")

@@ -329,7 +329,8 @@ def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
     learned = SHAPE.replace(" --swiglu --normalization RMSNorm", "").replace(
         " rope ", " learned_absolute "
     )
-    for more, known in (("", True), (" --disable-bias-linear", False)):
+    flags = (("", True), (" --disable-bias-linear", False), (" --kv-channels 32", False))
+    for more, known in (*flags, (" --kv-channels 16", True)):
         (tmp_path / "a.sh").write_text(f"{MEGATRON}{learned} --max-position-embeddings 64{more}")
         assert ('name = "gpt2"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
 
