@@ -127,6 +127,8 @@ _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<shor
 def _as_ifs(case: re.Match[str]) -> str:
     """Return a case statement as an if, with a test for each pattern."""
     text, word = "if", case[1]
+    if word.strip('"') in ("$1", "${1}"):  # the script's own options, of which there are none
+        return ":"
     for branch in case[2].split(";;"):
         patterns, _, commands = branch.partition(")")
         tests = [f"[ {word} = {each.strip()} ]" for each in patterns.strip(" \t\n(").split("|")]
@@ -213,7 +215,7 @@ class _Shell(dict[str, str]):
         name, rule, other = match["short"] or match["long"] or "", "", ""
         if parts := re.fullmatch(r"(\w+)(\[[@*]\]|:?[-=+?])(.*)", name, re.DOTALL):
             name, rule, other = parts.groups()
-        value = self._named(name)
+        value = "" if name[:1] in ("@", "*") else self._named(name)  # the script's own arguments
         if rule[-1:] in ("-", "="):
             return other if value in ("", f"\0{name}") else value
         if rule[-1:] == "+":
@@ -223,19 +225,23 @@ class _Shell(dict[str, str]):
     def _named(self, name: str) -> str:
         return self.get(name, f"\0{name}")
 
-    def holds(self, words: Sequence[str]) -> bool:
-        """Return whether a condition holds; one that is not known does not."""
+    def holds(self, words: Sequence[str]) -> bool | None:
+        """Return whether a condition holds; None if that cannot be known."""
+        brackets = words[:1] in (["test"], ["["], ["[["]) or words[-1:] == ["]]"]
         words = [self.expanded(word) for word in words if word not in ("[", "[[", "]", "]]")]
+        words = words[words[:1] == ["test"] :]
         negated = words[:1] == ["!"]
         match words[negated:]:
             case ["-z" | "-n" as sign, text]:
                 result = (text == "" or "\0" in text) == (sign == "-z")
-            case [left, ("=" | "==" | "!=") as sign, right] if left and "\0" not in left + right:
+            case [left, ("=" | "==" | "!=") as sign, right] if "\0" not in left + right:
                 result = fnmatchcase(left, right) == (sign != "!=")
             case [left, sign, right] if sign in _NUMBERS and all(map(_WHOLE.fullmatch, (left, right))):
                 result = _NUMBERS[sign](int(left), int(right))
+            case [text] if brackets or text in ("true", "false"):
+                result = text != "" and "\0" not in text and (brackets or text == "true")
             case _:
-                return False
+                return None
         return result != negated
 
 
@@ -243,14 +249,19 @@ _KEYWORDS = ("if", "then", "elif", "else", "fi", "do", "{", "export", "declare",
 
 
 def command_line(text: str) -> Leaves:
-    """Return the flags of the longest command in a script, or in a text of flags alone, with values."""
-    shell, commands = _Shell(), list[list[str]]()
+    """Return the flags of the longest command in a script, or in a text of flags alone, with values.
+
+    A condition that cannot be followed is there too, as ``if``; what needs it to hold is left out.
+    """
+    shell, commands, unknown = _Shell(), list[list[str]](), Leaves()
     branches: list[str] = []  # of each open if: "before" the branch that is taken, "in" it, "after" it
-    held, mark = True, ""  # whether the last command succeeded, and the mark after it
+    held, mark, asks = True, "", False  # whether the last command succeeded; what follows; after "if"
     for words, following in _statements(text):
-        runs, mark = {"&&": held, "||": not held}.get(mark, True), following
+        runs = {"&&": held, "||": not held}.get(mark, True)
+        part, mark = mark in ("&&", "||") and words[-1:] == ["]]"], following
         while words and words[0] in _KEYWORDS:
             word, words = words[0], words[1:]
+            asks = word in ("if", "elif") or (asks and word not in ("then", "else", "fi"))
             if word == "if":
                 branches.append("before")
             elif word == "fi":
@@ -259,13 +270,15 @@ def command_line(text: str) -> Leaves:
                 branches[-1] = "after"
             elif branches[-1:] == ["before"] and (word == "else" or (word == "then" and held)):
                 branches[-1] = "in"
-        if not runs or not words:
-            continue
-        taken = all(branch == "in" for branch in branches)
-        if not taken or words[0] in ("[", "[[") or words[-1] in ("]", "]]"):
-            held = shell.holds(words)
+        around = branches[:-1] if asks and branches[-1:] == ["before"] else branches
+        if not runs or not words or any(branch != "in" for branch in around):
             continue
         held = True
+        if asks or part or words[0] in ("[", "[[", "test"):
+            if (answer := shell.holds(words)) is None:
+                unknown.append(("if", " ".join(words)))
+            held = bool(answer)
+            continue
         while words and (match := _ASSIGN.match(words[0])):
             name, more, value = match.groups()
             given, words = (words[1:], []) if value == "(" else ([value], words[1:])
@@ -274,9 +287,10 @@ def command_line(text: str) -> Leaves:
             shell[name] = f"{shell.get(name, '')}{between}{text}" if more else text
         commands.append([part for word in words for part in _parts(word, shell.expanded(word))])
     commands += [value.split() for value in shell.values()]
-    return _flags(
+    flags = _flags(
         max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
     )
+    return flags and [*flags, *dict.fromkeys(unknown)]
 
 
 def _parts(word: str, value: str) -> list[str]:
