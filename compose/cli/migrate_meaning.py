@@ -328,11 +328,12 @@ def _schedule(facts: KnownValues) -> None:
         began = 0 if warmup else -1
     elif kind == "torchtitan":
         whole = min(warmup, steps)
-        warmup, decay = max(0, whole - 1), min(decay or steps, steps - whole)
+        warmup, decay = max(0, whole - 1), min(steps if share is None else decay, steps - whole)
         curve = curve if decay else "constant"
     elif kind == "deepspeed":
         warmup, began = max(2, warmup) + 1, 1
-        decay = steps - warmup + 1 if curve == "cosine" else 0
+        if curve == "cosine":
+            facts.changed("its cosine begins a step before the warm-up ends", "optimizer.schedule")
         end = steps + 1 if curve == "linear" else end
     facts.put("optimizer.schedule", curve)
     facts.put("optimizer.warmup", warmup, "optimizer.warmup~warmup", "optimizer.warmup~ratio")
