@@ -82,6 +82,7 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"b.json": LEFT.replace("}", ', "max_prompt_length": 9}')}, ["# lr = ?", 'schedule = "linear"'], "pairs"),
     ({"b.json": LEFT.replace("}", ', "beta": 1, "min_lr": 1e-6}')}, ["# lr = ?"], "min_lr: 1e-06 as a part of"),
     ({"b.json": LEFT.replace("}", ', "train_type": "full"}')}, ["# lr = ?", 'schedule = "cosine"', "beta2 = 0.95", "weight_decay = 0.1"], ""),
+    ({"b.json": LEFT.replace("}", ', "sft_type": "lora"}')}, ["# lr = ?", "# warmup = ?", "# weight_decay = ?", "# schedule = ?", "alpha = 32.0"], ""),
     ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\n"}, ["lr = 0.0002", 'schedule = "cosine"', "epochs = 1.0", "# warmup = ?", "# param = ?", "keep_last = 4"], ""),
     ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\nbf16: true\nmax_steps: 9\nwarmup_steps: 4\nfsdp_version: 2\n"}, ["warmup = 4", 'param = "bfloat16"', "zero = 3"], ""),
     ({"b.json": LEFT.replace("}", ', "train_type": "lora", "torch_dtype": "bfloat16"}')}, ['param = "bfloat16"', "# global_batch = ?", *ADAPTERS, "rank = 8"], "updates weights of this type"),
