@@ -300,6 +300,7 @@ def _parts(word: str, value: str) -> list[str]:
 def _flags(words: Sequence[str]) -> Leaves:
     """Return the flags among words; one without a value is True, and one with several is a list.
 
+    A value may be JSON, as '{"min_lr": 1e-6}': its keys stand after the flag and a dot.
     Flags before the script's name are the launcher's: ``launcher.--nnodes``.
     """
     flat = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
@@ -319,7 +320,7 @@ def _flags(words: Sequence[str]) -> Leaves:
             both = f"{' '.join(taken[flag])} and {' '.join(values)}"
             raise ValueError(f"{flag}: stands twice, with {both}; remove one of them")
         taken[flag] = values
-    return [(flag, _typed(values)) for flag, values in taken.items() if flag]
+    return list(_flat({flag: _typed(values) for flag, values in taken.items() if flag}))
 
 
 def _typed(values: Sequence[str]) -> Any:
@@ -330,11 +331,9 @@ def _typed(values: Sequence[str]) -> Any:
 def _scalar(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
+    for kind in (json.loads,) if text.startswith("{") else (int, float):
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 

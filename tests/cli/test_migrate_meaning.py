@@ -90,6 +90,7 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"b.json": f'{ARGUMENTS}, "use_peft": true, "lora_target_modules": "all-linear"}}'}, ["# param = ?", *ADAPTERS, "rank = 16"], ""),
     ({"b.json": f'{ARGUMENTS}, "rl": "dpo", "adapter": "lora", "lora_dropout": 0.1, "sequence_len": 512}}'}, ["seq_len = 1024", "beta = 0.1"], "goes without dropout"),
     ({"a.sh": f"accelerate launch --mixed_precision bf16 --use_deepspeed --gradient_accumulation_steps 4 {TRAIN}"}, ['param = "bfloat16"', "zero = 2", "global_batch = 64"], ""),
+    ({"a.sh": f"torchrun {TRAIN} --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{{\"min_lr\": 1e-5}}'"}, ["min_lr = 0.1"], ""),
     ({"a.sh": f"accelerate launch --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP {TRAIN} --num_warmup_steps 2"}, ["zero = 2", "warmup = 2", "max_norm = 0.0"], ""),
     ({"a.sh": f"{MEGATRON} --global-batch-size 8 {RECOMPUTE} uniform"}, ['mode = "full"', "segment = 4"], ""),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
