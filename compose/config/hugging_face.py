@@ -160,8 +160,7 @@ def _cache() -> Path:
     """Return the hub's cache, by the variables of its client."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{home}/huggingface"
-    names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")  # the second is older
-    place = next(filter(None, map(os.environ.get, names)), f"{home}/hub")
+    place = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
     return Path(os.path.expandvars(place)).expanduser()
 
 
