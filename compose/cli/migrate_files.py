@@ -290,7 +290,10 @@ def command_line(text: str) -> Leaves:
     flags = _flags(
         max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
     )
-    return flags and [*flags, *dict.fromkeys(unknown)]
+    if unknown and not flags:
+        why = "cannot be followed, and no command stands outside of it; write the command alone"
+        raise ValueError(f"if {unknown[0][1]}: {why}")
+    return [*flags, *dict.fromkeys(unknown)]
 
 
 def _parts(word: str, value: str) -> list[str]:

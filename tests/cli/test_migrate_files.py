@@ -33,6 +33,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", "torchrun pretrain_gpt.py --lr 1 --save 'x", "cannot be read as a shell script: No closing quotation; a config ends in .json, .yaml or .toml"),
     ("a.sh", f"{MEGATRON} --optimizer adam --optimizer sgd", "--optimizer: stands twice, with adam and sgd; remove one of them"),
     ("a.sh", "echo hello", "has no keys; give a file with keys"),
+    ("a.sh", f"if [ -f x ]; then {MEGATRON}; fi", "if [ -f x ]: cannot be followed, and no command stands outside of it; write the command alone"),
     ("a.json", '{"zebra": 3}', "zebra: is no key of DeepSpeed, TrainingArguments, Accelerate, torchtitan, Megatron-LM"),
     ("a.json", DEEPSPEED.replace("8", "9") % '"stage": 1', "train_batch_size: 9 is not micro-batch 1 x 8 ranks of data parallel; nearest: 8"),
     ("a.json", DEEPSPEED % '"stage": "two"', 'zero_optimization.stage: expected 0 | 1 | 2 | 3, got "two"'),
