@@ -170,13 +170,8 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
     yield words, ""
 
 
-_OPERATIONS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {ast.Add: operator.add, ast.Sub: operator.sub}
+_OPERATIONS |= {ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
 
 
 def _computed(sum: ast.expr) -> int:
