@@ -120,7 +120,7 @@ _COMMENT = re.compile(r"""(?ms)("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=[\s;]))#
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_CASE = re.compile(r"\bcase\s+(\S+)\s+in\b(.*?)\besac\b", re.DOTALL)
+_CASE = re.compile(r"\bcase\s+(\S+)\s+in\b((?:(?!\bcase\s).)*?)\besac\b", re.DOTALL)  # no outer one
 _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<short>\w+|[@*#?!])")
 
 
@@ -143,7 +143,9 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
     """
     text = _COMMENT.sub(lambda part: part[1] or "", text).replace("\\\n", " ")
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
-    text = _CASE.sub(_as_ifs, _COMMAND.sub("$command", text))
+    text = _COMMAND.sub("$command", text)
+    while _CASE.search(text):
+        text = _CASE.sub(_as_ifs, text)
     lexer = shlex.shlex(text, None, True, "\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     try:

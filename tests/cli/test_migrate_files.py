@@ -224,6 +224,7 @@ esac
     [
         *((f"M={size}\n{text}", rate) for text in (IF, CASE) for size, rate in (("7b", 1), ("70b", 3))),
         (f"M=14b\n{CASE}", 2),
+        (f"N=b\nM=70b\ncase $N in a) LR=4 ;; b) LR=5; {CASE} ;; *) LR=6 ;; esac", 3),
         ("N=1\nLR=1\nif [ $N -gt 1 ]; then LR=2; fi", 1),
         ("N=4\nLR=1\nif [ $N -ge 4 ]; then LR=2; fi", 2),
         ('LR=1\nif [ ! -z "$X" ]; then LR=2; fi', 1),
