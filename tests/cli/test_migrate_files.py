@@ -57,6 +57,7 @@ BAD: list[tuple[str, str, str]] = [
     ),
     ("a.sh", "accelerate launch --config_file z.yaml train.py --learning_rate 1 --max_steps 2", "config_file: z.yaml is not here; give that file too"),
     ("a.json", f'{ARGUMENTS}, "beta": 0.1, "loss_type": "ipo"}}', "loss_type = ipo: no such loss here; nearest: sigmoid, which is DPO's"),
+    ("a.json", f'{ARGUMENTS}, "deepspeed": {{"zero_optimization": {{"stage": 3}}}}}}', "deepspeed.zero_optimization.stage: is read in a file of its own; nearest: put it there, and give that file too"),
     ("a.json", f'{ARGUMENTS}, "stage": "dpo", "pref_ftx": 0.5, "use_dft_loss": false}}', "pref_ftx = 0.5: is of a loss that is not here; nearest: remove it"),
     ("a.json", f'{ARGUMENTS}, "beta": 0.1, "label_smoothing": 0.2}}', "label_smoothing = 0.2: the loss has no smoothing of labels here; nearest: 0"),
     *(
