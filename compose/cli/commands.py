@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import os
 import shutil
 import sys
 import time
@@ -206,13 +205,14 @@ def tokenize(arguments: Sequence[str]) -> int:
     from compose.data.token_files import open_token_set
     from compose.data.token_set_writing import describe_job, make_token_set, replies_for
     from compose.data.tokenizer import open_tokenizer
+    from compose.planner.sweep import cores
 
     given = read_flags("tokenize", arguments)
     files, flags = given.plain, given.flags
     missing = [name for name in ("--tokenizer", "--out") if not flags.get(name)]
     if missing or not files:
         raise flag_error("tokenize", f"needs {[*missing, 'FILES'][0]}; see --help")
-    workers = number_of(given, "--workers", "processes", os.cpu_count() or 1)
+    workers = number_of(given, "--workers", "processes", cores())
     tokenizer = open_tokenizer(model_path(flags["--tokenizer"], "--tokenizer: "))
     pairs, added = "--pairs" in flags, "--no-special-tokens" not in flags
     chat = pairs or "--chat" in flags

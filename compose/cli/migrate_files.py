@@ -11,6 +11,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,33 @@ _COMMENT = re.compile(r"""(?ms)("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=[\s;]))#
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_CASE = re.compile(r"\bcase\s+(\S+)\s+in\b((?:(?!\bcase\s).)*?)\besac\b", re.DOTALL)  # no outer one
 _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<short>\w+|[@*#?!])")
 
 
-def _statements(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a script; those of an array are NAME=( and its elements."""
+def _as_ifs(case: re.Match[str]) -> str:
+    """Return a case statement as an if, with a test for each pattern."""
+    text, word = "if", case[1]
+    if word.strip('"') in ("$1", "${1}"):  # the script's own options, of which there are none
+        return ":"
+    for branch in case[2].split(";;"):
+        patterns, _, commands = branch.partition(")")
+        tests = [f"[ {word} = {each.strip()} ]" for each in patterns.strip(" \t\n(").split("|")]
+        text += f" {' || '.join(tests)}; then {commands}\nelif" if patterns.strip() else ""
+    return f"{text} ; fi"
+
+
+def _statements(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the words of each command of a script, and the mark after it, as && or a newline.
+
+    The words of an array are NAME=( and its elements.
+    """
     text = _COMMENT.sub(lambda part: part[1] or "", text).replace("\\\n", " ")
     text = _SUM.sub(lambda total: f"$[{''.join(total[1].split())}]", text)
-    lexer = shlex.shlex(_COMMAND.sub("$command", text), None, True, "\n;|&()<>")
+    text = _COMMAND.sub("$command", text)
+    while _CASE.search(text):
+        text = _CASE.sub(_as_ifs, text)
+    lexer = shlex.shlex(text, None, True, "\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     try:
         tokens = [*lexer]
@@ -147,18 +167,13 @@ def _statements(text: str) -> Iterator[list[str]]:
             elif mark == ")" and deep:
                 deep -= 1
             if not deep and words:
-                yield words
+                yield words, token.strip()
                 words = []
-    yield words
+    yield words, ""
 
 
-_OPERATIONS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {ast.Add: operator.add, ast.Sub: operator.sub}
+_OPERATIONS |= {ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
 
 
 def _computed(sum: ast.expr) -> int:
@@ -171,6 +186,10 @@ def _computed(sum: ast.expr) -> int:
         case ast.BinOp(left=left, op=op, right=right):
             return _OPERATIONS[type(op)](_computed(left), _computed(right))
     raise KeyError(ast.unparse(sum))
+
+
+_WHOLE = re.compile(r"-?\d{1,18}")
+_NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 class _Shell(dict[str, str]):
@@ -193,42 +212,69 @@ class _Shell(dict[str, str]):
         name, rule, other = match["short"] or match["long"] or "", "", ""
         if parts := re.fullmatch(r"(\w+)(\[[@*]\]|:?[-=+?])(.*)", name, re.DOTALL):
             name, rule, other = parts.groups()
-        value = self._named(name)
+        value = "" if name[:1] in ("@", "*") else self._named(name)  # the script's own arguments
         if rule[-1:] in ("-", "="):
             return other if value in ("", f"\0{name}") else value
-        return "" if rule[:1] in ("+", "[") and value == f"\0{name}" else value
+        if rule[-1:] == "+":
+            return "" if value in ("", f"\0{name}") else other
+        return "" if rule[:1] == "[" and value == f"\0{name}" else value
 
     def _named(self, name: str) -> str:
         return self.get(name, f"\0{name}")
 
-    def holds(self, words: Sequence[str]) -> bool:
-        """Return whether a condition holds; one that is not known does not."""
+    def holds(self, words: Sequence[str]) -> bool | None:
+        """Return whether a condition holds; None if that cannot be known."""
+        brackets = words[:1] in (["test"], ["["], ["[["]) or words[-1:] == ["]]"]
         words = [self.expanded(word) for word in words if word not in ("[", "[[", "]", "]]")]
-        left, sign, right = (
-            ["", *words, "", ""][:3] if words[:1] in (["-z"], ["-n"]) else [*words, "", "", ""][:3]
-        )
-        left, right = ("" if "\0" in word else word for word in (left, right))
-        if sign in ("-z", "-n"):
-            return (right == "") == (sign == "-z")
-        return left != "" and (left == right) == (sign in ("=", "==", "-eq")) and sign != ""
+        words = words[words[:1] == ["test"] :]
+        negated = words[:1] == ["!"]
+        match words[negated:]:
+            case ["-z" | "-n" as sign, text]:
+                result = (text == "" or "\0" in text) == (sign == "-z")
+            case [left, ("=" | "==" | "!=") as sign, right] if "\0" not in left + right:
+                result = fnmatchcase(left, right) == (sign != "!=")
+            case [left, sign, right] if sign in _NUMBERS and all(map(_WHOLE.fullmatch, (left, right))):
+                result = _NUMBERS[sign](int(left), int(right))
+            case [text] if brackets or text in ("true", "false"):
+                result = text != "" and "\0" not in text and (brackets or text == "true")
+            case _:
+                return None
+        return result != negated
+
+
+_KEYWORDS = ("if", "then", "elif", "else", "fi", "do", "{", "export", "declare", "local", "readonly")
 
 
 def command_line(text: str) -> Leaves:
-    """Return the flags of the longest command in a script, or in a text of flags alone, with values."""
-    shell, commands = _Shell(), list[list[str]]()
-    skipped: list[bool] = []  # for each open if: whether its present branch is not taken
-    for words in _statements(text):
-        while words and words[0] in ("then", "do", "{", "export", "declare", "local", "readonly"):
-            words = words[1:]
-        first = words[0] if words else ""
-        if first == "if":
-            skipped.append(any(skipped) or not shell.holds(words[1:]))
-        elif first in ("elif", "else") and skipped:
-            skipped[-1] = not skipped[-1] or any(skipped[:-1])
-            words = words[1:]
-        elif first == "fi" and skipped:
-            skipped.pop()
-        if any(skipped) or first in ("if", "elif", "fi"):
+    """Return the flags of the longest command in a script, or in a text of flags alone, with values.
+
+    A condition that cannot be followed is there too, as ``if``; what needs it to hold is left out.
+    """
+    shell, commands, unknown = _Shell(), list[list[str]](), Leaves()
+    branches: list[str] = []  # of each open if: "before" the branch that is taken, "in" it, "after" it
+    held, mark, asks = True, "", False  # whether the last command succeeded; what follows; after "if"
+    for words, following in _statements(text):
+        runs = {"&&": held, "||": not held}.get(mark, True)
+        part, mark = mark in ("&&", "||") and words[-1:] == ["]]"], following
+        while words and words[0] in _KEYWORDS:
+            word, words = words[0], words[1:]
+            asks = word in ("if", "elif") or (asks and word not in ("then", "else", "fi"))
+            if word == "if":
+                branches.append("before")
+            elif word == "fi":
+                branches = branches[:-1]
+            elif branches[-1:] == ["in"] and word in ("elif", "else"):
+                branches[-1] = "after"
+            elif branches[-1:] == ["before"] and (word == "else" or (word == "then" and held)):
+                branches[-1] = "in"
+        around = branches[:-1] if asks and branches[-1:] == ["before"] else branches
+        if not runs or not words or any(branch != "in" for branch in around):
+            continue
+        held = True
+        if asks or part or words[0] in ("[", "[[", "test"):
+            if (answer := shell.holds(words)) is None:
+                unknown.append(("if", " ".join(words)))
+            held = bool(answer)
             continue
         while words and (match := _ASSIGN.match(words[0])):
             name, more, value = match.groups()
@@ -238,9 +284,13 @@ def command_line(text: str) -> Leaves:
             shell[name] = f"{shell.get(name, '')}{between}{text}" if more else text
         commands.append([part for word in words for part in _parts(word, shell.expanded(word))])
     commands += [value.split() for value in shell.values()]
-    return _flags(
+    flags = _flags(
         max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
     )
+    if unknown and not flags:
+        why = "cannot be followed, and no command stands outside of it; write the command alone"
+        raise ValueError(f"if {unknown[0][1]}: {why}")
+    return [*flags, *dict.fromkeys(unknown)]
 
 
 def _parts(word: str, value: str) -> list[str]:
@@ -250,6 +300,7 @@ def _parts(word: str, value: str) -> list[str]:
 def _flags(words: Sequence[str]) -> Leaves:
     """Return the flags among words; one without a value is True, and one with several is a list.
 
+    A value may be JSON, as '{"min_lr": 1e-6}': its keys stand after the flag and a dot.
     Flags before the script's name are the launcher's: ``launcher.--nnodes``.
     """
     flat = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
@@ -269,7 +320,7 @@ def _flags(words: Sequence[str]) -> Leaves:
             both = f"{' '.join(taken[flag])} and {' '.join(values)}"
             raise ValueError(f"{flag}: stands twice, with {both}; remove one of them")
         taken[flag] = values
-    return [(flag, _typed(values)) for flag, values in taken.items() if flag]
+    return list(_flat({flag: _typed(values) for flag, values in taken.items() if flag}))
 
 
 def _typed(values: Sequence[str]) -> Any:
@@ -280,11 +331,9 @@ def _typed(values: Sequence[str]) -> Any:
 def _scalar(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
+    for kind in (json.loads,) if text.startswith("{") else (int, float):
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 

@@ -24,6 +24,8 @@ _READ_WITH: Mapping[str, tuple[str, ...]] = {
     "activation_checkpoint.every": ("activation_checkpoint.mode", "every_k"),
     "activation_checkpoint.segment": ("activation_checkpoint.mode", "full"),
 }
+# Keys that another program reads if something else is there too.
+_SWITCHED = {"precision.float8": "its converter", "model.n_kv_heads": "--group-query-attention"}
 
 
 def work_out(facts: KnownValues, tables: Mapping[str, TrainerTable], world: int, steps: int) -> int:
@@ -36,8 +38,9 @@ def work_out(facts: KnownValues, tables: Mapping[str, TrainerTable], world: int,
         # Without a scheduler here, theirs is that of TrainingArguments too.
         named += "" if "optimizer.warmup~given" in facts else " optimizer.schedule"
         facts.waiting = dict.fromkeys(set(named.split()) - set(facts.values), f"auto: {_AUTO}")
-    if "precision.float8~value" in facts and not facts.get("precision.float8~on"):
-        facts.changed("is read with its converter alone", "precision.float8~value")
+    for key, other in _SWITCHED.items():
+        if f"{key}~value" in facts and not facts.get(f"{key}~on"):
+            facts.changed(f"is read with {other} alone", f"{key}~value")
     _switched_on(facts)
     for title, program in facts.programs.items():
         _defaults(facts, title, program["defaults"], set())
@@ -168,6 +171,7 @@ def _shape(facts: KnownValues) -> None:
     parts = ("norm", "positions", "gated", "bias", "learnt")
     norm, positions, gated, bias, learnt = (facts.pop(f"model.{part}~") for part in parts)
     dim = facts.get("model.dim", 0)
+    narrow = facts.get("model.head_dim") in (None, dim / facts.get("model.n_heads"))  # as in GPT-2
     if not gated:
         facts.values.setdefault("model.hidden_dim", facts.values["model.dim"]._replace(value=4 * dim))
     if positions == "rope":
@@ -183,7 +187,7 @@ def _shape(facts: KnownValues) -> None:
             facts.put("model.tie_embeddings", True, text=text)
         if "model.hidden_dim" not in facts:  # Megatron-LM's default with --swiglu
             facts.put("model.hidden_dim", int(4 * dim * 2 / 3 / 64) * 64, text="--swiglu")
-    elif norm == "LayerNorm" and not gated and not bias:  # GPT-2's layers have biases
+    elif norm == "LayerNorm" and not gated and not bias and narrow:  # GPT-2's layers have biases
         facts.put("model.name", "gpt2", "model.n_layers")
         if length := learnt or facts.get("train.seq_len"):
             facts.put("model.max_seq_len", length, text="--max-position-embeddings")
@@ -324,11 +328,12 @@ def _schedule(facts: KnownValues) -> None:
         began = 0 if warmup else -1
     elif kind == "torchtitan":
         whole = min(warmup, steps)
-        warmup, decay = max(0, whole - 1), min(decay or steps, steps - whole)
+        warmup, decay = max(0, whole - 1), min(steps if share is None else decay, steps - whole)
         curve = curve if decay else "constant"
     elif kind == "deepspeed":
         warmup, began = max(2, warmup) + 1, 1
-        decay = steps - warmup + 1 if curve == "cosine" else 0
+        if curve == "cosine":
+            facts.changed("its cosine begins a step before the warm-up ends", "optimizer.schedule")
         end = steps + 1 if curve == "linear" else end
     facts.put("optimizer.schedule", curve)
     facts.put("optimizer.warmup", warmup, "optimizer.warmup~warmup", "optimizer.warmup~ratio")

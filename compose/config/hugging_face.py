@@ -160,7 +160,8 @@ def _cache() -> Path:
     """Return the hub's cache, by the variables of its client."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{home}/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    place = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(place)).expanduser()
 
 
 def hub_name(folder: str | Path) -> str:

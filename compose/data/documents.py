@@ -165,7 +165,8 @@ def parsed_json(content: bytes) -> Any:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
+        one = "; a row stands on one line, or the file is one list" if line.strip() == "{" else ""
+        raise ValueError(f"is not JSON: {error}{one}") from None
     return value
 
 

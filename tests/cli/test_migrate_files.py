@@ -33,6 +33,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", "torchrun pretrain_gpt.py --lr 1 --save 'x", "cannot be read as a shell script: No closing quotation; a config ends in .json, .yaml or .toml"),
     ("a.sh", f"{MEGATRON} --optimizer adam --optimizer sgd", "--optimizer: stands twice, with adam and sgd; remove one of them"),
     ("a.sh", "echo hello", "has no keys; give a file with keys"),
+    ("a.sh", f"if [ -f x ]; then {MEGATRON}; fi", "if [ -f x ]: cannot be followed, and no command stands outside of it; write the command alone"),
     ("a.json", '{"zebra": 3}', "zebra: is no key of DeepSpeed, TrainingArguments, Accelerate, torchtitan, Megatron-LM"),
     ("a.json", DEEPSPEED.replace("8", "9") % '"stage": 1', "train_batch_size: 9 is not micro-batch 1 x 8 ranks of data parallel; nearest: 8"),
     ("a.json", DEEPSPEED % '"stage": "two"', 'zero_optimization.stage: expected 0 | 1 | 2 | 3, got "two"'),
@@ -56,6 +57,9 @@ BAD: list[tuple[str, str, str]] = [
     ),
     ("a.sh", "accelerate launch --config_file z.yaml train.py --learning_rate 1 --max_steps 2", "config_file: z.yaml is not here; give that file too"),
     ("a.json", f'{ARGUMENTS}, "beta": 0.1, "loss_type": "ipo"}}', "loss_type = ipo: no such loss here; nearest: sigmoid, which is DPO's"),
+    ("a.json", f'{ARGUMENTS}, "deepspeed": {{"zero_optimization": {{"stage": 3}}}}}}', "deepspeed.zero_optimization.stage: is read in a file of its own; nearest: put it there, and give that file too"),
+    ("a.json", f'{ARGUMENTS}, "stage": "dpo", "pref_ftx": 0.5, "use_dft_loss": false}}', "pref_ftx = 0.5: is of a loss that is not here; nearest: remove it"),
+    ("a.json", f'{ARGUMENTS}, "beta": 0.1, "label_smoothing": 0.2}}', "label_smoothing = 0.2: the loss has no smoothing of labels here; nearest: 0"),
     *(
         ("a.yaml", f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {value}}}\n", f"deepspeed_config_file: {said} is not here; give that file too")
         for value, said in (("5", "5"), ("yes", "true"), ("[a]", '["a"]'), ("a" * 300, "a" * 57 + "..."))
@@ -173,7 +177,7 @@ torchrun --nproc_per_node $GPUS \\
 
 
 def test_a_script() -> None:
-    assert command_line(SCRIPT) == [
+    assert command_line(SCRIPT)[:-1] == [
         ("launcher.--nproc_per_node", 8),
         ("--lr", 1e-4),
         ("--batch", 8),
@@ -184,6 +188,7 @@ def test_a_script() -> None:
         ("--save", "\0OUT/x"),
         ("--neg", -1),
     ]
+    assert command_line(SCRIPT)[-1] == ("if", "[ -d x ]")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +201,60 @@ def test_a_script() -> None:
 def test_a_number_sign_in_quotes_begins_no_comment(around: str) -> None:
     expected = command_line(MEGATRON)
     assert command_line(around.format(MEGATRON))[: len(expected)] == expected
+
+
+IF = """\
+if [ "$M" = "7b" ]; then LR=1
+elif [ "$M" = "13b" ]; then LR=2
+else LR=3
+fi
+"""
+CASE = """\
+case "$M" in
+  7b) LR=1 ;;
+  13b|14b)
+    LR=2
+    ;;
+  *) LR=3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "rate"),
+    [
+        *((f"M={size}\n{text}", rate) for text in (IF, CASE) for size, rate in (("7b", 1), ("70b", 3))),
+        (f"M=14b\n{CASE}", 2),
+        (f"N=b\nM=70b\ncase $N in a) LR=4 ;; b) LR=5; {CASE} ;; *) LR=6 ;; esac", 3),
+        ("N=1\nLR=1\nif [ $N -gt 1 ]; then LR=2; fi", 1),
+        ("N=4\nLR=1\nif [ $N -ge 4 ]; then LR=2; fi", 2),
+        ('LR=1\nif [ ! -z "$X" ]; then LR=2; fi', 1),
+        ('T=true\nLR=1\nif $T && [ "$T" ]; then LR=2; fi', 2),
+        ('T=\nLR=1\nif [ "$T" = "" ]; then LR=2; fi', 2),
+        ('LR=1\nif [ -n "$X" ]; then [ -f x ] && LR=2; fi', 1),
+        ("M=llama7b\nLR=1\nif [[ $M == *7b* ]]; then LR=2; fi", 2),
+        ("A=1\nB=1\nLR=1\nif [ $A = 1 ] && [ $B = 2 ]; then LR=2; fi", 1),
+        ('LR=1\n[[ -z "$LR" ]] && LR=2', 1),
+        ('LR=1\n[ -n "$LR" ] || LR=2', 1),
+        ("mkdir x || exit 1; cd x && LR=1", 1),
+        ('LR=1\nwhile [ $# -gt 0 ]; do case "$1" in --lr) LR=$2; shift 2 ;; *) exit ;; esac; done', 1),
+        ("A=9\nLR=${A:+2}${B:+1}", 2),
+    ],
+)
+def test_a_branch_that_a_script_does_not_take(script: str, rate: int) -> None:
+    words = 'torchrun train.py --lr $LR "$@" ${@:2}'
+    assert command_line(f"{script}\n{words}") == [("--lr", rate)]
+
+
+@pytest.mark.parametrize("condition", ["[ -f x ]", "[[ $A =~ b ]]", "command -v python"])
+def test_a_condition_that_is_not_followed(tmp_path: Path, condition: str) -> None:
+    script = f"LR=1e-4\nif {condition}; then LR=2; fi\n{MEGATRON.replace('1e-4', '$LR')}"
+    (tmp_path / "a.sh").write_text(f"{script} --global-batch-size 8")
+    text, entries = migrated([tmp_path / "a.sh"], 8)
+    assert "lr = 0.0001" in text
+    why = "is a condition of the script that is not followed: what needs it to hold is left out"
+    said = [entry.line for entry in entries if entry.kind == "changed in meaning"]
+    assert f"a.sh: if = {condition}: {why}" in said
 
 
 def rates(tmp_path: Path, name: str, text: str, world: int = 8, steps: int = 0) -> list[float]:
@@ -290,6 +349,24 @@ def test_a_flag_that_changes_the_layers(tmp_path: Path) -> None:
     learned = SHAPE.replace(" --swiglu --normalization RMSNorm", "").replace(
         " rope ", " learned_absolute "
     )
-    for more, known in (("", True), (" --disable-bias-linear", False)):
+    flags = (("", True), (" --disable-bias-linear", False), (" --kv-channels 32", False))
+    for more, known in (*flags, (" --kv-channels 16", True)):
         (tmp_path / "a.sh").write_text(f"{MEGATRON}{learned} --max-position-embeddings 64{more}")
         assert ('name = "gpt2"' in migrated([tmp_path / "a.sh"], 8)[0]) == known, more
+
+
+@pytest.mark.parametrize(
+    ("flags", "heads"),
+    [
+        ("--group-query-attention --num-query-groups 2", 2),
+        ("--group-query-attention", 1),  # Megatron-LM's default of the other flag
+        ("--num-query-groups 2", 4),  # which is not read alone
+        ("--num-key-value-heads 2", 2),  # Megatron-DeepSpeed's
+    ],
+)
+def test_query_groups(tmp_path: Path, flags: str, heads: int) -> None:
+    (tmp_path / "a.sh").write_text(f"{MEGATRON}{SHAPE} {flags}")
+    text, entries = migrated([tmp_path / "a.sh"], 8)
+    assert f"n_kv_heads = {heads}  #" in text
+    said = "--num-query-groups: is read with --group-query-attention alone"
+    assert any(said in entry.line for entry in entries) == (heads == 4)

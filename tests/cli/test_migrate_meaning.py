@@ -13,6 +13,7 @@ HPZ = DEEPSPEED % '"stage": 3, "zero_hpz_partition_size": %s'
 SET = [
     ("a.yaml", FSDP % "NO_SHARD", ["zero = 0"]),  # it goes before what distributed_type says
     ("a.yaml", FSDP % "SHARD_GRAD_OP", ["zero = 2"]),
+    ("a.yaml", "distributed_type: DEEPSPEED\n", ["zero = 2"]),  # Accelerate's default
     ("a.json", HPZ % 4, ["zero = 3", "zero3_reshard = 4"]),
     ("a.json", HPZ % 1, ["zero = 3"]),
     ("a.json", DEEPSPEED % '"stage": 3}, "tensor_parallel": {"autotp_size": 0', ["zero = 3"]),
@@ -65,7 +66,7 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"a.json": SCHEDULE % ("5e-5", "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": 1e-4')}, ["lr = 0.0001"], ""),
     ({"a.json": SCHEDULE % ('"auto"', "WarmupDecayLR", f'{WARMUP}, "warmup_max_lr": "auto"'), "b.json": f"{ARGUMENTS}}}"}, ["lr = 0.0001"], ""),
     ({"a.json": SCHEDULE % ("5e-5", "WarmupLR", WARMUP)}, ["lr = 5e-05"], "in new DeepSpeed, and 0.001 in old"),
-    ({"a.json": SCHEDULE % ("5e-5", "WarmupCosineLR", WARMUP)}, ["lr = 5e-05", "min_lr = 0.0001"], ""),
+    ({"a.json": SCHEDULE % ("5e-5", "WarmupCosineLR", WARMUP)}, ["lr = 5e-05", "min_lr = 0.0001"], "begins a step before the warm-up ends"),
     ({"b.json": f'{ARGUMENTS}, "beta": 0.01}}'}, ["[dpo]", "beta = 0.01"], "ORPO, KTO and CPO"),
     ({"b.json": f'{ARGUMENTS}, "loss_type": "sigmoid", "beta": 0.2}}'}, ["beta = 0.2"], "read as DPO's"),
     ({"b.json": f'{ARGUMENTS}, "loss_type": "nll"}}'}, ["seed = 42"], ""),
@@ -76,10 +77,12 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"a.sh": "accelerate launch --config_file z.yaml train.py --learning_rate 1 --per_device_train_batch_size 2 --max_steps 2"}, ["zero = 3"], ""),
     ({"b.json": f"{ARGUMENTS}}}"}, ["interval = 500", "keep_last = 1000000"], ""),
     ({"a.sh": f"{SAMPLES} --save-interval 9"}, ["interval = 9", "keep_last = 1000000"], ""),
+    ({"a.toml": f"{TITAN}decay_ratio = 0.0\n[checkpoint]\nenable = true"}, ['schedule = "constant"', "warmup = 1"], ""),
     ({"a.toml": f"{TITAN}[checkpoint]\nenable = true"}, ["interval = 500", "keep_last = 10"], ""),
     ({"b.json": LEFT.replace("}", ', "max_prompt_length": 9}')}, ["# lr = ?", 'schedule = "linear"'], "pairs"),
     ({"b.json": LEFT.replace("}", ', "beta": 1, "min_lr": 1e-6}')}, ["# lr = ?"], "min_lr: 1e-06 as a part of"),
     ({"b.json": LEFT.replace("}", ', "train_type": "full"}')}, ["# lr = ?", 'schedule = "cosine"', "beta2 = 0.95", "weight_decay = 0.1"], ""),
+    ({"b.json": LEFT.replace("}", ', "sft_type": "lora"}')}, ["# lr = ?", "# warmup = ?", "# weight_decay = ?", "# schedule = ?", "alpha = 32.0"], ""),
     ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\n"}, ["lr = 0.0002", 'schedule = "cosine"', "epochs = 1.0", "# warmup = ?", "# param = ?", "keep_last = 4"], ""),
     ({"a.yaml": "base_model: x\nmicro_batch_size: 2\nlearning_rate: 2e-4\nbf16: true\nmax_steps: 9\nwarmup_steps: 4\nfsdp_version: 2\n"}, ["warmup = 4", 'param = "bfloat16"', "zero = 3"], ""),
     ({"b.json": LEFT.replace("}", ', "train_type": "lora", "torch_dtype": "bfloat16"}')}, ['param = "bfloat16"', "# global_batch = ?", *ADAPTERS, "rank = 8"], "updates weights of this type"),
@@ -87,6 +90,7 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"b.json": f'{ARGUMENTS}, "use_peft": true, "lora_target_modules": "all-linear"}}'}, ["# param = ?", *ADAPTERS, "rank = 16"], ""),
     ({"b.json": f'{ARGUMENTS}, "rl": "dpo", "adapter": "lora", "lora_dropout": 0.1, "sequence_len": 512}}'}, ["seq_len = 1024", "beta = 0.1"], "goes without dropout"),
     ({"a.sh": f"accelerate launch --mixed_precision bf16 --use_deepspeed --gradient_accumulation_steps 4 {TRAIN}"}, ['param = "bfloat16"', "zero = 2", "global_batch = 64"], ""),
+    ({"a.sh": f"torchrun {TRAIN} --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{{\"min_lr\": 1e-5}}'"}, ["min_lr = 0.1"], ""),
     ({"a.sh": f"accelerate launch --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP {TRAIN} --num_warmup_steps 2"}, ["zero = 2", "warmup = 2", "max_norm = 0.0"], ""),
     ({"a.sh": f"{MEGATRON} --global-batch-size 8 {RECOMPUTE} uniform"}, ['mode = "full"', "segment = 4"], ""),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),

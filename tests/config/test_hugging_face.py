@@ -167,15 +167,19 @@ def cached(cache: Path, name: str = "some/Model-0.5B") -> Path:
     return snapshot
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
+CACHES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+
+
+@pytest.mark.parametrize("variable", [*CACHES, "HOME"])
 def test_a_name_of_the_hub_is_found_in_its_cache(
     here: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+    for name in CACHES:
         monkeypatch.delenv(name, raising=False)
-    below = {"HF_HUB_CACHE": "", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}
+    below = dict(zip(CACHES, ("", "", "hub", "huggingface/hub"), strict=True))
     snapshot = cached(here / "place" / below.get(variable, ".cache/huggingface/hub"))
-    monkeypatch.setenv(variable, str(here / "place"))
+    monkeypatch.setenv("THERE", str(here))
+    monkeypatch.setenv(variable, str(here / "place") if variable == "HOME" else "$THERE/place")
     result = of(("checkpoint.load_hf", "some/Model-0.5B"))
     assert result.checkpoint.load_hf == str(snapshot)
     assert result.model.config.dim == 48

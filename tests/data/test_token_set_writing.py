@@ -2,6 +2,7 @@
 interruption."""
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -291,6 +292,11 @@ def test_command(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[
         (b'{"text": ["a"]}', "has no text in 'text' (it holds a list); see --field"),
         (b"1" * 5000, "is not JSON: Exceeds the limit"),
         (b'{"text": "b}', "is not JSON: "),
+        (
+            b'{\n  "text": "b"\n}',
+            "is not JSON: Expecting property name enclosed in double quotes: line 2 column 1 (char 2);"
+            " a row stands on one line, or the file is one list",
+        ),
         (b'["b"]', "is not an object"),
         (b"\xff", "is not UTF-8: invalid start byte"),
     ],
@@ -302,6 +308,25 @@ def test_a_line_that_cannot_be_used_is_named(
     file.write_bytes(b'{"text": "\\ud83d\\ude00 a pair"}\n\n' + line)
     (problem,) = refusal(make, tokenizer, tmp_path / "out", file).splitlines()
     assert problem.startswith(f"{file}:3: {words}")
+
+
+def test_no_more_workers_than_cores_that_this_process_may_use(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job on a shared machine often has few of its cores."""
+    asked = list[int]()
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5}, raising=False)
+
+    def make_none(job: object, target: Path, workers: int, progress: object) -> TokenCounts:
+        asked.append(workers)
+        return TokenCounts()
+
+    monkeypatch.setattr(writing, "make_token_set", make_none)
+    file = json_lines(tmp_path / "a.jsonl", ["a"])
+    out = str(tmp_path / "out")
+    assert main(["tokenize", "--tokenizer", str(tokenizer), "--out", out, str(file)]) == 0
+    assert asked == [2]
 
 
 def test_rows_that_are_left_out(
