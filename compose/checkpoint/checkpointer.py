@@ -106,10 +106,9 @@ class Checkpointer:
             for line in self.uploads.send_left():
                 self._say(line)
         own = self.peers.candidates(self.kept) if self.rank == 0 else []
-        sent = own if self.uploads else []
-        for part in [p for p in sent if isinstance(p, Path) and not there(p / store.MANIFEST)]:
-            self._say(f"{part}: was not sent whole, and is passed over")
-            own.remove(part)
+        if self.rank == 0 and self.uploads:
+            for part in sorted({*store.newest_first(self.kept)} - {*store.sent(self.kept)}):
+                self._say(f"{part}: was not sent whole, and is passed over", own=True)
         folders = on_first_rank(list, own, group=self.group)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])

@@ -150,8 +150,7 @@ class Uploads:
     def send_left(self) -> list[str]:
         """Send the newest checkpoint here that an earlier run could not send; return lines on it."""
         root, kept = self.folder / "checkpoints", self.remote / "checkpoints"
-        whole = [each for each in store.newest_first(kept) if (each / store.MANIFEST).exists()]
-        newest = max(map(store.step_of, whole), default=-1)
+        newest = max(map(store.step_of, store.sent(kept)), default=-1)
         lines, log = [], self.remote / "metrics.jsonl"
         for folder in store.newest_first(root):
             if not self.begun:
