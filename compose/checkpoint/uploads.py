@@ -104,7 +104,8 @@ class Uploads:
         A collective. The folder here stays until a later checkpoint was sent, if this one could not be.
         """
         final = target.with_name(target.name.removeprefix(".writing-"))
-        source = final if final.exists() else target  # a node without the first rank has no final one
+        # On the first rank's node it has its final name. Another may have that of an earlier start.
+        source = target if target.exists() else final
         first, problem = group.rank() == 0, ""
 
         def complete() -> None:
