@@ -222,7 +222,8 @@ class OuterLoop(Hook):
             begin, end = span.own
             local = of[span.parameter.name] if of is not None else span.parameter.local
             parts.append(span.take(local)[begin:end].to(self.dtype))
-        device = "cpu" if self.options.offload else parts[-1].device
+        # Also of a stage without a part of the fragment: norms of the residuals of all are stacked.
+        device = "cpu" if self.options.offload else self.composition.mesh.device_type
         return torch.cat([part.to(device) for part in parts])
 
     def _spread(self, fragment: int, own: Tensor) -> Iterator[tuple[ParameterSpan, Tensor]]:
