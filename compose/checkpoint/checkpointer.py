@@ -213,7 +213,8 @@ class Checkpointer:
         self.wait()
         self.finished()
         failed = self.report.step if self.report and self.report.problem else 0
-        if step := max(gathered_objects(failed, self.group)):
+        # A rank whose group is broken has nobody to ask.
+        if step := failed if self.broken else max(gathered_objects(failed, self.group)):
             return f"the checkpoint of step {step}, the last, could not be saved: start again, to go on"
         if self.copies:
             self.copies.remove()
