@@ -49,10 +49,12 @@ class Worker:
         """Whether this rank prints for the job: the first rank of the first worker."""
         return dist.get_rank() == 0 and self.index == 0
 
-    def say(self, text: str) -> None:
-        """Print a line, once for the job."""
+    def say(self, text: str, own: bool = False) -> None:
+        """Print a line, once for the job; one about this worker's ``own`` steps also beside others'."""
         if self.speaks:
             print(text, flush=True)
+        elif own and dist.get_rank() == 0:
+            print(f"island {self.index}: {text}", flush=True)
 
     def everyone(self, key: str, value: str) -> list[str]:
         """Return what the first rank of each worker gives; only these call it, and wait for all.
