@@ -104,7 +104,7 @@ class Checkpointer:
             store.clean(self.root)
         if self.rank == 0 and self.uploads:
             for line in self.uploads.send_left():
-                self._say(line)
+                self._say(line, own=True)
         own = self.peers.candidates(self.kept) if self.rank == 0 else []
         if self.rank == 0 and self.uploads:
             for part in sorted({*store.newest_first(self.kept)} - {*store.sent(self.kept)}):
