@@ -211,6 +211,8 @@ class Checkpointer:
         Return a line if the last checkpoint could not be saved. Then the copies stay.
         """
         self.wait()
+        if self.copies and self.copies.thread:
+            self.copies.thread.join()
         self.finished()
         failed = self.report.step if self.report and self.report.problem else 0
         # A rank whose group is broken has nobody to ask.
