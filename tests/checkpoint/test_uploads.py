@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from compose import object_storage
 from compose.checkpoint import rank_state, store
+from compose.checkpoint.hf_folder import checkpoints
 from compose.checkpoint.uploads import CLAIM, Uploads, staging_of
 from compose.cli.command_line import parse
 from compose.cli.commands import convert
@@ -293,6 +294,13 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(
     assert f"{oldest}: was not sent whole, and is passed over" in said
     assert "resumed after step 4" in said
     assert steps_in(run) == [4, 6]
+
+
+def test_what_is_being_sent_is_not_read(run: Path) -> None:
+    """Whoever takes the newest checkpoint of a run that trains would find a part of one."""
+    trained(run, 2)
+    (run / "checkpoints" / store.name_of(4) / "state.json").write_bytes(b"{}")
+    assert checkpoints(run) == [run / "checkpoints" / store.name_of(2)]
 
 
 def test_an_end_in_the_first_upload_is_no_loss(run: Path) -> None:
