@@ -104,12 +104,11 @@ class Checkpointer:
             store.clean(self.root)
         if self.rank == 0 and self.uploads:
             for line in self.uploads.send_left():
-                self._say(line)
+                self._say(line, own=True)
         own = self.peers.candidates(self.kept) if self.rank == 0 else []
-        sent = own if self.uploads else []
-        for part in [p for p in sent if isinstance(p, Path) and not there(p / store.MANIFEST)]:
-            self._say(f"{part}: was not sent whole, and is passed over")
-            own.remove(part)
+        if self.rank == 0 and self.uploads:
+            for part in sorted({*store.newest_first(self.kept)} - {*store.sent(self.kept)}):
+                self._say(f"{part}: was not sent whole, and is passed over", own=True)
         folders = on_first_rank(list, own, group=self.group)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
@@ -212,9 +211,12 @@ class Checkpointer:
         Return a line if the last checkpoint could not be saved. Then the copies stay.
         """
         self.wait()
+        if self.copies and self.copies.thread:
+            self.copies.thread.join()
         self.finished()
         failed = self.report.step if self.report and self.report.problem else 0
-        if step := max(gathered_objects(failed, self.group)):
+        # A rank whose group is broken has nobody to ask.
+        if step := failed if self.broken else max(gathered_objects(failed, self.group)):
             return f"the checkpoint of step {step}, the last, could not be saved: start again, to go on"
         if self.copies:
             self.copies.remove()

@@ -264,7 +264,7 @@ def checkpoints(folder: Path, best: bool = False) -> list[Path]:
                 f"{COMMAND_LINE}: --best: {folder} is one checkpoint; name its run's folder"
             )
         return [folder]
-    result, root = store.newest_first(folder / "checkpoints"), folder / "checkpoints"
+    result, root = store.sent(folder / "checkpoints"), folder / "checkpoints"
     outside = [path for path in (root, *result) if leads_out(path, folder)]
     if outside:
         raise ConfigError(*(f"{path}: {LEADS_OUT}" for path in outside))

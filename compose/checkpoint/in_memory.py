@@ -392,9 +392,6 @@ class Copies:
         print(f"rank {self.rank}: {words}", flush=True)
 
     def remove(self) -> None:
-        """Remove all copies, since the run has ended well; a collective."""
-        if self.thread:
-            self.thread.join()
-        dist.barrier(self.group)
+        """Remove all copies, since the run has ended well, and no rank's thread goes on."""
         if self.rank == self.near[0]:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -218,6 +218,12 @@ def newest_first(root: Path) -> list[Path]:
     return sorted(result, key=step_of, reverse=True)
 
 
+def sent(root: Path) -> list[Path]:
+    """Return the checkpoints in ``root``, newest first, without those that were not sent whole."""
+    folders = newest_first(root)
+    return [p for p in folders if not isinstance(p, Remote) or (p / MANIFEST).exists()]
+
+
 def problems(folder: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return one line for each way in which a checkpoint differs from what was published."""
     try:
@@ -366,7 +372,7 @@ class Peers:
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints from which this run may go on, the newest first, or why none is."""
-        return [*newest_first(root)]
+        return [*sent(root)]
 
     def damage(self, own: list[str]) -> list[str]:
         """Return the damage of a checkpoint of all peers; ``own`` is this run's."""

@@ -104,7 +104,8 @@ class Uploads:
         A collective. The folder here stays until a later checkpoint was sent, if this one could not be.
         """
         final = target.with_name(target.name.removeprefix(".writing-"))
-        source = final if final.exists() else target  # a node without the first rank has no final one
+        # On the first rank's node it has its final name. Another may have that of an earlier start.
+        source = target if target.exists() else final
         first, problem = group.rank() == 0, ""
 
         def complete() -> None:
@@ -150,8 +151,7 @@ class Uploads:
     def send_left(self) -> list[str]:
         """Send the newest checkpoint here that an earlier run could not send; return lines on it."""
         root, kept = self.folder / "checkpoints", self.remote / "checkpoints"
-        whole = [each for each in store.newest_first(kept) if (each / store.MANIFEST).exists()]
-        newest = max(map(store.step_of, whole), default=-1)
+        newest = max(map(store.step_of, store.sent(kept)), default=-1)
         lines, log = [], self.remote / "metrics.jsonl"
         for folder in store.newest_first(root):
             if not self.begun:

@@ -106,10 +106,10 @@ class Compression:
         if plain:
             metrics["ratio"] = sum(metrics.values()) / plain
         codes = [sender for _, sender in self.senders() if isinstance(sender, GradientCode)]
-        norms = [torch.linalg.vector_norm(c.feedback.blocks()) for c in codes if c.feedback]
-        if norms:
-            metrics["feedback_norm"] = float(torch.stack(norms).norm())
-        return metrics | ({} if self.cosine is None else {"cosine": self.cosine})
+        kept = [c.feedback for c in codes if "feedback" in c.kept]  # a frozen unit sends none
+        norms = [torch.linalg.vector_norm(feedback.blocks()) for feedback in kept]
+        norm = {"feedback_norm": float(torch.stack(norms).norm())} if norms else {}
+        return metrics | norm | ({} if self.cosine is None else {"cosine": self.cosine})
 
     def state(self) -> dict[str, Tensor]:
         """Return what the next step depends on, by name: residuals, factors and what was sent last."""

@@ -222,8 +222,12 @@ class OuterLoop(Hook):
             begin, end = span.own
             local = of[span.parameter.name] if of is not None else span.parameter.local
             parts.append(span.take(local)[begin:end].to(self.dtype))
-        device = "cpu" if self.options.offload else parts[-1].device
-        return torch.cat([part.to(device) for part in parts])
+        return torch.cat([part.to(self._home) for part in parts])
+
+    @property
+    def _home(self) -> torch.device:
+        """The device of the outer weights, and so of all residuals, whose norms are stacked."""
+        return next((weight.device for weight in self.weights.values()), torch.device("cpu"))
 
     def _spread(self, fragment: int, own: Tensor) -> Iterator[tuple[ParameterSpan, Tensor]]:
         """Yield the values of each span whole, from what each of its ranks has; a collective."""
@@ -331,8 +335,7 @@ class OuterLoop(Hook):
             kind, *numbers = name.split(".")
             first, *others = map(int, numbers)
             if kind == "lost":
-                home = next((weight.device for weight in self.weights.values()), value.device)
-                self.residuals[first] = value.to(home)
+                self.residuals[first] = value.to(self._home)
                 continue
             due, worker = others
             messages[worker] = value

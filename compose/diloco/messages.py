@@ -26,6 +26,7 @@ from compose.diloco import ROW, Outer
 from compose.diloco.fragments import Region, region_of, rows_of, shares
 from compose.ops.tensors import persistent_buffers
 from compose.parallel.mesh import axis_size, init_mesh
+from compose.train.processes import TrainingError
 from compose.train.workers import Worker
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class WorkerExchange:
 
     def __init__(self, worker: Worker, rank: int, timeout: timedelta, grace: float) -> None:
         """Connect; every rank of every worker must. With ``grace`` 0 it waits for all late workers."""
-        self.worker, self.rank, self.grace = worker, rank, grace
+        self.worker, self.rank, self.grace, self.timeout = worker, rank, grace, timeout
         self.sent = 0  # bytes that this rank has sent since the last metrics
         # With their destinations: memory must stay until a message is read.
         self._unread: list[tuple[int, dist.Work, Tensor]] = []
@@ -255,6 +256,13 @@ class WorkerExchange:
             return set(range(count))
         begun, key = time.monotonic(), f"there/{name}"
         while not store.check([key]):
+            if time.monotonic() - begun > self.timeout.total_seconds():
+                absent = [i for i in range(count) if not store.check([f"ready/{name}/{i}"])]
+                raise TrainingError(
+                    f"the exchange after step {name.partition('.')[0]} has waited"
+                    f" {self.timeout.total_seconds():.0f} s for these islands:"
+                    f" {', '.join(map(str, absent))}"
+                )
             if self.rank == 0:
                 ready = [i for i in range(count) if store.check([f"ready/{name}/{i}"])]
                 # Messages to a worker that stays slower would fill the memory, so it is waited for.

@@ -130,7 +130,7 @@ class Preferences(Hook):
         own = base_identity(*self.where)
         if self.adapters:
             own += f"{_ADAPTERS}{digest_of(TensorFiles(as_path(self.adapters), WEIGHTS))}"
-        imported = store.newest_first(self.path.parent / "checkpoints") if not done else []
+        imported = store.sent(self.path.parent / "checkpoints") if not done else []
         if imported and self.copied and not self._is_of(imported[0]):
             raise ConfigError(
                 f"{imported[0]}: has the weights that the run begins with, and its reference would"

@@ -149,7 +149,7 @@ class RankTimes(Hook):
                 ratio = times[rank] / usual if usual else float("inf")
                 named.append(f"rank {rank}{where} takes {ratio:.1f} times the median")
         if named:
-            self.say(f"slow for {self.patience} steps: {', '.join(named)}")
+            self.say(f"slow for {self.patience} steps: {', '.join(named)}", own=True)
 
 
 def speeds_of(

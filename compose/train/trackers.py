@@ -78,7 +78,8 @@ class BackgroundSink(Sink):
     def close(self) -> None:
         """Wait for what is left, but not for long."""
         self.write(None)
-        self.thread.join(_PATIENCE)
+        if not self.over:
+            self.thread.join(_PATIENCE)
         if self.thread.is_alive():
             self._give_up(f"it has not taken all of them {_PATIENCE:.0f} seconds after the last step")
 

@@ -289,11 +289,11 @@ class Trainer:
         if overflows or self.config.train.skip_nonfinite:
             self.skipped += 1
             if not overflows:
-                self.report.say(f"step {step + 1}: {read.problem}; skipped, {self.skipped} in all")
+                text = f"step {step + 1}: {read.problem}; skipped, {self.skipped} in all"
+                self.report.say(text, own=True)
             return False
-        weights = f"are still those of step {step}"
-        if self.composition.late:
-            weights = "were changed by it, those of the last checkpoint were not"
+        changed = "were changed by it, those of the last checkpoint were not"
+        weights = changed if self.composition.late else f"are still those of step {step}"
         raise TrainingError(
             f"step {step + 1}: {read.problem}; the weights {weights} (a lower optimizer.lr or a longer"
             " optimizer.warmup may help)"

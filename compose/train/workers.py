@@ -49,10 +49,12 @@ class Worker:
         """Whether this rank prints for the job: the first rank of the first worker."""
         return dist.get_rank() == 0 and self.index == 0
 
-    def say(self, text: str) -> None:
-        """Print a line, once for the job."""
+    def say(self, text: str, own: bool = False) -> None:
+        """Print a line, once for the job; one about this worker's ``own`` steps also beside others'."""
         if self.speaks:
             print(text, flush=True)
+        elif own and dist.get_rank() == 0:
+            print(f"island {self.index}: {text}", flush=True)
 
     def everyone(self, key: str, value: str) -> list[str]:
         """Return what the first rank of each worker gives; only these call it, and wait for all.
@@ -212,7 +214,7 @@ class WorkerCheckpoints(Peers):
 
         On another number of workers than before all go on from those of the first.
         """
-        own, worker = checkpoints.newest_first(root), self.worker
+        own, worker = checkpoints.sent(root), self.worker
         names, before = [folder.name for folder in own], next(filter(None, map(workers_of, own)), 0)
         said = worker.everyone("checkpoints", json.dumps([names, before]))
         everyone, numbers = zip(*map(json.loads, said), strict=True)
@@ -238,7 +240,7 @@ class WorkerCheckpoints(Peers):
 
     def others_lack(self, root: Path, folders: list[Path], step: int) -> list[Path]:
         """Return this worker's checkpoints after ``step``: this run will take these steps again."""
-        own = checkpoints.newest_first(root) if self.worker.count > 1 else []
+        own = checkpoints.sent(root) if self.worker.count > 1 else []
         return [p for p in own if checkpoints.step_of(p) > step and p not in folders]
 
     def oldest_to_keep(self, root: Path, count: int) -> float:
@@ -248,7 +250,7 @@ class WorkerCheckpoints(Peers):
         """
         if self.worker.count == 1:
             return super().oldest_to_keep(root, count)
-        names = [folder.name for folder in checkpoints.newest_first(root)]
+        names = [folder.name for folder in checkpoints.sent(root)]
         told = self.worker.told("checkpoints", json.dumps(names))
         common = set.intersection(*(set(json.loads(one)) for one in told)) if told else set()
         return min(sorted(map(_step_of, common))[-count:], default=0)

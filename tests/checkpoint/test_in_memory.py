@@ -401,6 +401,26 @@ def test_ctrl_c_loses_no_step_that_was_copied(pool: Pool, tmp_path: Path) -> Non
     assert said == [f"{tmp_path / 'run' / 'checkpoints' / store.name_of(3)}: resumed after step 3"]
 
 
+def ends_with_broken_messages(keys: Keys, machines: Machines) -> None:
+    """On every rank: train to the end, while the messages of copies fail from the first one on."""
+    late = RuntimeError("Application timeout caused pair closure")
+    with machines:
+        trainer = trainer_of(keys)
+        with (
+            mock.patch.object(in_memory, "gathered", side_effect=late),
+            mock.patch.object(dist, "barrier", side_effect=late),
+        ):
+            trainer.run()
+
+
+def test_a_run_ends_well_whose_copies_have_failed(pool: Pool, tmp_path: Path) -> None:
+    """Its ranks meet no more in the group of copies."""
+    scene = Scene(pool, tmp_path, parallel(dp_shard=2) | {"checkpoint__interval": 100})
+    scene.run(ends_with_broken_messages)
+    assert store.problems(tmp_path / "run" / "checkpoints" / store.name_of(7)) == []
+    assert scene.files() == []
+
+
 def test_no_rank_waits_for_a_peer_without_room(pool: Pool, tmp_path: Path) -> None:
     """That copy is given up on every rank, with one line; the next one is whole."""
     scene = Scene(pool, tmp_path, parallel(dp_shard=2), (0, 1))

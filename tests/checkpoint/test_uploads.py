@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from compose import object_storage
 from compose.checkpoint import rank_state, store
+from compose.checkpoint.hf_folder import checkpoints
 from compose.checkpoint.uploads import CLAIM, Uploads, staging_of
 from compose.cli.command_line import parse
 from compose.cli.commands import convert
@@ -188,6 +189,7 @@ def test_a_save_that_another_rank_has_begun_stays(run: Path, tmp_path: Path) -> 
     uploads = Uploads(root.parent, run)
     uploads.begin()
     older, own, next_one = (store.begin(root, step) for step in (1, 2, 4))
+    own.rmdir()  # it was published
     assert uploads.send_checkpoint(own, [], dist.group.WORLD) == ""  # type: ignore[arg-type]
     assert list(root.iterdir()) == [next_one]
     assert not older.exists()
@@ -294,6 +296,13 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(
     assert steps_in(run) == [4, 6]
 
 
+def test_what_is_being_sent_is_not_read(run: Path) -> None:
+    """Whoever takes the newest checkpoint of a run that trains would find a part of one."""
+    trained(run, 2)
+    (run / "checkpoints" / store.name_of(4) / "state.json").write_bytes(b"{}")
+    assert checkpoints(run) == [run / "checkpoints" / store.name_of(2)]
+
+
 def test_an_end_in_the_first_upload_is_no_loss(run: Path) -> None:
     """The next run begins anew, as in a folder."""
     with Broken("manifest"), pytest.raises(TrainingError):
@@ -369,6 +378,20 @@ def test_what_failed_saves_leave_on_each_node(
 ) -> None:
     """Nothing, but for the newest that could not be sent."""
     assert pool.run(_left, 2, tmp_path, fault, steps) == left
+
+
+def _beside_another(folder: Path) -> list[str]:
+    """Train; the second rank's node has a part of a checkpoint that an earlier start could not send."""
+    staging, place = folder / str(dist.get_rank()), as_path(f"file://{folder}/store")
+    if dist.get_rank() == 1:
+        (staging_of(place, str(staging)) / "checkpoints" / store.name_of(2)).mkdir(parents=True)
+    train(keys_for(place, **(SMALL | {"run__staging": str(staging), "train__stop_after": 2})))
+    (kept,) = staging.rglob("checkpoints")
+    return [*store.problems(place / "checkpoints" / store.name_of(2)), *map(str, kept.iterdir())]
+
+
+def test_a_part_of_an_earlier_start_is_not_sent(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_beside_another, 2, tmp_path) == [[], []]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from compose import evaluate, forward_backward
 from compose.compression.codec import Blocks
 from compose.compression.compressor import CompressedUnit, Compression, CompressionHook
 from compose.compression.gather import GATHERS, Traffic, check, levels_of
-from compose.compression.packing import UnitLayout
+from compose.compression.packing import Residual, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, SumSettings, exchanged
 from compose.data.samples import random_batch
 from compose.errors import ConfigError
@@ -373,6 +373,27 @@ def test_a_skipped_step_leaves_those_of_a_module_named_gather() -> None:
     kept.zero_()
     compression.undo(before)
     assert unit.senders["shards"].kept["feedback"].tolist() == [1.0] * 6
+
+
+def test_the_norm_of_residuals_is_of_units_that_have_sent() -> None:
+    """A frozen unit's residual, of no elements, is not on the GPU that has the others."""
+    mesh: Any = SimpleNamespace(device_type="cpu", mesh=torch.zeros(1, 1, 1, 1, 1))
+    compression = Compression(Comm(gradients="int4", error_feedback=True), mesh, 3, compiled=False)
+    stage = compression.stage()
+    assert stage is not None
+    for trained in (True, False):
+        model = nn.ModuleDict({"layer": nn.Linear(64, 64)}).requires_grad_(trained)
+        unit = CompressedUnit.of(model, dict(model.named_parameters()))
+        code = GRADIENT_CODES["int4"](stage.settings, unit.layout(trained=True), 0)
+        unit.senders["shards"] = code
+        stage.units.append(unit)
+        if trained:
+            code.feedback.codes(torch.zeros(1))
+    real = Residual.blocks
+    with mock.patch.object(
+        Residual, "blocks", lambda self: real(self) if self.kept else torch.zeros(0, device="meta")
+    ):
+        assert compression.metrics() == {"feedback_norm": 0.0}
 
 
 @pytest.mark.slow

@@ -251,3 +251,10 @@ def _home_of_what_is_loaded(keys: Keys) -> list[str]:
 def test_residuals_are_loaded_to_the_outer_weights(pool: Pool) -> None:
     """A checkpoint's residuals come in host memory, and norms of all are stacked."""
     assert pool.run(_home_of_what_is_loaded, 1, BATCH) == [["meta"]]
+
+
+def test_a_stage_without_a_part_of_a_fragment_has_its_residual_beside_the_others() -> None:
+    loop = OuterLoop.__new__(OuterLoop)
+    loop.fragments, loop.dtype, loop.options = [[]], torch.float32, Outer(every=2, offload=False)
+    loop.weights = {"of another fragment": torch.zeros(1, device="meta")}
+    assert loop._own(0, None).device.type == "meta"

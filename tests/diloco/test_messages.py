@@ -17,6 +17,7 @@ from compose.diloco import ROW, Outer
 from compose.diloco.messages import BLOCK, E3M0, BlockCode, Code, TopKCode, WorkerExchange, code_of
 from compose.diloco.proof import received
 from compose.proof.observers import allowed
+from compose.train.processes import TrainingError
 from compose.train.workers import Worker, this_worker
 from tests.diloco.cases import INSIDE, loop_of, outer
 from tests.support.helpers import Keys, make_job, ranks_in, tiered
@@ -201,3 +202,16 @@ def test_other_ranks_only_ask_for_what_the_first_decides() -> None:
     exchange.worker.count = 3
     assert exchange._present("name", 0.05) == {0, 2}
     assert store.check.call_args_list == [mock.call(["there/name"])] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_island_that_never_comes_is_named(rank: int) -> None:
+    """It has missed two exchanges, so it is waited for, but not for ever."""
+    worker = Worker(0, 1, dist.HashStore())
+    exchange = WorkerExchange(worker, rank, timedelta(seconds=0.05), grace=0.01)
+    worker.count, exchange._missed = 3, [0, 0, 2]
+    for island in (0, 1):
+        worker.store.set(f"ready/12.0/{island}", "")
+    line = "the exchange after step 12 has waited 0 s for these islands: 2"
+    with pytest.raises(TrainingError, match=line):
+        exchange._present("12.0", 0.01)

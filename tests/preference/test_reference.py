@@ -18,7 +18,7 @@ from compose.object_storage import Remote, StoreError, as_path
 from compose.ops.tensors import local_tensor
 from compose.parallel.mesh import axis_size
 from compose.preference.pairs import Preference
-from compose.preference.reference import KEPT, _read, reference_of
+from compose.preference.reference import KEPT, Preferences, _read, reference_of
 from compose.train.step import local_batch
 from tests.preference.cases import BASE, LORA, MESHES, keys_of
 from tests.support.data_made import token_set
@@ -208,3 +208,14 @@ def test_a_note_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
         assert refusal(_read, place) == f"{place}: down"
     with mock.patch.object(Path, "read_text", side_effect=OSError(5, "a bad disk")):
         assert refusal(_read, tmp_path / KEPT) == f"{tmp_path / KEPT}: a bad disk"
+
+
+def test_a_part_of_a_checkpoint_in_a_store_is_not_what_a_run_begins_with(tmp_path: Path) -> None:
+    """The run was killed in its first upload, and begins again."""
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000002" / "config.toml").touch()
+    hook = Preferences.__new__(Preferences)
+    hook.path, hook.where = as_path(f"file://{tmp_path}") / KEPT, ("", 1)
+    hook.adapters, hook.copied = "", True
+    hook._note(0)
+    assert (tmp_path / KEPT).exists()

@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from compose.parallel.mesh import Parallel, deal
 from compose.pipeline.split import fewest_at_most
 from compose.train.rank_times import ForwardClock, RankTimes, speeds_of
+from compose.train.workers import Worker
 from models.llama.model import Attention
 from tests.support import training
 from tests.support.helpers import Keys, keys_in, parallel, refusals
@@ -104,7 +106,7 @@ def test_ranks_are_compared_within_their_stage() -> None:
     """Stages have unequal work; a rank that has its stage alone is compared with all."""
     hook, said = RankTimes.__new__(RankTimes), list[str]()
     hook.mesh = mock.Mock(mesh_dim_names=("pp",), size=lambda axis: 2)
-    hook.say = lambda text: said.append(text)
+    hook.say = lambda text, own: said.append(text)
     hook.factor, hook.patience = 1.5, 1
     for row in ([1.0, 1.0, 3.0, 3.0], [1.0, 1.0, 3.0, 9.0], [1.0, 3.0]):
         hook.places = {rank: divmod(rank, len(row) // 2) for rank in range(len(row))}
@@ -112,6 +114,19 @@ def test_ranks_are_compared_within_their_stage() -> None:
         hook._name(row)
     words = "slow for 1 steps: rank {} (stage 1) takes 3.0 times the median"
     assert said == [words.format(3), words.format(1)]
+
+
+def test_a_slow_rank_of_a_later_island_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    hook = RankTimes.__new__(RankTimes)
+    hook.mesh, hook.say = mock.Mock(mesh_dim_names=("pp",), size=lambda axis: 1), Worker(1, 2).say
+    hook.factor, hook.patience = 1.5, 1
+    hook.places, hook.slow = {0: (0, 0), 1: (0, 1)}, {0: 0, 1: 0}
+    for rank in (0, 1):
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            hook.slow[1] = 0
+            hook._name([1.0, 2.0])
+    line = "island 1: slow for 1 steps: rank 1 takes 2.0 times the median\n"
+    assert capsys.readouterr().out == line
 
 
 def test_the_clock_adds_up_forwards() -> None:

@@ -344,14 +344,20 @@ def test_metrics_are_on_the_device_before_a_checkpoint(
     assert str(tmp_path / "metrics.jsonl") in done[: done.index("published")]
 
 
-def test_a_save_after_which_none_can_follow(alone: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("last", "line"),
+    [
+        (4, "step 3: a rank was too late in a save, and no save can follow: start again, to go on"),
+        (2, "the checkpoint of step 2, the last, could not be saved: start again, to go on"),
+    ],
+)
+def test_a_save_after_which_none_can_follow(alone: None, tmp_path: Path, last: int, line: str) -> None:
     """Ranks that have waited for too long for another one meet no more in gloo's group."""
-    trainer = _trainer(tmp_path, checkpoint__async=False)
+    trainer = _trainer(tmp_path, checkpoint__async=False, train__stop_after=last)
     late = RuntimeError("Application timeout caused pair closure")
     broken = mock.patch.object(checkpointer_module, "gathered_objects", side_effect=late)
     with broken, pytest.raises(TrainingError) as caught:
         trainer.run()
-    line = "step 3: a rank was too late in a save, and no save can follow: start again, to go on"
     assert str(caught.value) == line
 
 

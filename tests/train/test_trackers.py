@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 import threading
+import time
 import types
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -280,8 +281,11 @@ def test_what_hangs_stops_no_step(
     late = "it has not taken all of them 0 seconds after the last step"
     assert said[-1] == f"mine gets no more metrics: {late}; training goes on"
     monkeypatch.setattr(trackers, "_MOST", 3)
+    monkeypatch.setattr(trackers, "_PATIENCE", 6.0)
     said.clear()
+    begun = time.monotonic()
     _run(tmp_path, range(1, 9), _config(), said.append)
+    assert time.monotonic() - begun < 5  # nothing more is sent, for which it could wait
     assert said[-1] == "mine gets no more metrics: it has not taken 3 steps; training goes on"
     assert len([line for line in said if line.startswith("mine")]) == 1
     release.set()

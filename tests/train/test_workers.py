@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer, SaveReport
 from compose.config.tables import Checkpoint, Config
+from compose.object_storage import as_path
 from compose.proof.comparison import whole
 from compose.train.metrics import StepMetrics
 from compose.train.processes import TrainingError, process_group
@@ -276,6 +277,27 @@ def test_islands_without_a_common_step_do_not_begin(pool: Pool, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_islands_pass_over_what_one_has_not_sent_whole(pool: Pool, tmp_path: Path) -> None:
+    """One that was killed in an upload has no such step, and all go on from the one before."""
+    place, here = tmp_path / "store", tmp_path / "here"
+    keys = keys_for(as_path(f"file://{place}"), run__staging=str(here), **(RUN | DRIFT))
+    pool.run(run, 2, keys | {"train__stop_after": 4}, islands=2)
+    first, second = (Path("checkpoints"), Path("islands/1/checkpoints"))
+    (place / second / store.name_of(4) / store.MANIFEST).unlink()
+    shutil.rmtree(here)  # they go on on other machines
+    said = pool.run(run, 2, keys, islands=2)
+    assert said[0][:2] == [
+        f"file://{place}/{first}/step-00000002: resumed after step 2",
+        f"file://{place}/{first}/step-00000004: other islands lack this step; kept as"
+        " step-00000004.earlier-1",
+    ]
+    part = f"file://{place}/{second}/step-00000004"
+    assert said[1][0] == f"island 1: {part}: was not sent whole, and is passed over"
+    assert steps(place) == ["02", "04", "04.earlier-1", "06", "08"]
+    assert steps(place / "islands/1") == ["02", "04", "06", "08"]
+
+
+@pytest.mark.slow
 def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> None:
     """The second island's saves fail from step 4 on, and it says so; the first one keeps step 2."""
     keys = keys_for(tmp_path, **(RUN | DRIFT | {"checkpoint__keep_last": 1}))
@@ -293,6 +315,19 @@ def test_a_step_that_all_islands_have_is_kept(pool: Pool, tmp_path: Path) -> Non
     kept = {"04.earlier-1", "06.earlier-1", "08", "08.earlier-1"}
     assert kept <= set(steps(first)) <= kept | {"06"}
     assert "08" in steps(second)
+
+
+def test_what_an_island_has_not_sent_whole_is_no_candidate(tmp_path: Path) -> None:
+    root, shared = as_path(f"file://{tmp_path}"), dist.HashStore()
+    for step in (2, 4):
+        (tmp_path / store.name_of(step)).mkdir()
+        (tmp_path / store.name_of(step) / "config.toml").touch()
+    (tmp_path / store.name_of(2) / store.MANIFEST).touch()
+    peers, names = WorkerCheckpoints(Worker(1, 2, shared)), [store.name_of(4), store.name_of(2)]
+    shared.set("everyone/checkpoints/1/0", json.dumps([names, 2]))
+    assert peers.candidates(root) == [root / store.name_of(2)]
+    assert json.loads(shared.get("everyone/checkpoints/1/1"))[0] == [store.name_of(2)]
+    assert peers.others_lack(root, [], 3) == []
 
 
 def _at_island(
