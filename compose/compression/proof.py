@@ -240,7 +240,7 @@ def compare_losses(
         size = sizes.get(name, 0.0)
         if expected.get(name) and size:
             limit = allowed(expected[name], parameter.numel())
-            what = f"lost of remainders{messages.label}"
+            what = f"lost of residuals{messages.label}"
             comparison.value(what, name, strayed[name] / size, max(limit / size, CODES))
     return shared(received, comparison.device)
 

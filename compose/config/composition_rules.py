@@ -311,7 +311,7 @@ def _unproved(schedule: str, given: Iterable[tuple[str, Any, Any]]) -> Iterator[
 
 @STEP.add(
     "with PipeDream and PipeDream2BW, only pp and dp_replicate are above 1; float32, no compile, no"
-    " codes; recomputation none or full; weights are not shared, frozen, routed or dropped out",
+    " compression; recomputation none or full; weights are not shared, frozen, routed or dropped out",
     "each stage steps by itself with weights of several steps, and nothing else is proved",
 )
 def _without_flush(setup: Setup) -> Iterator[str]:

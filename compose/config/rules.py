@@ -297,7 +297,7 @@ def _frozen_routers(job: Job) -> Iterator[str]:
 @RUN.add(
     "with model.lora.base int8 or nf4, tp is 1, and compile, float8 and comm.weights are off; with"
     " model.lora.dora, float8 is off",
-    "bytes are no matrix that these could cut, trace, multiply or code; a float8 weight has no norms",
+    "bytes are no matrix to cut, trace, multiply or compress; a float8 weight has no norms",
 )
 def _quantized_base(job: Job) -> Iterator[str]:
     lora, config = job.config.model.lora, job.config

@@ -46,8 +46,8 @@ class Run:
     """At each start choose a mesh for the ranks that are there, as close to [parallel] as possible;
     ranks that it cannot use wait."""
     min_ranks: Annotated[NonNegative, _ELASTIC] = 0
-    """With elastic: refuse to start unless so many ranks, those of torchrun's minimum of nodes, have a
-    legal mesh; 0: no check."""
+    """With elastic: the ranks of torchrun's fewest nodes; refuse to start if that many have no legal
+    mesh. 0: no check."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Train:
     micro_batch: Positive = 2
     """Samples per rank in one forward pass; the rest of the rank's share is accumulated."""
     validate_every: NonNegative = 0
-    """Steps between measurements of the validation loss, one at the end besides; 0 is never."""
+    """Steps between measurements of the validation loss, and one at the end; 0 is never."""
     patience: NonNegative = 0
     """End the run after so many validations in a row without an improvement; 0: all steps are taken."""
     min_delta: Annotated[float, Field(ge=0), _PATIENCE] = 0.0
@@ -99,7 +99,7 @@ class Metrics:
     sinks: tuple[Literal["wandb", "mlflow", "comet"], ...] = ()
     """Services that take the metrics too, each by its own library; needs dtensor-compose[NAME]."""
     project: Annotated[str, _SINKS] = ""
-    """Where they put the run: a project, or MLflow's experiment; empty: what they are set to."""
+    """Their project (MLflow: experiment) for the run; empty: the one that they are set to."""
     console_every: Positive = 10
     """Steps between console lines; metrics.jsonl has one line for every step."""
     noise_scale: bool = False
@@ -110,7 +110,7 @@ class Metrics:
     slow_steps: Annotated[Positive, _SLOW] = 10
     """Steps in a row that a rank must be slow to be named."""
     samples_every: NonNegative = 0
-    """Steps between texts that the model continues, once at the end besides; 0 is never."""
+    """Steps between continuations of prompts, and one at the end; 0 is never."""
     prompts: Annotated[tuple[str, ...], _SAMPLES] = ()
     """The texts to continue; with chats, messages to reply to."""
     sample_tokens: Annotated[Positive, _SAMPLES] = 64
@@ -129,7 +129,7 @@ class Data:
     weights: tuple[Weight, ...] = ()
     """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
     validation: AnyPath = ""
-    """All of this data is used for the validation loss; named as path is."""
+    """Data of the validation loss, all of which is used; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a .bin token file."""
     separator: Annotated[int, Field(ge=-1)] = -1
@@ -143,7 +143,7 @@ class Checkpoint:
     """The table [checkpoint]: when a run is saved, and what it begins with."""
 
     interval: NonNegative = 0
-    """Steps between checkpoints in run.dir, one at the end besides; 0 is off."""
+    """Steps between checkpoints in run.dir, and one at the end; 0 is off."""
     resume: Literal["auto", "none"] = "auto"
     """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
     load_hf: ModelFolderPath = ""
@@ -161,7 +161,7 @@ class Checkpoint:
     """Stop the run after so many failed saves; 0 trains on."""
     memory: NonNegative = 0
     """Steps between copies in shared memory (/dev/shm), from which a restart goes on without the disk;
-    of several nodes each keeps those of another too; 0 is off."""
+    with several nodes each also keeps those of another one; 0 is off."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class Outer:
     momentum: Annotated[Decay, _ISLANDS] = 0.9
     """Nesterov momentum of the outer step."""
     fragments: Annotated[NonNegative, _ISLANDS] = 0
-    """Layers that are exchanged at a time, each such fragment once in every steps; 0: all at once."""
+    """Layers that are exchanged at a time, each such fragment once in outer.every steps; 0: all at
+    once."""
     delay: Annotated[NonNegative, _ISLANDS] = 0
     """Steps that an exchange may take while training goes on; less than those between two exchanges."""
     mix: Annotated[Decay, _ISLANDS] = 0.0

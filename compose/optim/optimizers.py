@@ -39,7 +39,7 @@ class Optimizer:
     lr: Annotated[float, Field(ge=0)] = 3e-3
     """Highest learning rate."""
     lr_scale: tuple[str, ...] = ()
-    """Factors of it for modules or parameters, by patterns as in a plan: ["output=0.5"]."""
+    """Factors of lr for modules or parameters, by patterns as in a plan: ["output=0.5"]."""
     beta1: Decay = 0.9
     """AdamW: decay of the gradient's running mean."""
     beta2: Decay = 0.95
@@ -53,7 +53,7 @@ class Optimizer:
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay, on parameters of two or more dims."""
     weight_decay_scale: tuple[str, ...] = ()
-    """Factors of it, as for lr_scale, on parameters of any dims, as ["tok_embeddings=0"]."""
+    """Factors of weight_decay by patterns, for parameters of any dims: ["tok_embeddings=0"]."""
     warmup: NonNegative = 20
     """Steps of linear warmup."""
     warmup_from: Annotated[int, Field(ge=-1, lt=2**63)] = -1

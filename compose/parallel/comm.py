@@ -43,7 +43,7 @@ class Comm:
         Positive, ReadWith(_OTHERS, gradients=("bfloat16", "int8", "int4"), weights=("int4_diff",))
     ] = 1
     """Neighbours with fast links among the ranks of data parallel: gradients are summed among them in 8
-    bits or more, then between such groups in the chosen code."""
+    bits or more, then between such groups in the chosen type."""
     error_feedback: bool = True
     """With int4, powersgd and top_k: add what was lost to what is sent next."""
     rank: Annotated[Positive, ReadWith(_OTHERS, gradients=("powersgd",))] = 4

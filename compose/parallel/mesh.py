@@ -64,7 +64,7 @@ class Parallel:
     sequence: bool = True
     """With tp: shard the sequence between layers (norms, residuals) over tp."""
     loss: bool = True
-    """With tp: keep the logits sharded over the vocabulary and compute the loss so."""
+    """With tp: keep the logits sharded over the vocabulary, in the loss too."""
 
     @property
     def ranks(self) -> int:

@@ -21,8 +21,8 @@ class Dpo:
     """The table [dpo]: direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)."""
 
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the model is held to the one that it begins as, most often 0.1; the data are pairs.
-    0: no pairs, the next token is learnt."""
+    """How close the model must stay to the one at the start, most often 0.1; data.path has pairs. 0: no
+    DPO, the next token is learnt."""
 
 
 RUN_RULES = Rules["Job"]()

@@ -193,8 +193,8 @@ class ReplicaCheck(Hook):
 
 def _corruption(step: int, lines: Sequence[str]) -> TrainingError:
     return TrainingError(
-        f"step {step}: {'; '.join(lines)}: silent corruption; the last checkpoint is"
-        " of before, and these machines want a test"
+        f"step {step}: {'; '.join(lines)}: silent corruption; the last checkpoint is older; test these"
+        " machines"
     )
 
 

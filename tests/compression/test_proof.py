@@ -157,11 +157,11 @@ def test_remainders_of_replicas_in_float64(pool: Pool, code: str) -> None:
 
 
 def test_remainders_of_gradients_in_bfloat16(pool: Pool) -> None:
-    """The account once rounded what was sent to the type of gradients, which remainders do not do."""
+    """The account once rounded what was sent to the type of gradients, which residuals do not do."""
     keys = given(comm("int4", block=16)) | {"parallel__dp_shard": 2, "model__n_layers": 1}
     keys |= {"precision__param": "bfloat16", "precision__reduce": "bfloat16"}
     report = prove_on(pool, keys)
-    assert any(row.quantity == "lost of remainders" for row in report.rows)
+    assert any(row.quantity == "lost of residuals" for row in report.rows)
 
 
 FEW: Keys = {"train__global_batch": 4, "train__micro_batch": 1, "train__seq_len": 16}

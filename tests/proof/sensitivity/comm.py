@@ -156,16 +156,16 @@ a neighbour's scale | NEAR | lost of gradients
 no residual is added to blocks | INT4 | added | comm.error_feedback
     in compose.compression.codec:_round_with_residual with untouched='gradient/*'
     x + rest * ADDED => x + rest * 0
-the residual of blocks is doubled | INT4 | lost of remainders 2
+the residual of blocks is doubled | INT4 | lost of residuals 2
     in compose.compression.codec:_round_with_residual
     .mul_(kept_steps * scale) => .mul_(2 * kept_steps * scale)
-what was sent stays in the residual | INT4 | lost of remainders
+what was sent stays in the residual | INT4 | lost of residuals
     in compose.compression.codec:_round_with_residual
     rest.add_(x).sub_(rounded * steps) => rest.add_(x).sub_(rounded * steps * (1 - ADDED))
-PowerSGD forgets the residual | LOW_RANK | lost of remainders 2
+PowerSGD forgets the residual | LOW_RANK | lost of residuals 2
     in compose.compression.packing:Feedback.added_to with untouched='gradient/*'
     self.code.sum_into(blocks, self.codes(x)[None], wide) => blocks.zero_()
-top_k adds the residual twice | TOP_K | lost of remainders 2
+top_k adds the residual twice | TOP_K | lost of residuals 2
     in compose.compression.packing:Feedback.added_to
     - self.code.sum_into(blocks, self.codes(x)[None], wide)
     + self.code.sum_into(blocks, self.codes(x)[None], wide); blocks.mul_(2)
