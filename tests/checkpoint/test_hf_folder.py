@@ -160,7 +160,7 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     assert torch.equal(result, there.float())
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     tensors = read_tensors(folder)
     change(tensors)
     write_tensors(folder, tensors, 300_000)

@@ -106,7 +106,7 @@ def test_ranks_are_compared_within_their_stage() -> None:
     """Stages have unequal work; a rank that has its stage alone is compared with all."""
     hook, said = RankTimes.__new__(RankTimes), list[str]()
     hook.mesh = mock.Mock(mesh_dim_names=("pp",), size=lambda axis: 2)
-    hook.say = lambda text, own: said.append(text)
+    hook.say = lambda text, own=False: said.append(text)
     hook.factor, hook.patience = 1.5, 1
     for row in ([1.0, 1.0, 3.0, 3.0], [1.0, 1.0, 3.0, 9.0], [1.0, 3.0]):
         hook.places = {rank: divmod(rank, len(row) // 2) for rank in range(len(row))}
