@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -35,6 +36,7 @@ from compose.parallel.gradient_sum import check_gradients
 from compose.parallel.local_parallel import LocalNorm
 from compose.parallel.mesh import AXES, batch_share
 from compose.parallel.output_projection import StepLoss
+from compose.proof.comparison import whole
 from compose.train.step import local_batch
 from models.layers.attention import AttentionCore
 from models.llama import Config as ShapeOfLlama
@@ -327,6 +329,38 @@ def test_a_weight_outside_of_its_module_is_said_plainly(pool: Pool) -> None:
     line = "model: forward uses a weight outside of its module, where a rank has a part of it; let its"
     line += " module do that, or a unit of plan.shard that holds it"
     assert pool.run(_order, 2, "weights", 3) == [line] * 2
+
+
+class _InAnObject(nn.Module):
+    """Its output is in an object of which PyTorch knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, input: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.linear(input))
+
+
+def _from_an_object(zero: Literal[0, 1, 2, 3]) -> torch.Tensor:
+    torch.manual_seed(0)
+    parallel = Parallel(dp_shard=2, zero=zero)
+    composition = apply(_InAnObject(), Plan(), make_mesh(parallel), Options(parallel))
+    weight = composition.model.get_parameter("linear.weight")
+    targets = torch.tensor([0, 1, 2])
+    batch = {"input": torch.eye(3) + dist.get_rank(), "targets": targets}
+    loss: Any = lambda output, targets: F.cross_entropy(output.logits, targets, reduction="sum")  # noqa: E731
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    assert composition.model.get_parameter("linear.weight") is weight
+    return whole(weight.grad)
+
+
+def test_an_output_in_an_object(pool: Pool) -> None:
+    """FSDP saw no backward there: no weight had a gradient, and none was ever trained."""
+    wanted = pool.run(_from_an_object, 2, 0)
+    for zero in (1, 2, 3):
+        for one, other in zip(pool.run(_from_an_object, 2, zero), wanted, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 class _ChosenLayer(nn.Module):
