@@ -20,7 +20,7 @@ from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.expert_parallel import begin_step, finish_step
-from compose.parallel.gradient_sum import check_gradients
+from compose.parallel.gradient_sum import check_gradients, free_gathered
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
@@ -95,6 +95,7 @@ def forward_backward(
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
     for part in composition.data:
         part.order = []
+        free_gathered(part.model)
     with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)

@@ -363,6 +363,53 @@ def test_an_output_in_an_object(pool: Pool) -> None:
             torch.testing.assert_close(one, other)
 
 
+def _after_a_forward(zero: Literal[0, 1, 3]) -> list[float]:
+    """The loss, the one after weights have changed since a forward of one's own, and one evaluated."""
+    torch.manual_seed(0)
+    parallel = Parallel(dp_shard=2, zero=zero)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    weights = [*model.parameters()]
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    run: dict[str, Any] = {"composition": composition, "batch": batch}
+    run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+    first = forward_backward(**run)
+    model(torch.eye(3))
+    for weight in weights:
+        weight.data *= 2
+    second = forward_backward(**run)
+    model(torch.eye(3))
+    for weight in weights:
+        weight.data *= 2
+    return [float(first), float(second), float(evaluate(**run)[0])]
+
+
+def test_weights_that_changed_since_a_forward_of_ones_own(pool: Pool) -> None:
+    """What the forward had gathered, the next step took in place of what the shards had become."""
+    wanted = pool.run(_after_a_forward, 2, 0)
+    for zero in (1, 3):
+        assert pool.run(_after_a_forward, 2, zero) == [pytest.approx(each) for each in wanted]
+
+
+def _new_parameter(name: str) -> str:
+    parallel = Parallel(dp_shard=2)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    model[0].register_parameter(name, nn.Parameter(torch.zeros(3, 3)))
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return refusal(forward_backward, composition, batch, loss_function=loss)
+
+
+@pytest.mark.parametrize("name", ["weight", "adapter"])
+def test_a_parameter_that_is_new_since_apply(pool: Pool, name: str) -> None:
+    """Ranks did not sum its gradient, and its values drifted apart."""
+    assert pool.run(_new_parameter, 2, name) == 2 * [
+        f"model: the parameter 0.{name} is new since compose.apply, and ranks would not sum its"
+        " gradient; add it before, or copy its values into the one that was there"
+    ]
+
+
 class _ChosenLayer(nn.Module):
     """The first element of each sample chooses one of two layers."""
 
