@@ -204,6 +204,12 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
                 " documents of a row; leave it out, with one document in a row"
             )
     cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
+    if cp > 1 and "targets" in batch and batch["targets"].ndim == 1:
+        raise ConfigError(
+            "batch: targets are one for each sample, and with parallel.cp each rank of a sequence would"
+            f" count them; give (samples, tokens), {IGNORE} where a token has none, or use"
+            " parallel.cp = 1"
+        )
     if cp > 1 or composition.pipeline:
         batch = _with_positions(model, batch)
     if cp > 1:

@@ -666,6 +666,21 @@ def test_padding_that_attention_would_see(pool: Pool) -> None:
     assert pool.run(_padding_is_seen, 2, 6) == [line] * 2
 
 
+def _targets_of_samples() -> str:
+    mesh = make_mesh(Parallel(cp=2, dp_shard=1))
+    composition = apply(_Encoder(), Plan(context={"core": ContextParallel()}), mesh)
+    batch = {"input": torch.ones(2, 8, 4), "targets": torch.zeros(2, dtype=torch.int64)}
+    loss: Any = lambda output, targets: F.cross_entropy(output.mean(1), targets, reduction="sum")  # noqa: E731
+    return refusal(forward_backward, composition, batch, loss_function=loss)
+
+
+def test_targets_that_each_rank_of_a_sequence_would_count(pool: Pool) -> None:
+    """The loss was twice what it is, and so were the gradients."""
+    line = "batch: targets are one for each sample, and with parallel.cp each rank of a sequence would"
+    line += " count them; give (samples, tokens), -100 where a token has none, or use parallel.cp = 1"
+    assert pool.run(_targets_of_samples, 2) == [line] * 2
+
+
 def _without_positions(parallel: Parallel) -> tuple[float, float, float]:
     """Loss and norm of a batch with positions, and the greatest difference without them."""
     shape = ShapeOfLlama(vocab_size=33, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48)
