@@ -50,7 +50,9 @@ class PlainStage(nn.Module):
         output = self.stage(*args, **kwargs)
         if self.last:
             return loss(output, targets)
-        stream = plain_stream(output)
+        stream = plain_stream(
+            output
+        ).contiguous()  # gloo sends no other, as a recurrent network returns
         # A backward in two parts detaches the stream in place. A view, such as a slice of the
         # positions, cannot be detached in place.
         return stream.clone() if stream._is_view() else stream
@@ -84,9 +86,9 @@ class RuntimeStage(StageOverrides, PipelineStage):
         """Run a backward, or a half of it, with FSDP as its ZeRO stage says."""
         if backward_type == "full":
             self.data.prepare_micro_batch(last=last_backward)
-            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            grads, rest = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             self.data.end_micro_batch()
-            return result
+            return _contiguous(grads), rest
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
         if backward_type == "weight":
@@ -98,11 +100,16 @@ class RuntimeStage(StageOverrides, PipelineStage):
         else:
             ends = [get_gradient_edge(x) for x in bwd_kwargs["stage_output"] if x.requires_grad]
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            result = grads, _disjoint(groups or [], list(self.submod.parameters()))
+            result = _contiguous(grads), _disjoint(groups or [], list(self.submod.parameters()))
             if ends and not groups:  # a detached stream: no group is behind the stage's input
                 _weights_backward(self.submod, ends, bwd_kwargs["output_grads"])
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
+
+
+def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return a stage's gradients so that messages take them."""
+    return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 
 @torch.no_grad()
