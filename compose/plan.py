@@ -241,6 +241,11 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
+    problems += [
+        f"{name} has sparse gradients, which no sum over ranks takes; give it sparse=False"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
     named = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
     memory = {p.untyped_storage()._cdata: name for name, p in named}
     for path, module in model.named_modules():
@@ -282,8 +287,9 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
         outer = [other for other in unit_of if name.startswith(other + ".")]
         problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
     for names in tied_names(model):
-        here = [unit_of[m] for name in names for m in unit_of if name.startswith(m + ".")]
-        if any(unit is not here[0] for unit in here):
+        # What no unit holds is in the root's own.
+        here = [next((unit_of[m] for m in around(name) if m in unit_of), []) for name in names]
+        if any(unit != here[0] for unit in here):
             problems.append(
                 f"plan.shard: {' and '.join(names)} are one tied parameter;"
                 " put their modules in one unit"
