@@ -168,10 +168,21 @@ def begun(
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
-    """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1."""
+    """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1.
+
+    ConfigError: tensors have unequal numbers of rows, of which micro-batches would take the same ones.
+    """
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
+    rows = {name: len(value) for name, value in batch.items()}
+    ordered = sorted(rows, key=rows.__getitem__)
+    few, most = ordered[0], ordered[-1]
+    if rows[few] < rows[most] > size:
+        raise ConfigError(
+            f"batch: {few} has {rows[few]} rows and {most} has {rows[most]}, and a forward takes the"
+            " same rows of all; give each tensor one row for each sample"
+        )
     return size
 
 

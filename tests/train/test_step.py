@@ -526,6 +526,18 @@ def test_a_batch_has_targets(run: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("run", [forward_backward, evaluate])
+@pytest.mark.parametrize("micro_batch", [2, None])
+def test_a_batch_has_a_row_for_each_sample(run: Any, micro_batch: int | None) -> None:
+    """Rows were left out, or a mask that all samples share was cut as they are."""
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"offsets": torch.arange(4), "input": torch.ones(9), "targets": torch.arange(4)}
+    assert refusal(run, composition, batch, micro_batch=micro_batch) == (
+        "batch: offsets has 4 rows and input has 9, and a forward takes the same rows of all; give each"
+        " tensor one row for each sample"
+    )
+
+
 class Learns(nn.CrossEntropyLoss):
     """A loss with a parameter of its own."""
 
