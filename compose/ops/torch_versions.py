@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -52,18 +52,24 @@ def splits_functions() -> bool:
     return TorchVersion(torch.__version__) >= "2.13"
 
 
-def finish_fsdp_backward(module: FSDPModule, if_missed: bool = False) -> None:
+def begin_fsdp_backward_at(tensor: Tensor, module: nn.Module, output: Any) -> None:
+    """Let FSDP see where a backward of the root ``module`` begins: at ``tensor``, made of ``output``.
+
+    It sees it by tensors of the output, and finds none in objects of which PyTorch is told nothing.
+    """
+    if isinstance(module, FSDPModule) and tensor.requires_grad and not isinstance(output, Tensor):
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        tensor.register_hook(state._pre_backward)
+
+
+def finish_fsdp_backward(module: FSDPModule) -> None:
     """Do for the root ``module`` what FSDP does after a ``backward()``, if none was called.
 
-    ``if_missed``: only if FSDP has not seen the backward. It sees it by tensors that modules return,
-    and finds none in objects other than lists, dicts, dataclasses and what PyTorch is told of.
     No version has a public call that does this for each micro-batch. (2.15 has ``finalize_backward``,
     but it refuses gradients that are reduced over a part of the ranks.) Since 2.15 FSDP reads a flag
     that is set when backward begins. Without a backward the flag is missing, so it is set here.
     """
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    if if_missed and not state._comm_ctx.post_forward_order:  # it is cleared at the end of a backward
-        return
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
         state._state_ctx.manual_backward_finalization_active = False
     # In a backward in two parts a hook may put some of a unit's gradients aside, in the type of sums.

@@ -197,8 +197,6 @@ class DataParallel:
 
     def end_micro_batch(self) -> None:
         """Complete sums, and note that a micro-batch's backward has ended."""
-        if isinstance(self.model, FSDPModule):
-            finish_fsdp_backward(self.model, if_missed=True)
         if self.sums and self.sums.last:
             self.sums.finish()
         if self.on_first and self.is_first:
@@ -288,7 +286,8 @@ def apply_data_parallel(
             offload_policy=where,
             ignored_params=scalars,
         )
-        unit = cast(FSDPModule, modules[0] if isinstance(modules, list) else modules)  # one state
+        # A list is one unit, with one state.
+        unit = cast(FSDPModule, modules[0] if isinstance(modules, list) else modules)
         if mesh.size() > 1:  # else nothing is divided, and a factor would be a pass over all gradients
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum

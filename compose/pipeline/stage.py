@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from compose.errors import ConfigError
 from compose.ops.cross_entropy import logits_of
 from compose.ops.tensors import arrived
-from compose.ops.torch_versions import StageOverrides
+from compose.ops.torch_versions import StageOverrides, begin_fsdp_backward_at
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.output_projection import StepLoss
 
@@ -49,13 +49,14 @@ class PlainStage(nn.Module):
         loss.expect(targets)
         output = self.stage(*args, **kwargs)
         if self.last:
-            return loss(output, targets)
-        stream = plain_stream(
-            output
-        ).contiguous()  # gloo sends no other, as a recurrent network returns
-        # A backward in two parts detaches the stream in place. A view, such as a slice of the
-        # positions, cannot be detached in place.
-        return stream.clone() if stream._is_view() else stream
+            stream = loss(output, targets)
+        else:
+            stream = plain_stream(output).contiguous()  # a GRU's has gaps, and messages take none
+            # A backward in two parts detaches the stream in place. A view, such as a slice of the
+            # positions, cannot be detached in place.
+            stream = stream.clone() if stream._is_view() else stream
+        begin_fsdp_backward_at(stream, self.stage, output)
+        return stream
 
 
 class Runtime(_PipelineScheduleRuntime):

@@ -18,6 +18,7 @@ from compose.ops.batch import IGNORE, Documents, count_places, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
+from compose.ops.torch_versions import begin_fsdp_backward_at
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.gradient_sum import check_gradients, free_gathered
@@ -168,10 +169,7 @@ def begun(
 
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
-    """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1.
-
-    ConfigError: tensors have unequal numbers of rows, of which micro-batches would take the same ones.
-    """
+    """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1."""
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
@@ -317,7 +315,9 @@ def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: S
         data.prepare_micro_batch(last=number == len(parts) - 1)
         targets = part.pop("targets")
         loss.expect(targets)
-        value = loss(model(**part), targets)
+        output = model(**part)
+        value = loss(output, targets)
+        begin_fsdp_backward_at(value, model, output)
         value.backward()
         data.end_micro_batch()
         total = total + value.detach()  # the loss may be wider than float32
