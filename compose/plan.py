@@ -235,17 +235,15 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
                 f"parameters {first} and {name} are two in one memory, which a copy separates; make"
                 " them one parameter"
             )
-    problems += [
-        f"{name} has max_norm, by which forward changes its weight, and ranks would lose such changes;"
-        " leave it out, and scale in forward what it returns"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
-    problems += [
-        f"{name} has sparse gradients, which no sum over ranks takes; give it sparse=False"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    ]
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            problems.append(
+                f"{name} has max_norm, by which forward changes its weight, and ranks would lose such"
+                " changes; leave it out, and scale in forward what it returns"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            line = f"{name} has sparse gradients, which no sum over ranks takes; give it sparse=False"
+            problems.append(line)
     named = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
     memory = {p.untyped_storage()._cdata: name for name, p in named}
     for path, module in model.named_modules():

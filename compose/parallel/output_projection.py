@@ -100,16 +100,13 @@ class Output:
         return loss
 
     def compare(self, returned: Tensor) -> None:
-        """Raise ConfigError if the model returned another number than the projection did."""
-        value, self.value = self.value, None
+        """Raise ConfigError if the model returned another number; it may have rounded this one."""
         # A simulation has no number to read, and a GPU is waited for once.
-        waits, self.compared = returned.is_cuda and not self.compared, True
-        reads = type(returned) is Tensor and (returned.is_cpu or waits)
-        if reads and value is not None and returned.numel():  # a model may round what it returns
-            changed = not torch.isclose(returned.to(value), value, rtol=0.01, equal_nan=True).all()
-        else:
-            changed = returned.numel() != 1
-        if changed:
+        value = self.value if returned.is_cpu or (returned.is_cuda and not self.compared) else None
+        self.value, self.compared, same = None, True, returned.numel() == 1
+        if same and value is not None and type(returned) is Tensor:
+            same = bool(torch.isclose(returned.to(value), value, rtol=0.01, equal_nan=True).all())
+        if not same:
             raise ConfigError(
                 "plan.output: forward changes what that projection returns, and with a loss in chunks"
                 " this is the loss; return it as it is, or use a loss without chunk (train.loss_chunk)"

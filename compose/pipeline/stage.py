@@ -9,6 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils._pytree import tree_map_only
 
 from compose.errors import ConfigError
 from compose.ops.cross_entropy import logits_of
@@ -89,7 +90,7 @@ class RuntimeStage(StageOverrides, PipelineStage):
             self.data.prepare_micro_batch(last=last_backward)
             grads, rest = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             self.data.end_micro_batch()
-            return _contiguous(grads), rest
+            return tree_map_only(Tensor, Tensor.contiguous, grads), rest
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
         if backward_type == "weight":
@@ -101,16 +102,12 @@ class RuntimeStage(StageOverrides, PipelineStage):
         else:
             ends = [get_gradient_edge(x) for x in bwd_kwargs["stage_output"] if x.requires_grad]
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            result = _contiguous(grads), _disjoint(groups or [], list(self.submod.parameters()))
+            grads = tree_map_only(Tensor, Tensor.contiguous, grads)
+            result = grads, _disjoint(groups or [], list(self.submod.parameters()))
             if ends and not groups:  # a detached stream: no group is behind the stage's input
                 _weights_backward(self.submod, ends, bwd_kwargs["output_grads"])
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
-
-
-def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return a stage's gradients so that messages take them."""
-    return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 
 @torch.no_grad()

@@ -173,12 +173,11 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
-    rows = {name: len(value) for name, value in batch.items()}
-    ordered = sorted(rows, key=rows.__getitem__)
-    few, most = ordered[0], ordered[-1]
-    if rows[few] < rows[most] > size:
+    names = {len(value): name for name, value in batch.items()}
+    few, most = min(names), max(names)
+    if few < most > size:
         raise ConfigError(
-            f"batch: {few} has {rows[few]} rows and {most} has {rows[most]}, and a forward takes the"
+            f"batch: {names[few]} has {few} rows and {names[most]} has {most}, and a forward takes the"
             " same rows of all; give each tensor one row for each sample"
         )
     return size
@@ -215,9 +214,8 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
     cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
     if cp > 1 and "targets" in batch and batch["targets"].ndim == 1:
         raise ConfigError(
-            "batch: targets are one for each sample, and with parallel.cp each rank of a sequence would"
-            f" count them; give (samples, tokens), {IGNORE} where a token has none, or use"
-            " parallel.cp = 1"
+            "batch: targets are one for each sample, and with parallel.cp each rank of a sequence"
+            f" counts them; give one for each token, {IGNORE} for none, or use parallel.cp = 1"
         )
     if cp > 1 or composition.pipeline:
         batch = _with_positions(model, batch)
@@ -318,6 +316,7 @@ def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: S
         output = model(**part)
         value = loss(output, targets)
         begin_fsdp_backward_at(value, model, output)
+        del output  # or its memory would stay during backward
         value.backward()
         data.end_micro_batch()
         total = total + value.detach()  # the loss may be wider than float32

@@ -533,7 +533,7 @@ def test_a_batch_has_a_row_for_each_sample(run: Any, micro_batch: int | None) ->
     composition = Composition(nn.Linear(2, 2), mock.Mock())
     batch = {"offsets": torch.arange(4), "input": torch.ones(9), "targets": torch.arange(4)}
     assert refusal(run, composition, batch, micro_batch=micro_batch) == (
-        "batch: offsets has 4 rows and input has 9, and a forward takes the same rows of all; give each"
+        "batch: targets has 4 rows and input has 9, and a forward takes the same rows of all; give each"
         " tensor one row for each sample"
     )
 
@@ -688,8 +688,8 @@ def _targets_of_samples() -> str:
 
 def test_targets_that_each_rank_of_a_sequence_would_count(pool: Pool) -> None:
     """The loss was twice what it is, and so were the gradients."""
-    line = "batch: targets are one for each sample, and with parallel.cp each rank of a sequence would"
-    line += " count them; give (samples, tokens), -100 where a token has none, or use parallel.cp = 1"
+    line = "batch: targets are one for each sample, and with parallel.cp each rank of a sequence counts"
+    line += " them; give one for each token, -100 for none, or use parallel.cp = 1"
     assert pool.run(_targets_of_samples, 2) == [line] * 2
 
 
