@@ -363,6 +363,29 @@ def test_an_output_in_an_object(pool: Pool) -> None:
             torch.testing.assert_close(one, other)
 
 
+class _LayersInAnObject(_Layers):
+    def forward(self, input: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(input))
+
+
+def _stages_from_an_object(zero: Literal[0, 1, 3]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    parallel = Parallel(pp=2, dp_shard=2, zero=zero)
+    plan = Plan(pipeline=Pipeline([], "layers", []))
+    composition = apply(_LayersInAnObject(), plan, make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.randn(3, 4), "targets": torch.tensor([0, 1, 2])}
+    loss: Any = lambda output, targets: F.cross_entropy(output.logits, targets, reduction="sum")  # noqa: E731
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    return [whole(parameter.grad) for _, parameter in composition.named_parameters()]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_stages_whose_output_is_in_an_object(pool: Pool, zero: Literal[1, 3]) -> None:
+    """Those of the first stage were lost where several micro-batches were under way."""
+    wanted, found = (pool.run(_stages_from_an_object, 4, each) for each in (0, zero))
+    torch.testing.assert_close(found, wanted)
+
+
 def _after_a_forward(zero: Literal[0, 1, 3]) -> list[float]:
     """The loss, the one after weights have changed since a forward of one's own, and one evaluated."""
     torch.manual_seed(0)
