@@ -235,12 +235,15 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
                 f"parameters {first} and {name} are two in one memory, which a copy separates; make"
                 " them one parameter"
             )
-    problems += [
-        f"{name} has max_norm, by which forward changes its weight, and ranks would lose such changes;"
-        " leave it out, and scale in forward what it returns"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            problems.append(
+                f"{name} has max_norm, by which forward changes its weight, and ranks would lose such"
+                " changes; leave it out, and scale in forward what it returns"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            line = f"{name} has sparse gradients, which no sum over ranks takes; give it sparse=False"
+            problems.append(line)
     named = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
     memory = {p.untyped_storage()._cdata: name for name, p in named}
     for path, module in model.named_modules():
@@ -282,8 +285,9 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
         outer = [other for other in unit_of if name.startswith(other + ".")]
         problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
     for names in tied_names(model):
-        here = [unit_of[m] for name in names for m in unit_of if name.startswith(m + ".")]
-        if any(unit is not here[0] for unit in here):
+        # What no unit holds is in the root's own.
+        here = [next((unit_of[m] for m in around(name) if m in unit_of), []) for name in names]
+        if any(unit != here[0] for unit in here):
             problems.append(
                 f"plan.shard: {' and '.join(names)} are one tied parameter;"
                 " put their modules in one unit"

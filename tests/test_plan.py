@@ -86,13 +86,17 @@ def test_module_matched_twice() -> None:
 def test_either_name_covers_a_tied_parameter() -> None:
     config = Config(tie_embeddings=True, n_layers=1)
     model = Model(config)
-    resolve(Plan(shard=["layers.*", ["tok_embeddings", "norm"]]), model)
+    assert problems(Plan(shard=["layers.*", ["tok_embeddings", "norm"]]), model) == [
+        "plan.shard: tok_embeddings.weight and output.weight are one tied parameter; put their modules"
+        " in one unit"
+    ]
+    resolve(Plan(shard=["layers.*", ["tok_embeddings", "norm", "output"]]), model)
     resolve(plan(config, Parallel(tp=2)), model)
 
 
 def test_parameters_that_a_copy_changes() -> None:
     first, second, third = layers = [nn.Linear(3, 3) for _ in range(3)]
-    parts = [*layers, nn.Embedding(3, 3, max_norm=1.0)]
+    parts = [*layers, nn.Embedding(3, 3, max_norm=1.0), nn.EmbeddingBag(3, 3, sparse=True)]
     second.weight.register_hook(lambda gradient: 2 * gradient)
     third.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     third.bias.data = first.bias.data
@@ -107,6 +111,7 @@ def test_parameters_that_a_copy_changes() -> None:
         " parameter",
         "3 has max_norm, by which forward changes its weight, and ranks would lose such changes; leave"
         " it out, and scale in forward what it returns",
+        "4 has sparse gradients, which no sum over ranks takes; give it sparse=False",
         *(
             f"parameter {name} are in one memory, which a copy separates; compute that in forward"
             for name in ("0.weight and 0.mean", "1.bias and 1.kept")

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -50,6 +50,16 @@ def splits_functions() -> bool:
     (torch/distributed/pipelining/_backward.py, ``stage_backward_input``).
     """
     return TorchVersion(torch.__version__) >= "2.13"
+
+
+def begin_fsdp_backward_at(tensor: Tensor, module: nn.Module, output: Any) -> None:
+    """Let FSDP see where a backward of the root ``module`` begins: at ``tensor``, made of ``output``.
+
+    It sees it by tensors of the output, and finds none in objects of which PyTorch is told nothing.
+    """
+    if isinstance(module, FSDPModule) and tensor.requires_grad and not isinstance(output, Tensor):
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        tensor.register_hook(state._pre_backward)
 
 
 def finish_fsdp_backward(module: FSDPModule) -> None:

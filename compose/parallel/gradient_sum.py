@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
@@ -227,6 +228,24 @@ def cast_inputs(
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free whole weights that a forward outside of steps has left, since the shards may have changed.
+
+    Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+    for name, p in model.named_parameters():
+        if p.requires_grad and has_shards(p) and not isinstance(p, DTensor):
+            raise ConfigError(
+                f"model: the parameter {name} is new since compose.apply, and ranks would not sum its"
+                " gradient; add it before, or copy its values into the one that was there"
+            )
 
 
 def without_gradient(model: nn.Module) -> list[str]:

@@ -82,6 +82,9 @@ class Output:
         self.module, self.logits = module, module.forward
         self.loss: CrossEntropy | None = None
         self.targets: Tensor | None = None
+        self.value: Tensor | None = None
+        """The last loss, until it was compared with what the model returned."""
+        self.compared = False
         module.forward = self._forward
 
     def _forward(self, hidden: Tensor) -> Tensor:
@@ -91,9 +94,23 @@ class Output:
         hidden = placed_input(self.module, hidden)
         weight = self.module.get_parameter("weight")
         loss = self.loss.of_hidden(hidden, weight, self.targets).view(1, 1, 1)
+        self.value = None if torch.compiler.is_compiling() else loss.detach()
         if isinstance(hidden, DTensor):
             loss = DTensor.from_local(loss, hidden.device_mesh, [Replicate()], run_check=False)
         return loss
+
+    def compare(self, returned: Tensor) -> None:
+        """Raise ConfigError if the model returned another number; it may have rounded this one."""
+        # A simulation has no number to read, and a GPU is waited for once.
+        value = self.value if returned.is_cpu or (returned.is_cuda and not self.compared) else None
+        self.value, self.compared, same = None, True, returned.numel() == 1
+        if same and value is not None and type(returned) is Tensor:
+            same = bool(torch.isclose(returned.to(value), value, rtol=0.01, equal_nan=True).all())
+        if not same:
+            raise ConfigError(
+                "plan.output: forward changes what that projection returns, and with a loss in chunks"
+                " this is the loss; return it as it is, or use a loss without chunk (train.loss_chunk)"
+            )
 
 
 class StepLoss:
@@ -125,6 +142,7 @@ class StepLoss:
             return value / self.count
         output = logits_of(output)
         whole = output.full_tensor() if isinstance(output, DTensor) else output
+        self.output.compare(whole.detach())
         return whole.sum() / self.count
 
 

@@ -9,11 +9,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils._pytree import tree_map_only
 
 from compose.errors import ConfigError
 from compose.ops.cross_entropy import logits_of
 from compose.ops.tensors import arrived
-from compose.ops.torch_versions import StageOverrides
+from compose.ops.torch_versions import StageOverrides, begin_fsdp_backward_at
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.output_projection import StepLoss
 
@@ -49,11 +50,14 @@ class PlainStage(nn.Module):
         loss.expect(targets)
         output = self.stage(*args, **kwargs)
         if self.last:
-            return loss(output, targets)
-        stream = plain_stream(output)
-        # A backward in two parts detaches the stream in place. A view, such as a slice of the
-        # positions, cannot be detached in place.
-        return stream.clone() if stream._is_view() else stream
+            stream = loss(output, targets)
+        else:
+            stream = plain_stream(output).contiguous()  # a GRU's has gaps, and messages take none
+            # A backward in two parts detaches the stream in place. A view, such as a slice of the
+            # positions, cannot be detached in place.
+            stream = stream.clone() if stream._is_view() else stream
+        begin_fsdp_backward_at(stream, self.stage, output)
+        return stream
 
 
 class Runtime(_PipelineScheduleRuntime):
@@ -84,9 +88,9 @@ class RuntimeStage(StageOverrides, PipelineStage):
         """Run a backward, or a half of it, with FSDP as its ZeRO stage says."""
         if backward_type == "full":
             self.data.prepare_micro_batch(last=last_backward)
-            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            grads, rest = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             self.data.end_micro_batch()
-            return result
+            return tree_map_only(Tensor, Tensor.contiguous, grads), rest
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
         if backward_type == "weight":
@@ -98,6 +102,7 @@ class RuntimeStage(StageOverrides, PipelineStage):
         else:
             ends = [get_gradient_edge(x) for x in bwd_kwargs["stage_output"] if x.requires_grad]
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            grads = tree_map_only(Tensor, Tensor.contiguous, grads)
             result = grads, _disjoint(groups or [], list(self.submod.parameters()))
             if ends and not groups:  # a detached stream: no group is behind the stage's input
                 _weights_backward(self.submod, ends, bwd_kwargs["output_grads"])

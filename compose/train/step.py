@@ -18,9 +18,10 @@ from compose.ops.batch import IGNORE, Documents, count_places, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
+from compose.ops.torch_versions import begin_fsdp_backward_at
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.expert_parallel import begin_step, finish_step
-from compose.parallel.gradient_sum import check_gradients
+from compose.parallel.gradient_sum import check_gradients, free_gathered
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
@@ -95,6 +96,7 @@ def forward_backward(
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
     for part in composition.data:
         part.order = []
+        free_gathered(part.model)
     with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
@@ -171,6 +173,13 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
+    names = {len(value): name for name, value in batch.items()}
+    few, most = min(names), max(names)
+    if few < most > size:
+        raise ConfigError(
+            f"batch: {names[few]} has {few} rows and {names[most]} has {most}, and a forward takes the"
+            " same rows of all; give each tensor one row for each sample"
+        )
     return size
 
 
@@ -203,6 +212,11 @@ def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mappin
                 " documents of a row; leave it out, with one document in a row"
             )
     cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
+    if cp > 1 and "targets" in batch and batch["targets"].ndim == 1:
+        raise ConfigError(
+            "batch: targets are one for each sample, and with parallel.cp each rank of a sequence"
+            f" counts them; give one for each token, {IGNORE} for none, or use parallel.cp = 1"
+        )
     if cp > 1 or composition.pipeline:
         batch = _with_positions(model, batch)
     if cp > 1:
@@ -299,7 +313,10 @@ def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: S
         data.prepare_micro_batch(last=number == len(parts) - 1)
         targets = part.pop("targets")
         loss.expect(targets)
-        value = loss(model(**part), targets)
+        output = model(**part)
+        value = loss(output, targets)
+        begin_fsdp_backward_at(value, model, output)
+        del output  # or its memory would stay during backward
         value.backward()
         data.end_micro_batch()
         total = total + value.detach()  # the loss may be wider than float32

@@ -327,6 +327,23 @@ def test_a_model_may_return_an_object_with_the_loss_as_its_logits() -> None:
     torch.testing.assert_close(result, F.cross_entropy(head(hidden).flatten(0, 1), targets))
 
 
+@pytest.mark.parametrize(
+    "change", [lambda y: 0.5 * y, lambda y: 3 * (y / 3).tanh(), lambda y: y[:, 1:]]
+)
+def test_a_model_that_changes_its_logits_has_no_loss_in_chunks(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    """The loss itself was halved, capped or left out."""
+    head, hidden, targets = nn.Linear(6, 9, bias=False), torch.randn(2, 5, 6), torch.arange(10) % 9
+    with step_loss(CrossEntropy(chunk=2), torch.tensor(10.0), Output(head)) as loss:
+        loss.expect(targets.view(2, 5))
+        loss(head(hidden).bfloat16().float(), targets)
+        assert refused(loss, change(head(hidden)), targets) == [
+            "plan.output: forward changes what that projection returns, and with a loss in chunks this"
+            " is the loss; return it as it is, or use a loss without chunk (train.loss_chunk)"
+        ]
+
+
 class _Largest(TorchDispatchMode):
     """The bytes of the largest tensor that an operation returned, under DTensors too."""
 

@@ -240,8 +240,8 @@ def _own(nodes: list[ast.AST]) -> Iterator[str]:
 
 # They belong to a NamedTuple; an FSDPState and its groups, once they are made; a torch.library.Library;
 # Inductor's autotuners; a file system of fsspec, whose manual names it; torchao's weights and tensors.
-OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_fsdp_param_group", "_all_gather_result"}
-OF_OTHERS |= {"_module_fqn", "_destroy", "_precompile_config", "_strip_protocol"}
+OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_pre_backward", "_fsdp_param_group"}
+OF_OTHERS |= {"_all_gather_result", "_module_fqn", "_destroy", "_precompile_config", "_strip_protocol"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}
 
 

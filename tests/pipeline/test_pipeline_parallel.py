@@ -341,6 +341,34 @@ def test_stages_that_share_a_module_and_weights_used_twice(pool: Pool, schedule:
     assert max(error for _, error in results) < 1e-6
 
 
+class Turned(nn.Module):
+    """What it returns, and the gradient that it hands back, lie transposed, as those of a GRU may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mT).tanh().mT
+
+
+def _turned(schedule: str) -> float:
+    torch.manual_seed(0)
+    model = Shared()
+    model.into = nn.Sequential(nn.Linear(5, 36), nn.Unflatten(1, (6, 6)))
+    model.layers = nn.ModuleList(Turned() for _ in range(4))
+    model.head = nn.Sequential(nn.Flatten(), nn.Linear(36, 7))
+    options = Options(Parallel(pp=2, pp_schedule=schedule))
+    plan = Plan(pipeline=Pipeline(["into"], "layers", ["head"]))
+    return _error(model, plan, make_mesh(options.parallel), options)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_stream_that_lies_with_gaps(pool: Pool, schedule: str) -> None:
+    """Messages do not take it: a rank failed, and the other waited for it."""
+    assert max(pool.run(_turned, 2, schedule)) < 1e-6
+
+
 class Cut(Layer):
     """It gives no gradient to the layers before it."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -35,6 +36,7 @@ from compose.parallel.gradient_sum import check_gradients
 from compose.parallel.local_parallel import LocalNorm
 from compose.parallel.mesh import AXES, batch_share
 from compose.parallel.output_projection import StepLoss
+from compose.proof.comparison import whole
 from compose.train.step import local_batch
 from models.layers.attention import AttentionCore
 from models.llama import Config as ShapeOfLlama
@@ -329,6 +331,108 @@ def test_a_weight_outside_of_its_module_is_said_plainly(pool: Pool) -> None:
     assert pool.run(_order, 2, "weights", 3) == [line] * 2
 
 
+class _InAnObject(nn.Module):
+    """Its output is in an object of which PyTorch knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, input: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.linear(input))
+
+
+def _from_an_object(zero: Literal[0, 1, 2, 3]) -> torch.Tensor:
+    torch.manual_seed(0)
+    parallel = Parallel(dp_shard=2, zero=zero)
+    composition = apply(_InAnObject(), Plan(), make_mesh(parallel), Options(parallel))
+    weight = composition.model.get_parameter("linear.weight")
+    targets = torch.tensor([0, 1, 2])
+    batch = {"input": torch.eye(3) + dist.get_rank(), "targets": targets}
+    loss: Any = lambda output, targets: F.cross_entropy(output.logits, targets, reduction="sum")  # noqa: E731
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    assert composition.model.get_parameter("linear.weight") is weight
+    return whole(weight.grad)
+
+
+def test_an_output_in_an_object(pool: Pool) -> None:
+    """FSDP saw no backward there: no weight had a gradient, and none was ever trained."""
+    wanted = pool.run(_from_an_object, 2, 0)
+    for zero in (1, 2, 3):
+        for one, other in zip(pool.run(_from_an_object, 2, zero), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+class _LayersInAnObject(_Layers):
+    def forward(self, input: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(input))
+
+
+def _stages_from_an_object(zero: Literal[0, 1, 3]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    parallel = Parallel(pp=2, dp_shard=2, zero=zero)
+    plan = Plan(pipeline=Pipeline([], "layers", []))
+    composition = apply(_LayersInAnObject(), plan, make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.randn(3, 4), "targets": torch.tensor([0, 1, 2])}
+    loss: Any = lambda output, targets: F.cross_entropy(output.logits, targets, reduction="sum")  # noqa: E731
+    forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    return [whole(parameter.grad) for _, parameter in composition.named_parameters()]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_stages_whose_output_is_in_an_object(pool: Pool, zero: Literal[1, 3]) -> None:
+    """Those of the first stage were lost where several micro-batches were under way."""
+    wanted, found = (pool.run(_stages_from_an_object, 4, each) for each in (0, zero))
+    torch.testing.assert_close(found, wanted)
+
+
+def _after_a_forward(zero: Literal[0, 1, 3]) -> list[float]:
+    """The loss, the one after weights have changed since a forward of one's own, and one evaluated."""
+    torch.manual_seed(0)
+    parallel = Parallel(dp_shard=2, zero=zero)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    weights = [*model.parameters()]
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    run: dict[str, Any] = {"composition": composition, "batch": batch}
+    run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+    first = forward_backward(**run)
+    model(torch.eye(3))
+    for weight in weights:
+        weight.data *= 2
+    second = forward_backward(**run)
+    model(torch.eye(3))
+    for weight in weights:
+        weight.data *= 2
+    return [float(first), float(second), float(evaluate(**run)[0])]
+
+
+def test_weights_that_changed_since_a_forward_of_ones_own(pool: Pool) -> None:
+    """What the forward had gathered, the next step took in place of what the shards had become."""
+    wanted = pool.run(_after_a_forward, 2, 0)
+    for zero in (1, 3):
+        assert pool.run(_after_a_forward, 2, zero) == [pytest.approx(each) for each in wanted]
+
+
+def _new_parameter(name: str) -> str:
+    parallel = Parallel(dp_shard=2)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    model[0].register_parameter(name, nn.Parameter(torch.zeros(3, 3)))
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return refusal(forward_backward, composition, batch, loss_function=loss)
+
+
+@pytest.mark.parametrize("name", ["weight", "adapter"])
+def test_a_parameter_that_is_new_since_apply(pool: Pool, name: str) -> None:
+    """Ranks did not sum its gradient, and its values drifted apart."""
+    assert pool.run(_new_parameter, 2, name) == 2 * [
+        f"model: the parameter 0.{name} is new since compose.apply, and ranks would not sum its"
+        " gradient; add it before, or copy its values into the one that was there"
+    ]
+
+
 class _ChosenLayer(nn.Module):
     """The first element of each sample chooses one of two layers."""
 
@@ -442,6 +546,18 @@ def test_a_batch_has_targets(run: Any) -> None:
     batch = {"input": torch.ones(2, 2), "mask": torch.ones(2)}
     assert refusal(run, composition, batch) == (
         'batch: has no targets, only input, mask; give what the loss takes as "targets"'
+    )
+
+
+@pytest.mark.parametrize("run", [forward_backward, evaluate])
+@pytest.mark.parametrize("micro_batch", [2, None])
+def test_a_batch_has_a_row_for_each_sample(run: Any, micro_batch: int | None) -> None:
+    """Rows were left out, or a mask that all samples share was cut as they are."""
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"offsets": torch.arange(4), "input": torch.ones(9), "targets": torch.arange(4)}
+    assert refusal(run, composition, batch, micro_batch=micro_batch) == (
+        "batch: targets has 4 rows and input has 9, and a forward takes the same rows of all; give each"
+        " tensor one row for each sample"
     )
 
 
@@ -583,6 +699,21 @@ def test_padding_that_attention_would_see(pool: Pool) -> None:
     line += " forward takes no documents; nearest: 8"
     assert pool.run(_padding_is_seen, 2, 8) == [""] * 2
     assert pool.run(_padding_is_seen, 2, 6) == [line] * 2
+
+
+def _targets_of_samples() -> str:
+    mesh = make_mesh(Parallel(cp=2, dp_shard=1))
+    composition = apply(_Encoder(), Plan(context={"core": ContextParallel()}), mesh)
+    batch = {"input": torch.ones(2, 8, 4), "targets": torch.zeros(2, dtype=torch.int64)}
+    loss: Any = lambda output, targets: F.cross_entropy(output.mean(1), targets, reduction="sum")  # noqa: E731
+    return refusal(forward_backward, composition, batch, loss_function=loss)
+
+
+def test_targets_that_each_rank_of_a_sequence_would_count(pool: Pool) -> None:
+    """The loss was twice what it is, and so were the gradients."""
+    line = "batch: targets are one for each sample, and with parallel.cp each rank of a sequence counts"
+    line += " them; give one for each token, -100 for none, or use parallel.cp = 1"
+    assert pool.run(_targets_of_samples, 2) == [line] * 2
 
 
 def _without_positions(parallel: Parallel) -> tuple[float, float, float]:
