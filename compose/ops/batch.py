@@ -33,10 +33,16 @@ def empty(like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the targets of a batch; raise ConfigError if it has none."""
+    """Return the targets of a batch; raise ConfigError if it has none, or other rows than those."""
     if "targets" not in batch:
         names = ", ".join(batch) or "nothing"
         raise ConfigError(f'batch: has no targets, only {names}; give what the loss takes as "targets"')
+    rows = {name: len(value) if getattr(value, "ndim", 1) else 0 for name, value in batch.items()}
+    if wrong := [name for name, count in rows.items() if count != rows["targets"]]:
+        raise ConfigError(
+            f"batch: {wrong[0]} has {rows[wrong[0]]} rows and targets has {rows['targets']}; give each"
+            " tensor a row for each sample"
+        )
     return batch["targets"]
 
 

@@ -61,8 +61,8 @@ def forward_backward(
     Raises:
         ValueError: ``micro_batch`` is below 1.
         ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, the
-            ranks have gradients of different parameters, or the loss ignores other targets, or is a
-            mean.
+            ranks have gradients of different parameters, a tensor of the batch has other rows than
+            ``targets``, or the loss ignores other targets, or is a mean.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)

@@ -445,6 +445,19 @@ def test_a_batch_has_targets(run: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("run", [forward_backward, evaluate])
+@pytest.mark.parametrize(("shape", "rows"), [((3, 2), 3), ((), 0)])
+def test_a_tensor_of_a_batch_has_a_row_for_each_sample(
+    run: Any, shape: tuple[int, ...], rows: int
+) -> None:
+    """Micro-batches would leave out the rows of one that has more."""
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"targets": torch.ones(2).long(), "input": torch.ones(shape)}
+    assert refusal(run, composition, batch) == (
+        f"batch: input has {rows} rows and targets has 2; give each tensor a row for each sample"
+    )
+
+
 class Learns(nn.CrossEntropyLoss):
     """A loss with a parameter of its own."""
 
