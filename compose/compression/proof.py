@@ -53,7 +53,16 @@ def shortened(config: Config, steps: int) -> tuple[Config, tuple[str, ...]]:
 
 def observe(subject: Subject) -> Observer | None:
     """Return what watches the compressed messages of a composition, if it has any."""
-    return CompressedMessages(subject) if subject.composition.compression else None
+    if subject.composition.compression:
+        return CompressedMessages(subject)
+    comm = subject.run.setup.options.comm
+    subject.comparison.unused += [f"comm.{key}" for key in sorted(_asked(comm)) if comm.codes]
+    return None
+
+
+def _asked(comm: Comm) -> set[str]:
+    """Return the keys that are not as by default, and that change numbers."""
+    return {f.name for f in fields(comm) if getattr(comm, f.name) != f.default} - SILENT
 
 
 class CompressedMessages(Observer):
@@ -282,8 +291,7 @@ def compare_keys(messages: CompressedMessages, comparison: Comparison) -> None:
     right["gradients"] = right["start_step"] = [steps == begun] if any(steps) else []
     if comm.error_feedback and sum(steps) < 2:  # the first message has nothing to add
         right["error_feedback"] = []
-    asked = {f.name for f in fields(Comm) if getattr(comm, f.name) != f.default} - SILENT
-    for key in sorted(asked | ({"error_feedback"} if comm.gradients in LOSSY else set())):
+    for key in sorted(_asked(comm) | ({"error_feedback"} if comm.gradients in LOSSY else set())):
         if right[key]:
             error = 0.0 if all(right[key]) else math.inf
             comparison.value("form of messages", f"comm.{key}", error, 0.0)

@@ -150,6 +150,7 @@ def rows(
 
 def parsed_json(content: bytes) -> Any:
     """Return the value of a JSON text, or _BLANK. Raises ValueError."""
+    line = ""
     try:
         line = content.decode("utf-8")
         if not line.strip():

@@ -94,7 +94,8 @@ class Comparison:
         if not size:  # all zeros: the error is an element's, a root mean square
             size, tolerance = root, 0.0
         errors = [or_infinite(float(difference(value, right).norm()) / size) for value in values]
-        if not ("buffer" in quantity or right.isfinite().all()):  # nothing can be learnt from it
+        held = "buffer" in quantity or quantity == "initial weight"  # a mask may hold infinities
+        if not (held or right.isfinite().all()):  # nothing can be learnt from it
             errors = [math.inf for _ in errors]
         self.compared.append(
             _RankRow(

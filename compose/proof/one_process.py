@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from compose.memory.float8 import NOTHING, Choice, apply_float8
 from compose.memory.precision import Precision
-from compose.ops.batch import count_places
-from compose.ops.cross_entropy import IGNORE, LossFunction, count_for, cross_entropy, logits_of
+from compose.ops.cross_entropy import IGNORE, LossFunction, cross_entropy, logits_of
 from compose.ops.dropout import DropoutKey, Masks, dropouts
 from compose.ops.tensors import at_least_float32
 from compose.parallel.expert_parallel import routers
@@ -126,7 +125,9 @@ class OneProcess:
         """Take one optimizer step; note loss, norm and gradients."""
         self.parts = {}
         targets = batch["targets"]
-        count = count_for(self.loss_function, targets).clamp(min=1)
+        ignored = targets.isnan() if targets.is_floating_point() else targets == IGNORE
+        own_count = getattr(self.loss_function, "count", lambda _: (~ignored).sum())
+        count = own_count(targets).clamp(min=1)
         batch = self.begin(batch)
         calls = self._ids(targets)
         with follow(self.model, routing, calls, self.tie) as self.choices, self.modes():
@@ -176,8 +177,9 @@ class OneProcess:
             kind = self.precision.param_dtype if own.is_floating_point() else own.dtype
             parameter.data = self.received.get(name, own).detach().to(own.dtype).to(kind)
         targets = batch["targets"]
+        positions = batch.get("positions", targets.new_zeros(targets.shape[:2]))
         for router in routers(self.model).values():
-            router.tokens_per_step = count_places(batch).clamp(min=1)
+            router.tokens_per_step = (positions >= 0).sum().clamp(min=1)
             router.loss_scale = self.loss_scale
         if self.dropout is None:
             return batch
@@ -200,8 +202,7 @@ class OneProcess:
 
     def _micro_batches(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         samples = len(batch["targets"])
-        size = self.micro_batch or samples
-        for start in range(0, samples, size):
+        for start in range(0, samples, size := self.micro_batch or samples):
             yield {name: value[start : start + size] for name, value in batch.items()}
 
     def _ids(self, targets: Tensor) -> Sequence[Tensor]:
@@ -254,8 +255,7 @@ class _InBackward(TorchFunctionMode):
 
 
 def _edge(value: Any) -> Any:
-    differs = isinstance(value, Tensor) and value.requires_grad
-    return get_gradient_edge(value) if differs else value
+    return get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 class Widened(_InBackward):

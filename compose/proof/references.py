@@ -322,19 +322,22 @@ def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
                 " or running statistics with eval()"
             )
     held = {"buffer": model.named_buffers, "parameter": model.named_parameters}
-    before = {name: tensor.clone() for named in held.values() for name, tensor in named()}
+    before, results = dict[str, Tensor](), list[list[Tensor]]()
     with torch.no_grad():
-        first, again = (_tensors(forward()) for _ in range(2))
+        for _ in range(2):  # the first forward may make a buffer
+            tensors = [item for named in held.values() for item in named()]
+            before = {name: tensor.clone() for name, tensor in tensors} | before
+            results.append(_tensors(forward()))
         for kind, named in held.items():
-            moved = [name for name, tensor in named() if not _same([before[name]], [tensor])]
+            moved = [name for name, t in named() if not _same([before.get(name, t)], [t])]
             if moved:
                 raise ConfigError(
                     f"model: forward changes the {kind} {moved[0]}, so that results depend on how a"
                     " batch is cut into forwards; change it outside of forward"
                 )
         with _LowestUniform():
-            lowest = _tensors(forward())
-        if _same(first, again) and _same(first, lowest):
+            results.append(_tensors(forward()))
+        if all(_same(results[0], other) for other in results[1:]):
             return
         name = _first_random(model, forward)
     module = model.get_submodule(name)

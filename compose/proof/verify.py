@@ -56,7 +56,7 @@ from compose.proof.one_process import (
     type_names,
 )
 from compose.proof.optimizers import Named, OptimizerFactory, RoundedWeights
-from compose.proof.references import Expected, References, check_provable, examine
+from compose.proof.references import Expected, References, check_provable, difference, examine
 from compose.proof.report import Report, State, Tolerance, joined, or_infinite, tolerance_of
 from compose.proof.routing_trace import (
     Choices,
@@ -351,10 +351,10 @@ def compare(
     after = {name: [whole(p) for p in parameters] for name, parameters in held.items()}
     for name, parameter in model.named_parameters():
         pairs = zip(after.get(name, ()), before.get(name, ()), strict=True)
-        changes = [new.double() - old.double() for new, old in pairs]
+        changes = [difference(new, old) for new, old in pairs]
         comparison.same_everywhere(name, after.get(name, ()))
         if name not in trained:
-            moved = [or_infinite(float(change.abs().max())) for change in changes]
+            moved = [or_infinite(float(change.norm())) for change in changes]
             moved += [math.inf for p in held.get(name, ()) if p.grad is not None]
             comparison.value("frozen weight", name, max(moved, default=None), 0.0)
             continue

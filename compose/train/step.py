@@ -62,8 +62,8 @@ def forward_backward(
     Raises:
         ValueError: ``micro_batch`` is below 1.
         ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, the
-            ranks have gradients of different parameters, or the loss ignores other targets, or is a
-            mean.
+            ranks have gradients of different parameters, tensors of the batch have unequal
+            numbers of rows, or the loss ignores other targets, or is a mean.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
@@ -173,7 +173,7 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
-    names = {len(value): name for name, value in batch.items()}
+    names = {len(value) if value.ndim else 0: name for name, value in batch.items()}
     few, most = min(names), max(names)
     if few < most > size:
         raise ConfigError(

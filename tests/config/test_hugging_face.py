@@ -176,7 +176,7 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
 ) -> None:
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
-    below = dict(zip(CACHES, ("", "", "hub", "huggingface/hub"), strict=True))
+    below: dict[str, str] = dict(zip(CACHES, ("", "", "hub", "huggingface/hub"), strict=True))
     snapshot = cached(here / "place" / below.get(variable, ".cache/huggingface/hub"))
     monkeypatch.setenv("THERE", str(here))
     monkeypatch.setenv(variable, str(here / "place") if variable == "HOME" else "$THERE/place")

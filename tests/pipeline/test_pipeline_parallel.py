@@ -354,7 +354,7 @@ class Turned(nn.Module):
 
 def _turned(schedule: str) -> float:
     torch.manual_seed(0)
-    model = Shared()
+    model: Any = Shared()
     model.into = nn.Sequential(nn.Linear(5, 36), nn.Unflatten(1, (6, 6)))
     model.layers = nn.ModuleList(Turned() for _ in range(4))
     model.head = nn.Sequential(nn.Flatten(), nn.Linear(36, 7))

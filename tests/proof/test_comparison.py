@@ -77,6 +77,8 @@ def _refused(change: str) -> str:
         batch["targets"] = torch.full((8,), -100)
     elif change == "lacking":
         del batch["targets"]
+    elif change == "rows":  # the batch begins with the targets, whose rows would be the samples
+        batch = {"targets": batch["targets"][:4], "input": batch["input"]}
     elif change == "others" and dist.get_rank():
         batch["input"] = batch["input"] + 1
     elif change == "infinite":
@@ -97,6 +99,11 @@ def _refused(change: str) -> str:
             " -100, or floats other than NaN",
         ),
         ("lacking", 'batch: has no targets, only input; give what the loss takes as "targets"'),
+        (
+            "rows",
+            "batch: targets has 4 rows and input has 8, and a forward takes the same rows of all; give each"
+            " tensor one row for each sample",
+        ),
         ("nothing", "batch: an empty list has no step to prove; give at least one batch"),
         ("others", "batch: ranks have different ones; give all the whole one, as of one seed"),
         ("infinite", "model: the loss of one process is nan; does the model run by itself?"),

@@ -88,6 +88,35 @@ class Counts(nn.Module):
         return x
 
 
+class CountsLater(Counts):
+    """Its buffer is made by the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = torch.zeros(()) if self.calls is None else self.calls
+        return super().forward(x)
+
+
+class Fixed(nn.Module):
+    """A table that the first forward makes, and frozen parameters: a mask, and one without elements."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+        mask, nothing = torch.full((8, 8), -math.inf).triu(1), torch.zeros(0, 8)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.nothing = nn.Parameter(nothing, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = torch.linspace(1, 2, 8) if self.table is None else self.table
+        return self.nothing.sum() + x * self.table @ self.mask.softmax(-1)
+
+
 class Fourier(nn.Module):
     """Float32 buffers in products; one holds infinities, as masks do."""
 
@@ -221,10 +250,23 @@ RANDOM = (
             "model: forward changes the buffer part.calls, so that results depend on how a batch is cut"
             " into forwards; change it outside of forward",
         ),
+        (
+            CountsLater,
+            "model: forward changes the buffer part.calls, so that results depend on how a batch is cut"
+            " into forwards; change it outside of forward",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(pool: Pool, part: Any, line: str) -> None:
     assert pool.run(refusal, 2, _proof, part) == [line] * 2
+
+
+def test_what_stays_as_it_is_accuses_nothing(pool: Pool) -> None:
+    """A buffer that forward makes, infinities in a frozen weight, and a frozen one without elements."""
+    report = pool.run(partial(_proof, Fixed), 2)[0]
+    assert report.ok, str(report)
+    frozen = {row.name for row in report.rows if row.quantity == "frozen weight"}
+    assert frozen == {"part.mask", "part.nothing"}
 
 
 @pytest.mark.parametrize(

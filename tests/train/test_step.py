@@ -352,6 +352,7 @@ def _from_an_object(zero: Literal[0, 1, 2, 3]) -> torch.Tensor:
     loss: Any = lambda output, targets: F.cross_entropy(output.logits, targets, reduction="sum")  # noqa: E731
     forward_backward(composition, batch, micro_batch=1, loss_function=loss)
     assert composition.model.get_parameter("linear.weight") is weight
+    assert weight.grad is not None
     return whole(weight.grad)
 
 
@@ -376,7 +377,7 @@ def _stages_from_an_object(zero: Literal[0, 1, 3]) -> list[torch.Tensor]:
     batch = {"input": torch.randn(3, 4), "targets": torch.tensor([0, 1, 2])}
     loss: Any = lambda output, targets: F.cross_entropy(output.logits, targets, reduction="sum")  # noqa: E731
     forward_backward(composition, batch, micro_batch=1, loss_function=loss)
-    return [whole(parameter.grad) for _, parameter in composition.named_parameters()]
+    return [whole(cast(Any, parameter.grad)) for _, parameter in composition.named_parameters()]
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -102,6 +102,9 @@ replicas left out | SHAPE parallel__dp_replicate=2 parallel__dp_shard=2 parallel
     in compose.compression.compressor:ReplicaSum.hook with ranks=4
     -     self.sum(flat)
     +     pass
+no message is in codes | INT8 | option | comm.gradients
+    in compose.apply:apply with untouched='gradient/*'
+    (compress(options, mesh) for _, compress in provided("compress")) => iter(())
 
 [comm.activations]
 activations doubled where no account is open | ROWS | unwatched update

@@ -41,6 +41,9 @@ the loss is that of the last micro-batch | SHARDED | loss
 ignored targets count | SHARDED | loss | step 1
     in compose.train.step:forward_backward
     count_for(loss_function, targets) => count_for(loss_function, targets.clamp(min=0))
+ignored targets count, also where the loss is checked | SHARDED | loss | step 1
+    in compose.ops.batch:count_targets
+    ~ignored(targets) => targets
 each rank draws weights of its own | SHARDED | initial weight | layers.0.attention.wq.weight
     in compose.weights:init_weights
     - named_generator(seed, of or name, device))
