@@ -544,7 +544,6 @@ NO_TEST_MODULE = {
     "planner/sweep": "planner/test_measure",
     "planner/trace": "planner/test_step_time",
     "profiling/trace": "profiling/test_summary",
-    "proof/one_process": "proof/test_verify",
     "proof/optimizers": "optim/test_muon",
     "proof/report": "proof/test_verify",
     "train/heartbeat": "whole/test_survival",

@@ -329,7 +329,7 @@ def check_repeats(model: nn.Module, forward: Callable[[], Any]) -> None:
             before = {name: tensor.clone() for name, tensor in tensors} | before
             results.append(_tensors(forward()))
         for kind, named in held.items():
-            moved = [name for name, t in named() if not _same([before.get(name, t)], [t])]
+            moved = [n for n, t in named() if n in before and not _same([before[n]], [t])]
             if moved:
                 raise ConfigError(
                     f"model: forward changes the {kind} {moved[0]}, so that results depend on how a"

@@ -66,7 +66,7 @@ from compose.proof.routing_trace import (
     ids_of_calls,
     watch,
 )
-from compose.train.step import clip_grad_norm_, forward_backward
+from compose.train.step import clip_grad_norm_, forward_backward, samples_at_once
 from compose.weights import named_generator
 
 # The standard deviation of the noise that is added to a parameter whose elements are all equal.
@@ -195,6 +195,8 @@ def prove_both(
 ) -> Report:
     """Prove a composition's logic in float64, and then the composition in ``precision``."""
     check_provable(batches, setup.options.parallel)
+    for batch in batches:
+        samples_at_once(batch, 1)
     widens, problem = on_first_rank(examine, model, batches[0], trial.loss_function, trial.micro_batch)
     if widens and setup.options.compile.mode != "off":
         problem = "it mixes types, which a compiler cannot trace"

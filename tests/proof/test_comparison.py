@@ -101,8 +101,8 @@ def _refused(change: str) -> str:
         ("lacking", 'batch: has no targets, only input; give what the loss takes as "targets"'),
         (
             "rows",
-            "batch: targets has 4 rows and input has 8, and a forward takes the same rows of all; give each"
-            " tensor one row for each sample",
+            "batch: targets has 4 rows and input has 8, and a forward takes the same rows of all; give"
+            " each tensor one row for each sample",
         ),
         ("nothing", "batch: an empty list has no step to prove; give at least one batch"),
         ("others", "batch: ranks have different ones; give all the whole one, as of one seed"),

@@ -31,6 +31,6 @@ def test_it_counts_targets_and_places_by_itself(function: str, old: str, new: st
     )
     with mutated(f"compose.ops.batch:{function}", old, new):
         one.begin({**batch, "positions": torch.tensor([[0, 1, 2], [0, 1, -1]])})
-        assert [int(router.tokens_per_step) for router in routers(one.model).values()] == [5]
+        assert [int(router.tokens_per_step or 0) for router in routers(one.model).values()] == [5]
         one.step(batch, {})
     assert one.losses[0].item() == pytest.approx(mean)

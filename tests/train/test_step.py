@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest import mock
 
 import pytest
