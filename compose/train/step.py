@@ -173,7 +173,7 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
-    names = {len(value) if value.ndim else 0: name for name, value in batch.items()}
+    names = {len(value) if getattr(value, "ndim", 1) else 0: name for name, value in batch.items()}
     few, most = min(names), max(names)
     if few < most > size:
         raise ConfigError(

@@ -171,7 +171,7 @@ def test_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
     assert line == (
         f"{tmp_path}/checkpoints/step-00000002: has no"
         " optimizer.layers.0.attention.wq.weight.momentum_buffer and 13 more; go on with the"
-        " optimizer.name that it was made with"
+        " optimizer.name and muon_except that it was made with"
     )
 
 
