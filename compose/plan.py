@@ -285,7 +285,7 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
         outer = [other for other in unit_of if name.startswith(other + ".")]
         problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
     for names in tied_names(model):
-        # What no unit holds is in the root's own.
+        # A module of no unit belongs to the root's own.
         here = [next((unit_of[m] for m in around(name) if m in unit_of), []) for name in names]
         if any(unit != here[0] for unit in here):
             problems.append(

@@ -124,7 +124,7 @@ class Stored:
     """A prefix of the name. Files that the model without its head has written leave it out."""
     mxfp4: bool = False
     """Whether files may hold ours in MXFP4; then only the name applies besides."""
-    rows: tuple[int, ...] = ()  # rows of each part, if they are not alike
+    rows: tuple[int, ...] = ()  # rows of each part, if they differ
     dim: int = 0  # the dim along which theirs has parts
 
     def __post_init__(self) -> None:
