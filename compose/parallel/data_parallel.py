@@ -131,7 +131,7 @@ class DataParallel:
         self.sums_copies_last = False
         """Whether each micro-batch is summed over shards, and the last one over their copies too."""
         self.kept: dict[str, dict[str, bool]] = {}
-        """Which parameters have a gradient in what awaits that sum, by the first one of their unit."""
+        """Which parameters of a unit have a gradient in its sum over shards, by its first parameter."""
         self.order, self.former_order = list[int](), list[int]()
         """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False

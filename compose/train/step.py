@@ -62,8 +62,8 @@ def forward_backward(
     Raises:
         ValueError: ``micro_batch`` is below 1.
         ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, the
-            ranks have gradients of different parameters, tensors of the batch have unequal
-            numbers of rows, or the loss ignores other targets, or is a mean.
+            ranks have gradients of different parameters, tensors of the batch have unequal numbers of
+            rows, or the loss ignores other targets, or is a mean.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
@@ -316,7 +316,7 @@ def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: S
         output = model(**part)
         value = loss(output, targets)
         begin_fsdp_backward_at(value, model, output)
-        del output  # or its memory would stay during backward
+        del output  # else its memory would stay during backward
         value.backward()
         data.end_micro_batch()
         total = total + value.detach()  # the loss may be wider than float32
