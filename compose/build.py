@@ -48,9 +48,11 @@ def parallelize(
     return composition
 
 
-def build(job: Job, mesh: DeviceMesh, device: torch.device) -> Composition:
+def build(
+    job: Job, mesh: DeviceMesh, device: torch.device, options: Options | None = None
+) -> Composition:
     """Cut a copy of the job's model over ``mesh``, and give it its first weights."""
-    composition = parallelize(job, mesh, device)
+    composition = parallelize(job, mesh, device, options)
     fill_weights(composition, job, device)
     return composition
 

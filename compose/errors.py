@@ -24,7 +24,7 @@ import stat
 import textwrap
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -129,6 +129,15 @@ def shown(value: Any) -> str:
 def cut(text: str, most: int = _VALUE) -> str:
     """Return a text, cut off if it is long."""
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Return a line for each row, in columns: the first ``left`` to the left, others to the right."""
+    sides = [
+        f"{'<' if place < left else '>'}{max(map(len, column))}"
+        for place, column in enumerate(zip(*rows, strict=True))
+    ]
+    return ["  ".join(map(format, row, sides)).rstrip() for row in rows]
 
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

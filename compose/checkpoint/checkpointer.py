@@ -104,19 +104,19 @@ class Checkpointer:
             store.clean(self.root)
         if self.rank == 0 and self.uploads:
             for line in self.uploads.send_left():
-                self._say(line, own=True)
+                self.peers.say(line, own=True)
         own = self.peers.candidates(self.kept) if self.rank == 0 else []
         if self.rank == 0 and self.uploads:
             for part in sorted({*store.newest_first(self.kept)} - {*store.sent(self.kept)}):
-                self._say(f"{part}: was not sent whole, and is passed over", own=True)
+                self.peers.say(f"{part}: was not sent whole, and is passed over", own=True)
         folders = on_first_rank(list, own, group=self.group)
         if folders and isinstance(folders[0], str):
             raise ConfigError(folders[0])
-        copied = self.copies.find(self._say) if self.copies else None
+        copied = self.copies.find(self.peers.say) if self.copies else None
         if copied:
             newer = [folder for folder in folders if store.step_of(folder) > copied.step]
             if newer:
-                self._say(f"copies in memory are of step {copied.step}, before {newer[0].name}")
+                self.peers.say(f"copies in memory are of step {copied.step}, before {newer[0].name}")
             folders = [*newer, copied.folder, *folders[len(newer) :]]
         for folder in folders:
             reader = copied.reader if copied and folder == copied.folder else None
@@ -125,22 +125,22 @@ class Checkpointer:
                 damaged = loading.damage(folder, self.group)
                 problems = on_first_rank(self.peers.damage, damaged, group=self.group)
             if problems:
-                self._say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
+                self.peers.say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
                 continue
             model = self.config, self.composition, self.group, self.optimizer
             known = loading.load(folder, *model, reader)
             filled = loading.load_beside(folder, self.beside, self.group, reader)
             if other := loading.data_changes(folder, known, self.data):
-                self._say(other)
+                self.peers.say(other)
             place = f"{run}: {copied}" if reader else str(folder)
-            self._say(f"{place}: resumed after step {known.step}")
+            self.peers.say(f"{place}: resumed after step {known.step}")
             dropped = rank_state.load(folder, self.label, self.beside, self.group, filled, known.step)
             if dropped:
-                self._say(dropped)
+                self.peers.say(dropped)
             if self.rank == 0:
                 self._set_aside(folders, known.step)
                 if known.step and (changed := loading.changes(folder, self.config)):
-                    self._say(f"{folder}: goes on with {', '.join(changed)}")
+                    self.peers.say(f"{folder}: goes on with {', '.join(changed)}")
             if self.copies:
                 self.copies.settle(copied, read=bool(reader))
             steps = [store.step_of(other) for other in folders if other != folder]
@@ -243,7 +243,7 @@ class Checkpointer:
         if report and report.problem:
             self.failures += 1
             left = self.config.checkpoint.fail_after - self.failures
-            self._say(
+            self.peers.say(
                 f"checkpoint of step {report.step} failed: {report.problem}; training goes on"
                 f"{f', and stops after {left} more' if left > 0 else ''}",
                 own=True,
@@ -272,9 +272,7 @@ class Checkpointer:
         for folder in self.peers.others_lack(self.kept, folders, step):
             with or_say(f"{folder}: cannot be renamed"):
                 kept = store.set_aside(folder, "earlier")
-            self._say(
-                f"{folder}: other {self.peers.name} lack this step; kept as {kept.name}", own=True
-            )
+            self.peers.say(f"{folder}: other islands lack this step; kept as {kept.name}", own=True)
 
     def _try_to_write(self, report: SaveReport, *given: Any) -> None:
         try:
@@ -341,7 +339,7 @@ class Checkpointer:
             store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {loading.cause_of(error)}"
-            self._say(f"{self.kept}: {problem}", own=True)
+            self.peers.say(f"{self.kept}: {problem}", own=True)
 
     def _begin(self, step: int) -> None:
         """Make an empty folder on the first rank. If it fails there, every rank raises OSError."""
@@ -357,10 +355,3 @@ class Checkpointer:
 
         if problem := on_first_rank(begun, group=self.group):
             raise OSError(problem)
-
-    def _say(self, text: str, own: bool = False) -> None:
-        """Print a line once for the job; one about this run's ``own`` files also beside its peers'."""
-        if self.rank == 0 and self.peers.speaks:
-            print(text, flush=True)
-        elif self.rank == 0 and own:
-            print(f"{self.peers.prefix}{text}", flush=True)

@@ -162,9 +162,8 @@ def differences(files: TensorFiles, whole: nn.Module | Composition, hf_name: HfN
         place, seconds = stored(hf_name(first)), {stored(hf_name(name)).name for name in others}
         kept, there = place.resolved(place.name, files.entries), sorted(seconds & files.entries.keys())
         tied |= seconds
-        if (
-            kept not in files.entries and there
-        ):  # safetensors' save_model keeps the first by the alphabet
+        # The save_model of safetensors keeps the first of the names by the alphabet.
+        if kept not in files.entries and there:
             files.entries[kept] = files.entries[there.pop()]
         results += [
             (

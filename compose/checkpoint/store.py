@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
@@ -363,12 +364,13 @@ def clean(root: Path) -> None:
 class Peers:
     """Other runs that keep in step with this one, and save elsewhere; here there are none.
 
-    Only first ranks call its methods, and those of all peers at the same steps.
+    Only first ranks call its other methods than :meth:`say`, and those of all peers at the same steps.
     """
 
-    speaks = True  # whether this run prints what concerns all
-    prefix = ""  # begins other lines
-    name = "runs"  # what messages call them
+    def say(self, text: str, own: bool = False) -> None:
+        """Print a line, once for all peers; one about this run's ``own`` files also beside others'."""
+        if dist.get_rank() == 0:
+            print(text, flush=True)
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints from which this run may go on, the newest first, or why none is."""

@@ -15,6 +15,7 @@ from compose.apply import apply
 from compose.cli.command_line import is_first_rank, parse, run
 from compose.config.addons import provided
 from compose.config.job import Job
+from compose.errors import in_columns
 from compose.memory.float8 import select_layers
 from compose.memory.quantized import count_parameters
 from compose.optim.lr_schedule import short_of_warmup
@@ -133,8 +134,7 @@ def _table(placed: list[PlacedParameter], pp: int) -> list[str]:
         size = f"{p.local_bytes:,}" + (f" x {len(group)}" if several else "")
         stage = [str(p.pp)] if pp > 1 else []
         rows.append((name, *stage, _shape(p.shape), *placed_on, _shape(p.local_shape), size))
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{c:<{w}}" for c, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+    return in_columns(rows, left=len(rows[0]))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.build import fill_weights, parallelize
+from compose.build import build
 from compose.config.job import Job
 from compose.diloco import Outer
 from compose.diloco.loop import OuterLoop
@@ -215,8 +215,7 @@ def prove(job: Job, mesh: DeviceMesh, device: torch.device) -> Report | None:
 def prove_outer_loop(job: Job, mesh: DeviceMesh, device: torch.device) -> Report:
     """Compare weights and buffers after some rounds of a job with one process; a collective of all."""
     worker, config, layers = this_worker(), job.config, job.resolved.checkpoint
-    composition = parallelize(job, mesh, device, replace(job.options, precision=EXACT))
-    fill_weights(composition, job, device)
+    composition = build(job, mesh, device, replace(job.options, precision=EXACT))
     options = replace(config.outer, grace=min(config.outer.grace, _GRACE))
     # One step more than whole rounds: the run may end while messages are on their way.
     last, timeout = ROUNDS * options.every + 1, config.comm.first_step_timeout

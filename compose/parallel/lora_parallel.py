@@ -141,10 +141,8 @@ class AdapterParallel(ParallelStyle):
         module.head = device_mesh.get_local_rank() * self.n_heads // device_mesh.size()
         if self.cut == "columns" and module.dropout is not None:
             # The input is a plain tensor, which does not tell that it has a part of the columns.
-            cast(Any, module.dropout).dropout_part = (
-                local_region(module.A)[1].start,
-                module.A.shape[1],
-            )
+            part = local_region(module.A)[1].start, module.A.shape[1]
+            cast(Any, module.dropout).dropout_part = part
         return module
 
     def __repr__(self) -> str:

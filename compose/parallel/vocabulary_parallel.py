@@ -87,11 +87,10 @@ class _RowEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         weight = local_tensor(self.weight)
         each = -(-self.num_embeddings // self.over.size())  # the rule of Tensor.chunk
-        at = input - each * self.over.get_local_rank()
+        first = each * self.over.get_local_rank()
+        at = input - first
         elsewhere = (at < 0) | (at >= len(weight))
-        padding = (
-            -1 if self.padding_idx is None else self.padding_idx - each * self.over.get_local_rank()
-        )
+        padding = -1 if self.padding_idx is None else self.padding_idx - first
         padding = padding if 0 <= padding < len(weight) else None
         result = F.embedding(at.masked_fill(elsewhere, 0), weight, padding)
         result = result.masked_fill(elsewhere[..., None], 0.0)

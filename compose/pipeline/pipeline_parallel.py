@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
-from torch.distributed.tensor import DTensor
 
 from compose.errors import ConfigError
 from compose.ops.batch import Sample
-from compose.ops.tensors import gathered_objects, on_first_rank
+from compose.ops.tensors import gathered_objects, local_tensor, on_first_rank
 from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
@@ -253,13 +252,8 @@ class PipelineRunner:
         ]
         for stage in stages:
             stage.data = self.data[stage.stage_index]
-        runtime = Runtime(
-            # The last stage has computed the loss itself.
-            stages,
-            count,
-            loss_fn=lambda loss, targets: loss,
-            scale_grads=False,
-        )
+        # The last stage has computed the loss itself.
+        runtime = Runtime(stages, count, loss_fn=lambda loss, targets: loss, scale_grads=False)
         runtime.micro_batch = micro_batch
         runtime._prepare_schedule_with_comms(
             {
@@ -374,5 +368,4 @@ def check_whole(samples: int, micro_batch: int) -> None:
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_tensor(parameter.grad)

@@ -14,10 +14,9 @@ from pydantic import Field
 from compose.config import rules
 from compose.config.json_files import Count, read_json
 from compose.config.toml import load
-from compose.errors import ConfigError, Fraction, or_say, read_own, refuse_link_out
+from compose.errors import ConfigError, Fraction, in_columns, or_say, read_own, refuse_link_out
 from compose.planner.cluster import LEAST, MOST, Cluster, Rate
 from compose.planner.estimate import Estimate, estimate
-from compose.planner.report import in_columns
 
 _FIRST = 2  # steps that start things up, and are left out
 # The names of a profile's shares by those of the planner.
@@ -187,11 +186,10 @@ def _share(value: float) -> float:
 
 def comparison_table(rows: list[MeasuredFigure]) -> str:
     """Return the comparison as a table."""
-    wide = max(len(row.name) for row in rows)
-    cells = [[" " * wide, "predicted", "measured", "measured / predicted"]]
+    cells = [["", "predicted", "measured", "measured / predicted"]]
     for row in rows:
         values = row.predicted, row.measured
         shown = [f"{v:.4f} s" if row.unit == "s" else f"{v / 2**20:,.1f} MiB" for v in values]
         ratio = "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"
-        cells.append([f"{row.name:<{wide}}", *shown, ratio])
-    return in_columns(cells)
+        cells.append([row.name, *shown, ratio])
+    return "\n".join(in_columns(cells, left=1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compose.config.tables import Config, value_of
-from compose.errors import ConfigError
+from compose.errors import ConfigError, in_columns
 from compose.pipeline.schedules import ASYNCHRONOUS
 from compose.planner.candidates import (
     DEGREES,
@@ -30,7 +30,7 @@ from compose.planner.cluster import MeasuredCollective, load_cluster
 from compose.planner.explain import neighbours, promise
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import units_of_rank
-from compose.planner.report import GIB, in_columns, recomputation, seconds
+from compose.planner.report import GIB, recomputation, seconds
 from compose.planner.search import record_all
 
 _DAY = 86400.0
@@ -373,7 +373,7 @@ def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
         figures = figures if fits(space, best) else ["does not fit", "-", "-"]
         batch = [f"{train.global_batch:,}", f"{train.global_batch * train.seq_len:,}"]
         cells.append([*batch, *figures, describe(best)])
-    return in_columns(cells)
+    return "\n".join(in_columns(cells))
 
 
 def legend(space: Space) -> str:

@@ -10,7 +10,7 @@ from compose.config.addons import provided
 from compose.config.job import make_job
 from compose.config.models import find_model
 from compose.config.tables import Config, value_of
-from compose.errors import toml_value
+from compose.errors import in_columns, toml_value
 from compose.parallel.mesh import AXES, crosses_nodes
 from compose.planner.candidates import (
     DEGREES,
@@ -155,7 +155,7 @@ def table(space: Space, recorded: Sequence[Candidate]) -> str:
                 "; ".join(filter(None, [*warnings, crosses_nodes(parallel, space.node)])),
             ]
         )
-    return in_columns(rows)
+    return "\n".join(in_columns(rows))
 
 
 def recomputation(config: Config) -> str:
@@ -170,13 +170,6 @@ def recomputation(config: Config) -> str:
 def short_name(key: str) -> str:
     """Return the name of a key "table.key" without its table, but for the optimizer's."""
     return key if key.startswith("optimizer.") else key.rpartition(".")[2]
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as columns, each to the right."""
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{c:>{w}}" for c, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
 
 
 def in_words(space: Space, best: Candidate) -> str:

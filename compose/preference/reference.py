@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.build import fill_weights, parallelize
+from compose.build import build
 from compose.checkpoint import store
 from compose.checkpoint.peft import WEIGHTS, base_identity, digest_of, name_of_base
 from compose.checkpoint.safetensors_files import TensorFiles
@@ -80,9 +80,8 @@ def reference_of(job: Job, mesh: DeviceMesh, device: torch.device) -> ReferenceF
         return ReferenceForward(None)
     frozen = copy.deepcopy(job.model).requires_grad_(False)
     comm = replace(job.config.comm, weights="off", gradients="off", activations="off")
-    composition = parallelize(replace(job, model=frozen), mesh, device, replace(job.options, comm=comm))
-    fill_weights(composition, job, device)
-    return ReferenceForward(composition)
+    options = replace(job.options, comm=comm)
+    return ReferenceForward(build(replace(job, model=frozen), mesh, device, options))
 
 
 def as_line(job: Job, stages: Sequence[Sequence["PlacedParameter"]]) -> str:

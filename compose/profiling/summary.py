@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compose.errors import in_columns
 from compose.profiling.trace import (
     ATTENTION,
     COMMUNICATION,
@@ -213,17 +214,8 @@ def as_text(summary: Mapping[str, Any], folder: Path) -> str:
             ["  most of each", "", *most],
         ]
     for table in (times, memories):
-        lines += _aligned(table) if len(table) > 1 else []
+        lines += [f"  {line}" for line in in_columns(table, left=1)] if len(table) > 1 else []
     return "\n".join(lines)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        f"  {row[0]:<{widths[0]}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
 
 
 def _mib(size: int) -> str:

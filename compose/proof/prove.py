@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compose.build import build_optimizer, fill_weights, loss_function, parallelize
+from compose.build import build, build_optimizer, fill_weights, loss_function
 from compose.composition import Composition
 from compose.config.job import Job
 from compose.config.models import find_model
@@ -67,8 +67,7 @@ def prove(
 
     def compose(precision: Precision) -> Composition:
         options = replace(job.options, precision=precision)
-        composition = parallelize(job, mesh, device, options)
-        fill_weights(composition, job, device)
+        composition = build(job, mesh, device, options)
         for data in composition.data if config.metrics.noise_scale else ():
             data.on_first = lambda *_: None  # then the first micro-batch is reduced by itself
         return composition

@@ -54,10 +54,6 @@ class Silence:
         rank = max(silent, key=silent.__getitem__, default=None)
         return (rank, silent[rank]) if rank is not None and silent[rank] > self.limit else None
 
-    def forget(self) -> None:
-        """Begin anew, since this process itself did not run for a while."""
-        self.heard.clear()
-
 
 class HeartbeatThreads:
     """Threads of this rank, from :meth:`start` to :meth:`stop`.
@@ -142,8 +138,8 @@ class HeartbeatThreads:
                     self._open(neighbours, map(self.launch.get, keys_of))
                     neighbours = []
                 if now - before > self.limit / 2:  # this process was stopped, or the store was
-                    silence.forget()
-                    lag.forget()
+                    silence.heard.clear()
+                    lag.heard.clear()
                 before = now
                 if self.store.check([limit_key(self.rank)]):
                     self.limit = float(self.store.get(limit_key(self.rank)))

@@ -205,9 +205,7 @@ class WorkerCheckpoints(Peers):
     """Checkpoints of several workers, each with its own state: all go on from the same step."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.speaks = worker.index == 0
-        self.prefix, self.name = f"island {worker.index}: ", "islands"
+        self.worker, self.say = worker, worker.say
 
     def candidates(self, root: Path) -> list[Path | str]:
         """Return the checkpoints that all workers have, or why there is none.

@@ -76,7 +76,7 @@ def _weights_first(moe: MoE, x_BLD: Tensor, real_BL: Tensor | None = None) -> Te
     return y.view_as(x_BLD) + (0 if moe.shared is None else moe.shared(x_BLD))
 
 
-@replaces(compose.proof.prove, "parallelize")
+@replaces(compose.proof.prove, "build")
 def weights_are_applied_before_the_experts(real: Any, *args: Any) -> Composition:
     composition = real(*args)
     for module in composition.model.modules():

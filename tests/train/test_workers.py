@@ -330,12 +330,10 @@ def test_what_an_island_has_not_sent_whole_is_no_candidate(tmp_path: Path) -> No
     assert peers.others_lack(root, [], 3) == []
 
 
-def _at_island(
-    index: int, shared: dist.Store, rank: int = 0, folder: Path = Path(), last: int = 1
-) -> Checkpointer:
+def _at_island(index: int, shared: dist.Store, folder: Path = Path(), last: int = 1) -> Checkpointer:
     """A checkpointer that has only what it needs to prune and to speak."""
     one = Checkpointer.__new__(Checkpointer)
-    one.kept, one.config, one.rank = folder, Config(checkpoint=Checkpoint(keep_last=last)), rank
+    one.kept, one.config = folder, Config(checkpoint=Checkpoint(keep_last=last))
     one.peers = WorkerCheckpoints(Worker(index, 2, shared))
     return one
 
@@ -369,10 +367,11 @@ def test_no_island_prunes_what_another_goes_on_from(
 def test_each_island_speaks_of_its_own_files(
     island: int, rank: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = _at_island(island, dist.HashStore(), rank)
+    one = _at_island(island, dist.HashStore())
     one.thread, one.failures = mock.Mock(is_alive=lambda: False), 0
     one.report = SaveReport(4, 0.0, problem="No space left on device")
-    one.finished()
+    with mock.patch.object(dist, "get_rank", return_value=rank):
+        one.finished()
     line = "checkpoint of step 4 failed: No space left on device; training goes on\n"
     assert capsys.readouterr().out == said.replace("word\n", line)
 

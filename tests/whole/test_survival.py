@@ -246,7 +246,7 @@ def test_who_is_silent() -> None:
     assert silence.longest([b"2", b"1", b"done"], now=3) is None
     assert silence.longest([b"2", b"1", b"done"], now=5) == (1, 5)
     assert silence.longest([b"2", b"2", b"done"], now=8) == (0, 5)
-    silence.forget()  # as if it had itself been stopped
+    silence.heard.clear()  # as if it had itself been stopped
     assert silence.longest([b"2", b"2", b"done"], now=99) is None
 
 
