@@ -45,9 +45,11 @@ def prove(
     whole = copy.deepcopy(job.model)
     if dist.get_rank() == 0:
         fill_weights(whole, job, device)
-    eps = max(job.config.optimizer.eps, EPS)
-    config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
-    notes: tuple[str, ...] = ()
+    asked, notes = job.config.optimizer.eps, tuple[str, ...]()
+    config = replace(job.config, optimizer=replace(job.config.optimizer, eps=max(asked, EPS)))
+    if asked < EPS:
+        why = "with less, rounding decides the step of an element whose gradient is only rounding"
+        notes = (f"optimizer.eps: {asked:g}, and here {EPS:g}: {why}",)
     for shortened in parts_of_add_ons("shortened"):
         config, more = shortened(config, steps)
         notes += more
