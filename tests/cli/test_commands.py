@@ -85,7 +85,7 @@ def test_schedule_draws(tmp_path: Path) -> None:
 
 
 def test_verify_proves_the_outer_loop_too() -> None:
-    """What an island trains, and then what islands exchange."""
+    """The report has the training of an island, and then the exchanges of islands."""
     words = ["--model.n_layers=1", "--model.dim=16", "--model.n_heads=2", "--model.n_kv_heads=1"]
     words += ["--train.global_batch=4", "--parallel.dp_replicate=2", "--outer.every=2"]
     done = execute("-m", "compose", "verify", "train.toml", *QUICK, *words, ranks=2)

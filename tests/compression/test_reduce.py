@@ -141,7 +141,7 @@ def test_gradients_of_zero_leave_what_powersgd_begins_with(pool: Pool) -> None:
 
 
 def _repeated() -> list[float]:
-    """What sums of rank 2 lack of one matrix that ranks send again and again, over what they must."""
+    """The errors of sums of rank 2, of one matrix that ranks send again and again, over the least one."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     layout, out = UnitLayout.of([(96, 64)], ranks), torch.empty(96 * 64 // ranks)
@@ -158,7 +158,7 @@ def _repeated() -> list[float]:
 
 
 def test_powersgd_goes_on_from_its_last_factor(pool: Pool) -> None:
-    """So sums of like gradients come to the best of that rank, which a step alone does not find."""
+    """Sums of equal gradients come to the best of that rank, which one step alone does not find."""
     for lacks in pool.run(_repeated, 2):
         assert lacks[0] > 1.05
         assert lacks[-1] == pytest.approx(1, abs=0.01)
