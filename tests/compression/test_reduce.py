@@ -141,7 +141,7 @@ def test_gradients_of_zero_leave_what_powersgd_begins_with(pool: Pool) -> None:
 
 
 def _repeated() -> list[float]:
-    """The errors of sums of rank 2, of one matrix that ranks send again and again, over the least one."""
+    """The errors of sums of rank 2 over the least one; ranks send one matrix again and again."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     layout, out = UnitLayout.of([(96, 64)], ranks), torch.empty(96 * 64 // ranks)
