@@ -1,12 +1,12 @@
 """The proof for a job: the run that ``train.py`` would start is compared with one process."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compose.build import build, build_optimizer, fill_weights, loss_function
@@ -18,9 +18,11 @@ from compose.data.datasets import task_of
 from compose.memory.float8 import select_layers
 from compose.memory.lora import ALL_LINEAR, linear_layers
 from compose.memory.precision import Precision, first_scale
+from compose.ops.batch import empty
 from compose.optim.lr_schedule import learning_rate, set_learning_rate
 from compose.optim.muon import product_dtype
 from compose.optim.optimizers import Optimizer
+from compose.parallel.expert_parallel import routers
 from compose.proof.observers import parts_of_add_ons
 from compose.proof.one_process import EXACT
 from compose.proof.optimizers import Named, ReferenceOptimizer, is_named, stated_rate, stated_rules
@@ -45,9 +47,11 @@ def prove(
     whole = copy.deepcopy(job.model)
     if dist.get_rank() == 0:
         fill_weights(whole, job, device)
-    eps = max(job.config.optimizer.eps, EPS)
-    config = replace(job.config, optimizer=replace(job.config.optimizer, eps=eps))
-    notes: tuple[str, ...] = ()
+    asked, notes = job.config.optimizer.eps, tuple[str, ...]()
+    config = replace(job.config, optimizer=replace(job.config.optimizer, eps=max(asked, EPS)))
+    if asked < EPS:
+        why = "with less, rounding decides the step of an element whose gradient is only rounding"
+        notes = (f"optimizer.eps: {asked:g}, and here {EPS:g}: {why}",)
     for shortened in parts_of_add_ons("shortened"):
         config, more = shortened(config, steps)
         notes += more
@@ -61,6 +65,8 @@ def prove(
         }
         for step in range(steps)
     ]
+    for batch in batches if routers(whole) else ():
+        _end_in_padding(batch)
     scale = first_scale(config.precision)
     rules = stated_rules(whole, job.plan, config.optimizer)
     proved = proved_steps(config.optimizer, train.steps, steps)
@@ -107,6 +113,22 @@ def prove(
     report = prove_both(whole, batches, config.precision, setup, trial, logic)
     rows = [*report.rows, _trained(whole, job)]
     return replace(report, rows=rows, notes=(*notes, *report.notes))
+
+
+def _end_in_padding(batch: Mapping[str, Tensor]) -> None:
+    """Make the last quarter of the last row padding, in place, as it is behind packed chats.
+
+    Then ranks have unequal numbers of the tokens that routers count. A single row stays as it is, and
+    so does a batch that has padding already, or no positions.
+    """
+    positions = batch.get("positions")
+    if positions is None or len(positions) == 1 or bool((positions < 0).any()):
+        return
+    length = positions.shape[1]
+    ends = {n: value[-1, length - length // 4 :] for n, value in batch.items() if value.ndim > 1}
+    for name, value in empty(ends).items():
+        # Padding is a document of its own, the next one.
+        ends[name].copy_(batch[name][-1].max() + 1 if name == "document_ids" else value)
 
 
 def _not_run(config: Config) -> Iterator[str]:

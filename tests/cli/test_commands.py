@@ -1,4 +1,4 @@
-"""The commands legal and schedule: what they print, and what is wrong in one line."""
+"""The commands legal, schedule and verify: what they print, and what is wrong in one line."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from compose.cli import COMMANDS
 from compose.parallel.mesh import meshes
-from tests.support.command_lines import answered
+from tests.support.command_lines import QUICK, answered, execute
 
 
 def test_the_list_of_commands_has_two_columns() -> None:
@@ -82,3 +82,14 @@ def test_schedule_draws(tmp_path: Path) -> None:
         assert "bubble fraction 27.3%" in done.stdout
         assert "textbook: (p-1)/(m+p-1) = 27.3%" in done.stdout
         assert "rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1" in done.stdout
+
+
+def test_verify_proves_the_outer_loop_too() -> None:
+    """The report has the training of an island, and then the exchanges of islands."""
+    words = ["--model.n_layers=1", "--model.dim=16", "--model.n_heads=2", "--model.n_kv_heads=1"]
+    words += ["--train.global_batch=4", "--parallel.dp_replicate=2", "--outer.every=2"]
+    done = execute("-m", "compose", "verify", "train.toml", *QUICK, *words, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = {line.partition("  ")[0] for line in done.stdout.splitlines()}
+    assert {"gradient", "float64 update", "outer weight", "island's weight"} <= shown
+    assert "\nequal to one process: " in done.stdout

@@ -11,6 +11,7 @@ from compose.compression.codec import Blocks
 from compose.compression.gather import Sender, Traffic, levels_of
 from compose.compression.packing import BlockFeedback, Feedback, Packing, ReusedMemory, UnitLayout
 from compose.compression.reduce import GRADIENT_CODES, GradientCode, SumSettings
+from compose.ops.tensors import gathered
 from compose.parallel.comm import Comm
 from compose.parallel.mesh import Parallel
 from tests.compression.cases import drawn
@@ -137,6 +138,30 @@ def test_gradients_of_zero_leave_what_powersgd_begins_with(pool: Pool) -> None:
     """As those under a projection of zeros. Else nothing would ever be sent."""
     for lacks in pool.run(_after_zeros, 2):
         assert max(lacks) < 1e-4
+
+
+def _repeated() -> list[float]:
+    """The errors of sums of rank 2 over the least one; ranks send one matrix again and again."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    layout, out = UnitLayout.of([(96, 64)], ranks), torch.empty(96 * 64 // ranks)
+    comm = Comm(gradients="powersgd", rank=2, error_feedback=False)
+    code = GRADIENT_CODES["powersgd"](SumSettings(comm, Traffic()), layout, 0)
+    u, _, v = torch.linalg.svd(drawn("normal", 96 * 64).view(96, 64), full_matrices=False)
+    sizes = 0.8 ** torch.arange(64)
+    matrix, lacks = (u * sizes) @ v, []
+    for _ in range(12):
+        code.reduce_scatter(matrix.view(ranks, -1), group, 1.0, out)
+        lost = (out - ranks * matrix.view(ranks, -1)[dist.get_rank()]).square()[None]
+        lacks.append(float(torch.cat(gathered(lost, group)).sum().sqrt() / ranks / sizes[2:].norm()))
+    return lacks
+
+
+def test_powersgd_goes_on_from_its_last_factor(pool: Pool) -> None:
+    """Sums of equal gradients come to the best of that rank, which one step alone does not find."""
+    for lacks in pool.run(_repeated, 2):
+        assert lacks[0] > 1.05
+        assert lacks[-1] == pytest.approx(1, abs=0.01)
 
 
 def _sums_of(kind: Any, form: str) -> tuple[list[bool], float]:

@@ -10,7 +10,17 @@ import torch
 from compose.proof.prove import prove
 from compose.proof.report import Report
 from models.llama.model import Llama
-from tests.support.helpers import keys_in, make_job, prove_case, prove_on, proved, small_ones_move, tier
+from tests.support.helpers import (
+    TINY,
+    keys_in,
+    make_job,
+    prove_case,
+    prove_on,
+    prove_step,
+    proved,
+    small_ones_move,
+    tier,
+)
 from tests.support.pool import Pool, make_mesh
 
 BATCH = keys_in("train.global_batch=8 train.micro_batch=2")
@@ -122,3 +132,13 @@ def test_what_a_model_freezes_itself_is_meant(pool: Pool, by_the_class: bool) ->
     wrong = [row.quantity for row in report.rows if not row.ok]
     assert wrong == ([] if by_the_class else ["trained"]), str(report)
     assert report.ok == by_the_class
+
+
+def test_an_eps_that_is_not_the_file_s_is_said(pool: Pool) -> None:
+    """With a small one rounding would decide some steps, so a larger one is proved."""
+    small, large = (prove_on(pool, TINY | {"optimizer__eps": eps}, prove_step) for eps in (1e-8, 1e-5))
+    assert small.notes == (
+        "optimizer.eps: 1e-08, and here 1e-06: with less, rounding decides the step of an element whose"
+        " gradient is only rounding",
+    )
+    assert large.notes == ()

@@ -45,6 +45,7 @@ QUICK = {
     "LocalNorm: its gradient stays a part",
     "ring: the last block's dk counts",
     "gradients of rows go to other places",
+    "padding counts among the tokens of a step",
     "another beta2, bfloat16",
     "the gradient stays scaled",
     "routers' biases stay apart",

@@ -59,6 +59,9 @@ capacity is that of a rank's part of a sequence | QWEN FEW parallel__cp=2 model_
 routers count padding | QWEN train__seq_len=13 model__n_layers=2 train__global_batch=8 parallel__cp=2 | buffer after | *.router.load
     in compose.parallel.context_parallel:pad_sequence
     filler.fill_(-1) => filler.fill_(0)
+padding counts among the tokens of a step | EP | gradient | layers.*.router.gate.weight
+    in compose.ops.batch:count_places with untouched='loss/step 1'
+    >= 0 => >= -1
 routers act on one tp rank's counts | BIASED parallel__tp=2 | buffer after | *.router.load
     in compose.parallel.expert_parallel:finish_step
     mesh, _TOKEN_AXES) => mesh, _TOKEN_AXES[:3])
