@@ -35,6 +35,20 @@ def test_what_a_mesh_becomes(tmp_path: Path, name: str, text: str, expected: lis
     assert [line.partition("  #")[0] for line in lines] == expected
 
 
+def test_dropout_by_default(tmp_path: Path) -> None:
+    """Megatron-LM's is 0.1; a flag of 0 is what models do here."""
+    for flags, count in (
+        ("", 2),
+        (" --hidden-dropout 0.0", 1),
+        (" --hidden-dropout 0 --attention-dropout 0.0", 0),
+    ):
+        (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8{flags}")
+        changed = [
+            e.line for e in migrated([tmp_path / "a.sh"], 8)[1] if e.kind == "changed in meaning"
+        ]
+        assert sum("dropout is in no file" in line for line in changed) == count, flags
+
+
 TRAPS = [
     ("a.json", DEEPSPEED % '"stage": 2, "offload_param": {"device": "cpu"}', "at stage 2 it is left out"),
     ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),
