@@ -199,6 +199,7 @@ _KEYWORDS = ("if", "then", "elif", "else", "fi", "do", "done", "{", "export", "d
 _KEYWORDS += ("readonly", *_LOOPS)
 _TESTS = (["["], ["[["], ["test"])
 _CALLS = 20  # of a function that are followed
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 _Statement = tuple[list[str], str]
 _Statements = list[_Statement]
 
@@ -292,8 +293,9 @@ def command_line(text: str) -> Leaves:
             commands.append(words)
     commands += [value.split() for value in shell.values()]
     best = max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
-    alone = [f for f, body in bodies.items() if f not in called and "--" in str(body)]
-    if alone and not any(word.endswith(".py") for word in best):
+    alone = [f for f, body in bodies.items() if any(_starts(words) for words, _ in body)]
+    alone = [f for f in alone if f not in called and not _starts(best)]
+    if alone:
         if len(alone) == 1:
             return command_line(f"{text}\n{alone[0]}")
         why = "nothing that can be followed calls these functions; write the command alone"
@@ -303,6 +305,11 @@ def command_line(text: str) -> Leaves:
         why = "cannot be followed, and no command stands outside of it; write the command alone"
         raise ValueError(f"if {conditions[0]}: {why}")
     return [*flags, *dict.fromkeys(unknown)]
+
+
+def _starts(words: Sequence[str]) -> bool:
+    """Tell whether a command starts a program that may train."""
+    return any(word.endswith(".py") or word in _LAUNCHERS for word in words)
 
 
 def _parts(word: str, value: str) -> list[str]:

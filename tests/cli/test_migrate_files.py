@@ -264,6 +264,7 @@ LOOP_SAID = "is a loop of the script, of which one round is read"
     [
         ('f() { local A=$1; torchrun train.py --lr $A "${@:2}"; }\nf 2 --x 3', [("--lr", 2), ("--x", 3)]),
         ("f() {\n  torchrun train.py --lr 1\n}\nsrun bash -c f", [("--lr", 1)]),
+        ("f() { echo --help; }\ng() { rm --force x; }\naccelerate launch -m x --lr 1", [("--lr", 1)]),
         (LOOP, [("--lr", "\0(LR)"), ("loop", "for LR in 1 2")]),
         ("for ((i=0; i<3; i++)); do x.py --seed $i; done", [("--seed", "\0(i)"), ("loop", "for")]),
         ("until x.py --seed 1; do sleep 5; done", [("--seed", 1), ("loop", "until x.py --seed 1")]),
