@@ -47,6 +47,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.json", '{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}', 'scheduler.type: warm-up is along a logarithm, by default; nearest: scheduler.params.warmup_type = "linear"'),
     ("a.json", f'{ARGUMENTS}, "fp16": true, "bf16": true}}', 'bf16: says "bfloat16" for precision.param, and a.json: fp16 says "float16"; remove one of them'),
     ("a.json", f'{ARGUMENTS}, "optim": "adafactor"}}', "optim = adafactor: no such optimizer here; nearest: adamw_torch"),
+    ("a.json", f'{ARGUMENTS}, "warmup_steps": -1}}', "warmup_steps: -1 should be greater than or equal to 0"),
     ("a.json", f'{ARGUMENTS}, "learning_rat": 1}}', "learning_rat = 1: TrainingArguments has no such key; the nearest known key is learning_rate, or remove it"),
     ("a.json", '{"per_device_train_batch_size": 2, "warmup_ratio": 0.1, "learning_rate": 1e-4}', "warmup_ratio: 0.1 of the steps, and the steps follow from the data; give --steps N"),
     ("a.json", f'{ARGUMENTS}, "use_vllm": true, "num_generations": 9}}', "use_vllm, num_generations: is of a loss that is not here; nearest: stage = sft, or dpo"),
