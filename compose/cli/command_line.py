@@ -372,7 +372,10 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     except ConfigError as error:
         return _refused(error.problems)
     except SystemExit as request:
-        return request.code if isinstance(request.code, int) else 0
+        if isinstance(request.code, str):  # of a model's or a plan's own code
+            print(request.code, file=sys.stderr)
+            return 1
+        return request.code or 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

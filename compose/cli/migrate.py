@@ -1,21 +1,28 @@
-"""The command migrate: a TOML file out of the config files of another trainer."""
+"""The command migrate: a TOML file out of the config files of another trainer.
 
+The files are JSON, YAML or TOML, or shell scripts, which migrate_files.py reads.
+"""
+
+import json
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compose.cli.command_line import flag_error, number_of, read_flags
-from compose.cli.migrate_files import Leaves, read_leaves, shown
+from compose.cli.migrate_files import Leaves, command_line, leaves_of, shown
 from compose.cli.migrate_meaning import work_out
 from compose.cli.migrate_tables import FORMATS, KnownValues, ReportLine, TrainerTable, load_formats
 from compose.config import rules
 from compose.config.hugging_face import model_folder
+from compose.config.json_files import unreadable
 from compose.config.tables import TABLES
-from compose.config.toml import load
-from compose.errors import ConfigError, did_you_mean, toml_value
+from compose.config.toml import load, tomllib
+from compose.errors import ConfigError, did_you_mean, read_file, toml_value
 
 KINDS = ("mapped", "changed in meaning", "not needed", "unknown", "to set", "refused")
 _NAMES = {"data.path": "stdlib", "checkpoint.load_hf": "", "data.validation": ""}
@@ -41,6 +48,9 @@ _WANTED = {
     "train.global_batch": "and train.micro_batch",
     "optimizer.lr": "and the schedule",
 }
+
+_COMMENTS = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 
 
 def migrate(arguments: Sequence[str]) -> int:
@@ -82,6 +92,77 @@ def migrated(paths: Sequence[Path], world: int = 0, steps: int = 0) -> tuple[str
     if not any(entry.kind == "refused" for entry in facts.entries):
         _check(text, facts, world)
     return text, list(dict.fromkeys(facts.entries))  # a list of words is said once
+
+
+def read_leaves(path: Path) -> Leaves:
+    """Return the leaves of a file; a ConfigError names the file, and the line where there is one."""
+    try:
+        text = read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {unreadable(error)}") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty; give a file with keys")
+    try:
+        leaves = _parsed(path, text)
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not leaves:
+        raise ConfigError(f"{path}: has no keys; give a file with keys")
+    return leaves
+
+
+def _parsed(path: Path, text: str) -> Leaves:
+    if path.suffix == ".toml":
+        return list(leaves_of(tomllib.loads(text)))
+    if path.suffix in (".yaml", ".yml"):
+        return list(leaves_of(_yaml(text)))
+    if path.suffix == ".json" or text.lstrip().startswith(("{", "/*", "//")):
+        return list(leaves_of(_json(text)))
+    return command_line(text)
+
+
+def _json(text: str) -> Any:
+    for pattern in (_COMMENTS, _TRAILING):
+        # Lines stay where they are, so that an error names the right one.
+        text = pattern.sub(lambda part: part[1] or "\n" * part[0].count("\n"), text)
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        end = "the file ends too early" if error.pos >= len(text.rstrip()) else error.msg
+        raise ValueError(f"line {error.lineno}: JSON syntax: {end}") from None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key}: stands twice; remove one of them")
+        result[key] = value
+    return result
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError(
+            "is YAML, which needs PyYAML; pip install 'dtensor-compose[migrate]'"
+        ) from None
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            own = [self.construct_object(key, True) for key, _ in node.value]
+            _once([(str(key), None) for key in own])
+            return super().construct_mapping(node, deep)
+
+    try:
+        return Loader(text).get_single_data() or {}
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{line}YAML syntax: {problem or ' '.join(str(error).split())}") from None
 
 
 def _add_named(

@@ -1,7 +1,7 @@
-"""Config files of other trainers as keys and values: JSON, YAML, TOML, command lines.
+"""A command line as keys and values, read out of a shell script.
 
-A command line is read out of a shell script: variables, arrays and simple conditions are followed, and
-nothing is run.
+Variables, arrays, functions and simple conditions are followed, a loop is read once, and nothing is
+run.
 """
 
 import ast
@@ -10,57 +10,24 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-from compose.config.json_files import unreadable
-from compose.config.toml import tomllib
-from compose.errors import ConfigError, read_file
+from compose.errors import whole_number
 
 Leaves = list[tuple[str, Any]]
 """Keys with dots, and their values, in the order of the file. A list is one value."""
 
-_COMMENTS = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-_TRAILING = re.compile(r'("(?:\\.|[^"\\\n])*")|,(?=\s*[}\]])')
 
-
-def read_leaves(path: Path) -> Leaves:
-    """Return the leaves of a file; a ConfigError names the file, and the line where there is one."""
-    try:
-        text = read_file(path).decode("utf-8-sig").replace("\r\n", "\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {unreadable(error)}") from None
-    if not text.strip():
-        raise ConfigError(f"{path}: is empty; give a file with keys")
-    try:
-        leaves = _parsed(path, text)
-    except RecursionError:
-        raise ConfigError(f"{path}: is nested too deeply") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if not leaves:
-        raise ConfigError(f"{path}: has no keys; give a file with keys")
-    return leaves
-
-
-def _parsed(path: Path, text: str) -> Leaves:
-    if path.suffix == ".toml":
-        return list(_flat(tomllib.loads(text)))
-    if path.suffix in (".yaml", ".yml"):
-        return list(_flat(_yaml(text)))
-    if path.suffix == ".json" or text.lstrip().startswith(("{", "/*", "//")):
-        return list(_flat(_json(text)))
-    return command_line(text)
-
-
-def _flat(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of tables, in their order. Raises ValueError for what is no table."""
     if not isinstance(values, dict):
         raise ValueError("holds no keys, but one value; give a file with keys")
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
+            yield from leaves_of(value, f"{above}{key}.")
         elif _is_long(value):
             raise ValueError(f"{above}{key}: holds a number out of range")
         else:
@@ -74,48 +41,6 @@ def _is_long(value: Any) -> bool:
     return isinstance(value, int) and value.bit_length() > 64
 
 
-def _json(text: str) -> Any:
-    for pattern in (_COMMENTS, _TRAILING):
-        # Lines stay where they are, so that an error names the right one.
-        text = pattern.sub(lambda part: part[1] or "\n" * part[0].count("\n"), text)
-    try:
-        return json.loads(text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        end = "the file ends too early" if error.pos >= len(text.rstrip()) else error.msg
-        raise ValueError(f"line {error.lineno}: JSON syntax: {end}") from None
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key}: stands twice; remove one of them")
-        result[key] = value
-    return result
-
-
-def _yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError(
-            "is YAML, which needs PyYAML; pip install 'dtensor-compose[migrate]'"
-        ) from None
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            own = [self.construct_object(key, True) for key, _ in node.value]
-            _once([(str(key), None) for key in own])
-            return super().construct_mapping(node, deep)
-
-    try:
-        return Loader(text).get_single_data() or {}
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{line}YAML syntax: {problem or ' '.join(str(error).split())}") from None
-
-
 _COMMENT = re.compile(r"""(?ms)("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=[\s;]))#[^\n]*""")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
@@ -127,8 +52,6 @@ _EXPAND = re.compile(r"\$\[(?P<sum>[^$\]]*)\]|\$\{(?P<long>[^{}$]*)\}|\$(?P<shor
 def _as_ifs(case: re.Match[str]) -> str:
     """Return a case statement as an if, with a test for each pattern."""
     text, word = "if", case[1]
-    if word.strip('"') in ("$1", "${1}"):  # the script's own options, of which there are none
-        return ":"
     for branch in case[2].split(";;"):
         patterns, _, commands = branch.partition(")")
         tests = [f"[ {word} = {each.strip()} ]" for each in patterns.strip(" \t\n(").split("|")]
@@ -193,7 +116,13 @@ _NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "
 
 
 class _Shell(dict[str, str]):
-    """The variables of a script, and what they give a word."""
+    """The variables of a script, and what they give a word.
+
+    One whose value is not known is a null character and its name, with a bracket between if it is set.
+    """
+
+    arguments: Sequence[str] = ()
+    """Those of the function that runs. The script itself has none."""
 
     def expanded(self, text: str) -> str:
         for _ in range(20):  # a name may stand inside of another's default
@@ -212,7 +141,7 @@ class _Shell(dict[str, str]):
         name, rule, other = match["short"] or match["long"] or "", "", ""
         if parts := re.fullmatch(r"(\w+)(\[[@*]\]|:?[-=+?])(.*)", name, re.DOTALL):
             name, rule, other = parts.groups()
-        value = "" if name[:1] in ("@", "*") else self._named(name)  # the script's own arguments
+        value = self._named(name)
         if rule[-1:] in ("-", "="):
             return other if value in ("", f"\0{name}") else value
         if rule[-1:] == "+":
@@ -220,12 +149,21 @@ class _Shell(dict[str, str]):
         return "" if rule[:1] == "[" and value == f"\0{name}" else value
 
     def _named(self, name: str) -> str:
+        if name[:1] in ("@", "*"):  # ${@:2} is from the second one on
+            return " ".join(self.arguments[max(0, whole_number(name[2:]) - 1) :])
+        if name == "#":
+            return str(len(self.arguments))
+        if 0 < whole_number(name) <= len(self.arguments):
+            return self.arguments[int(name) - 1]
         return self.get(name, f"\0{name}")
 
     def holds(self, words: Sequence[str]) -> bool | None:
         """Return whether a condition holds; None if that cannot be known."""
         brackets = words[:1] in (["test"], ["["], ["[["]) or words[-1:] == ["]]"]
         words = [self.expanded(word) for word in words if word not in ("[", "[[", "]", "]]")]
+        words = [re.sub(r"\0\d+", "", word) for word in words]  # an argument that is not given
+        if any("\0(" in word for word in words):
+            return None
         words = words[words[:1] == ["test"] :]
         negated = words[:1] == ["!"]
         match words[negated:]:
@@ -241,27 +179,85 @@ class _Shell(dict[str, str]):
                 return None
         return result != negated
 
+    def enters(self, word: str, words: Sequence[str]) -> bool | None:
+        """Return whether the body of a loop runs; None if it is not known how often, or with what."""
+        if word in ("while", "until"):
+            answer = self.holds(words)
+            if answer == (word == "until"):
+                return False
+            return True if words in (["true"], [":"]) else None
+        values = [self.expanded(each) for each in words[2:] or ["$@"]]
+        values = [part for value in values for part in value.split()]
+        known = bool(words) and len(values) < 2 and not set("*?[{\0") & set("".join(values))
+        if words:
+            self[words[0]] = values[0] if known and values else f"\0({words[0]})"
+        return bool(values) if known else None
 
-_KEYWORDS = ("if", "then", "elif", "else", "fi", "do", "{", "export", "declare", "local", "readonly")
+
+_LOOPS = ("for", "while", "until", "select")
+_KEYWORDS = ("if", "then", "elif", "else", "fi", "do", "done", "{", "export", "declare", "local")
+_KEYWORDS += ("readonly", *_LOOPS)
+_TESTS = (["["], ["[["], ["test"])
+_CALLS = 20  # of a function that are followed
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
+_Statement = tuple[list[str], str]
+_Statements = list[_Statement]
+
+
+def _functions(statements: Iterable[_Statement]) -> tuple[_Statements, dict[str, _Statements]]:
+    """Return the statements outside of functions, and those of each function by its name."""
+    outside, bodies = _Statements(), dict[str, _Statements]()
+    name, deep, opens = "", 0, False
+    for words, mark in statements:
+        names = words[words[:1] == ["function"] :]
+        begins = names != words or (mark[:2] == "()" and re.fullmatch(r"[\w.-]+", " ".join(words)))
+        if names and begins and not deep:
+            name, *words = names
+            opens = True
+        if not words:
+            continue
+        if opens and words[0] == "{":
+            bodies[name], words, deep = _Statements(), words[1:], 1
+        elif deep:
+            deep += (words[0] == "{") - (words[0] == "}")
+        opens = False
+        if words and words[0] != "}":
+            (bodies[name] if deep else outside).append((words, mark))
+    return outside, bodies
 
 
 def command_line(text: str) -> Leaves:
     """Return the flags of the longest command in a script, or in a text of flags alone, with values.
 
-    A condition that cannot be followed is there too, as ``if``; what needs it to hold is left out.
+    What cannot be followed is there too: a condition as ``if``, of which what needs it to hold is left
+    out, a loop as ``loop``, another script as ``source``.
     """
-    shell, commands, unknown = _Shell(), list[list[str]](), Leaves()
+    outside, bodies = _functions(_statements(text))
+    shell, commands, unknown, called = _Shell(), list[list[str]](), Leaves(), list[str]()
     branches: list[str] = []  # of each open if: "before" the branch that is taken, "in" it, "after" it
     held, mark, asks = True, "", False  # whether the last command succeeded; what follows; after "if"
-    for words, following in _statements(text):
+    counts = False  # whether this is in the brackets of for ((i=0; ...))
+    frames = list[tuple[Sequence[str], str]]()  # of each function that runs: what holds after it
+    left = deque(outside)
+    while left:
+        words, following = left.popleft()
+        if following == "return":
+            shell.arguments, mark = frames.pop()
+            continue
         runs = {"&&": held, "||": not held}.get(mark, True)
         part, mark = mark in ("&&", "||") and words[-1:] == ["]]"], following
         while words and words[0] in _KEYWORDS:
             word, words = words[0], words[1:]
             asks = word in ("if", "elif") or (asks and word not in ("then", "else", "fi"))
-            if word == "if":
+            if word in _LOOPS:
+                entered = shell.enters(word, words) if {*branches} <= {"in"} else True
+                branches.append("after" if entered is False else "in")
+                unknown += [("loop", " ".join([word, *words]))] if entered is None else []
+                counts = word == "for" and not words
+                words = words if word in ("while", "until") and words[:1] not in _TESTS else []
+            elif word == "if":
                 branches.append("before")
-            elif word == "fi":
+            elif word in ("fi", "done"):
                 branches = branches[:-1]
             elif branches[-1:] == ["in"] and word in ("elif", "else"):
                 branches[-1] = "after"
@@ -271,7 +267,7 @@ def command_line(text: str) -> Leaves:
         if not runs or not words or any(branch != "in" for branch in around):
             continue
         held = True
-        if asks or part or words[0] in ("[", "[[", "test"):
+        if asks or part or words[:1] in _TESTS:
             if (answer := shell.holds(words)) is None:
                 unknown.append(("if", " ".join(words)))
             held = bool(answer)
@@ -279,18 +275,41 @@ def command_line(text: str) -> Leaves:
         while words and (match := _ASSIGN.match(words[0])):
             name, more, value = match.groups()
             given, words = (words[1:], []) if value == "(" else ([value], words[1:])
-            text = " ".join(map(shell.expanded, given))
+            text = f"\0({name})" if counts else " ".join(map(shell.expanded, given))
             between = " " if value == "(" else ""
             shell[name] = f"{shell.get(name, '')}{between}{text}" if more else text
-        commands.append([part for word in words for part in _parts(word, shell.expanded(word))])
+        counts = counts and following[:1] != ")"
+        words = [part for word in words for part in _parts(word, shell.expanded(word))]
+        if words[:1] in (["source"], ["."]):
+            unknown.append(("source", " ".join(words[1:])))
+        elif words[:1] == ["shift"]:
+            shell.arguments = shell.arguments[max(1, whole_number(words[-1])) :]
+        elif words and words[0] in bodies and called.count(words[0]) < _CALLS:
+            called.append(words[0])
+            frames.append((shell.arguments, mark))
+            shell.arguments, mark = words[1:], ""
+            left.extendleft(reversed([*bodies[words[0]], ([], "return")]))
+        else:
+            commands.append(words)
     commands += [value.split() for value in shell.values()]
-    flags = _flags(
-        max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
-    )
-    if unknown and not flags:
+    best = max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
+    alone = [f for f, body in bodies.items() if any(_starts(words) for words, _ in body)]
+    alone = [f for f in alone if f not in called and not _starts(best)]
+    if alone:
+        if len(alone) == 1:
+            return command_line(f"{text}\n{alone[0]}")
+        why = "nothing that can be followed calls these functions; write the command alone"
+        raise ValueError(f"{', '.join(alone)}: {why}")
+    flags, conditions = _flags(best), [value for key, value in unknown if key == "if"]
+    if conditions and not flags:
         why = "cannot be followed, and no command stands outside of it; write the command alone"
-        raise ValueError(f"if {unknown[0][1]}: {why}")
+        raise ValueError(f"if {conditions[0]}: {why}")
     return [*flags, *dict.fromkeys(unknown)]
+
+
+def _starts(words: Sequence[str]) -> bool:
+    """Tell whether a command starts a program that may train."""
+    return any(word.endswith(".py") or word in _LAUNCHERS for word in words)
 
 
 def _parts(word: str, value: str) -> list[str]:
@@ -320,7 +339,7 @@ def _flags(words: Sequence[str]) -> Leaves:
             both = f"{' '.join(taken[flag])} and {' '.join(values)}"
             raise ValueError(f"{flag}: stands twice, with {both}; remove one of them")
         taken[flag] = values
-    return list(_flat({flag: _typed(values) for flag, values in taken.items() if flag}))
+    return list(leaves_of({flag: _typed(values) for flag, values in taken.items() if flag}))
 
 
 def _typed(values: Sequence[str]) -> Any:
@@ -340,7 +359,7 @@ def _scalar(text: str) -> Any:
 def shown(value: Any) -> str:
     """Return a value of a file for a message, short."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = re.sub("\0(\\w+)", r"$\1", text)
+    text = text.replace("\0", "$")
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -115,6 +115,9 @@ def _options(facts: KnownValues) -> None:
     if facts.get("dpo.beta") and "train.seq_len" in facts:
         text = "a sample has both replies of a pair, each with its prompt"
         facts.put("train.seq_len", 2 * facts.get("train.seq_len"), text=text)
+    if facts.get("data.packed~") is False and not facts.get("dpo.beta"):
+        text = "without packing a sample is one chat, and here as many as fit into train.seq_len:"
+        facts.changed(f"{text} of chats, train.global_batch has more")
     if facts.get("dpo.beta") and facts.get("model.lora.dropout"):
         text = "dpo.beta goes without dropout, here and in TRL; it is left out"
         facts.changed(text, "model.lora.dropout")
@@ -168,8 +171,9 @@ def _model(facts: KnownValues, tables: Iterable[TrainerTable]) -> None:
 
 def _shape(facts: KnownValues) -> None:
     """Name the model that has the parts that the flags of Megatron-LM name."""
-    parts = ("norm", "positions", "gated", "bias", "learnt")
-    norm, positions, gated, bias, learnt = (facts.pop(f"model.{part}~") for part in parts)
+    parts = ("norm", "positions", "gated", "bias", "learnt", "exact")
+    norm, positions, gated, bias, learnt, exact = (facts.pop(f"model.{part}~") for part in parts)
+    gelu = "gelu" if bias or exact else "gelu_tanh"  # that which Megatron-LM fuses with a bias
     dim = facts.get("model.dim", 0)
     narrow = facts.get("model.head_dim") in (None, dim / facts.get("model.n_heads"))  # as in GPT-2
     if not gated:
@@ -178,7 +182,7 @@ def _shape(facts: KnownValues) -> None:
         facts.put("model.name", "llama", "model.n_layers")
         facts.put("model.norm", "rms" if norm == "RMSNorm" else "layer", text="--normalization")
         facts.put("model.ffn_gated", bool(gated), text="--swiglu")
-        facts.put("model.activation", "silu" if gated else "gelu", text="--swiglu")
+        facts.put("model.activation", "silu" if gated else gelu, text="--swiglu")
         for key in ("wo_bias", "ffn_bias") if bias else ("wo_bias", "ffn_bias", "qkv_bias"):
             facts.put(f"model.{key}", not bias, text="--disable-bias-linear")
         facts.values.setdefault("model.n_kv_heads", facts.values["model.n_heads"])
@@ -189,6 +193,8 @@ def _shape(facts: KnownValues) -> None:
             facts.put("model.hidden_dim", int(4 * dim * 2 / 3 / 64) * 64, text="--swiglu")
     elif norm == "LayerNorm" and not gated and not bias and narrow:  # GPT-2's layers have biases
         facts.put("model.name", "gpt2", "model.n_layers")
+        if exact:
+            facts.put("model.activation", gelu, text="--no-bias-gelu-fusion")
         if length := learnt or facts.get("train.seq_len"):
             facts.put("model.max_seq_len", length, text="--max-position-embeddings")
         for key in ("model.rope_theta", "model.head_dim", "model.qkv_bias"):

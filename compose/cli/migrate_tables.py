@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from compose.cli.migrate_files import Leaves, shown, unset
 from compose.config.json_files import typed, types_of
@@ -33,7 +35,8 @@ _COUNTS = ("accumulation", "machines", "microbatch", "per_machine", "per_rank", 
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_COUNTS, Positive),
     **dict.fromkeys(("samples", "schedule", "schedule_samples", "warmup_samples"), NonNegative),
-    **dict.fromkeys(("absolute", "minutes", "warmup", "steps"), float),
+    **dict.fromkeys(("absolute", "minutes", "steps"), float),
+    "warmup": Annotated[float, Field(ge=0)],
     **dict.fromkeys(("group", "layers"), Positive),
     "ratio": Fraction,
 }

@@ -151,12 +151,12 @@ def _summary(placed: list[list[PlacedParameter]], job: Job) -> list[str]:
     fullest = max(range(len(placed)), key=lambda stage: sum(sizes[stage].values()))
     *rows, (_, whole) = sizes[fullest].items()
     rank = f"first of pp rank {fullest}" if len(placed) > 1 else "first"
-    tokens = train.global_batch * train.seq_len
+    tokens = job.global_batch * train.seq_len
     lines = [
         f"parameters: {parameters:,}" + (f", of which {adapters:,} are trained" if lora.rank else ""),
         f"FLOPs per token: {config.model.config.flops_per_token(train.seq_len):,.0f}"
         f" (forward and backward, seq_len {train.seq_len})",
-        f"steps: {train.last_step:,} of {train.global_batch:,} samples, {tokens:,} tokens",
+        f"steps: {train.last_step:,} of {job.global_batch:,} samples, {tokens:,} tokens",
         f"bytes per rank (the {rank}, which holds most):",
         *(f"  {name:<20}{_bytes(size)}" for name, size in rows),
         f"  {'state in all':<20}{_bytes(sum(size for _, size in rows))}",

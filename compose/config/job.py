@@ -125,16 +125,21 @@ def make_job(config: Config, world_size: int, model: nn.Module | None = None) ->
     model, islands = model or folder.on_meta(shape), 1
     for _, islands_of in provided("islands"):
         islands *= islands_of(config)
-    check_dealt(config.train.global_batch, islands)
     degrees = replace(config.parallel, dp_replicate=config.parallel.dp_replicate // islands)
+    unit = degrees.data_ranks * config.train.micro_batch
+    check_dealt(config.train.global_batch, islands, unit)
     plan = adapt(model, folder.plan(shape, degrees), config.model.lora, degrees.tp)
     return Job(config, world_size // islands, model, plan, resolve(plan, model), islands)
 
 
-def check_dealt(global_batch: int, islands: int) -> None:
-    """Raise ConfigError if the samples of a step cannot be dealt to so many islands."""
+def check_dealt(global_batch: int, islands: int, unit: int = 1) -> None:
+    """Raise ConfigError if the samples of a step cannot be dealt to so many islands.
+
+    ``unit``: what the samples of one island should be a multiple of.
+    """
     if global_batch % islands:
-        nearest = max(1, round(global_batch / islands)) * islands
+        unit *= islands
+        nearest = max(1, round(global_batch / unit)) * unit
         raise ConfigError(
             f"train.global_batch: {global_batch} cannot be dealt to {islands} islands, the"
             f" ranks of dp_replicate; nearest: {nearest}"

@@ -21,14 +21,15 @@ from compose.ops.batch import empty
 def shuffled(place: int, size: int, key: int) -> int:
     """Return the place of ``place`` in a permutation of range(size) drawn by ``key``, without a table.
 
-    Four Feistel rounds over the fewest bits, an even number, are repeated until the value is in range
+    Feistel rounds over the fewest bits, an even number, are repeated until the value is in range
     ("cycle walking", Black and Rogaway 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
+    rounds = 8 if half < 3 else 4  # four over two bits prefer some orders
     while True:
         left, right = place >> half, place & mask
-        for step in range(4):
+        for step in range(rounds):
             left, right = right, left ^ (_mix(right, key + step * 0x9E3779B97F4A7C15) & mask)
         place = left << half | right
         if place < size:

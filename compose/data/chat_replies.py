@@ -278,9 +278,9 @@ def encode(tokenizer: JsonTokenizer, rendered: Rendered) -> tuple[list[int], lis
     end, as in TRL.
     """
     ids, offsets = tokenizer.encode_markup(rendered.text, rendered.added)
-    learnt, count = [False] * len(ids), len(ids)
-    for start, stop in rendered.replies:
-        first = next((n for n, (_, last) in enumerate(offsets) if last > start), count)
+    learnt, count, first = [False] * len(ids), len(ids), 0
+    for start, stop in sorted(rendered.replies):  # the next one begins no earlier
+        first = next((n for n in range(first, count) if offsets[n][1] > start), count)
         n = next((n for n in range(first, count) if offsets[n][1] >= stop), count - 1)
         while rendered.end >= 0 and n + 1 < count and offsets[n + 1][0] < stop:
             n += 1  # a character of several tokens, which all have its place

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from compose.data.chat_messages import ChatMessage
-from compose.data.special_tokens import CONFIG
+from compose.data.special_tokens import CONFIG, read_beside
 from compose.data.tokenizer import JsonTokenizer
 from compose.errors import ConfigError, or_say, read_file, refuse_link_out
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         environment = self._environment()
         self._templates: dict[str, Any] = {}
         self._tagged: set[str] = set()
-        if not (sources := _sources(tokenizer)):
+        if not (sources := _sources(tokenizer.path.parent, tokenizer.config)):
             raise ConfigError(
                 f"{tokenizer.path.parent}: has no chat template, in chat_template.jinja or"
                 " tokenizer_config.json"
@@ -213,14 +213,19 @@ def _reason(error: BaseException) -> str:
 
 def has_template(tokenizer: JsonTokenizer) -> bool:
     """Return whether a chat template is beside a tokenizer. Raises ConfigError if it cannot be read."""
-    return bool(_sources(tokenizer))
+    return bool(_sources(tokenizer.path.parent, tokenizer.config))
 
 
-def _sources(tokenizer: JsonTokenizer) -> dict[str, tuple[Path, str]]:
-    """Return the file and the text of each template, by name."""
-    folder = tokenizer.path.parent
+def template_texts(folder: Path) -> dict[str, str]:
+    """Return the text of each chat template in a tokenizer's folder, by name."""
+    sources = _sources(folder, read_beside(folder, CONFIG))
+    return {name: text for name, (_, text) in sources.items()}
+
+
+def _sources(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Path, str]]:
+    """Return the file and the text of each template, by name; ``values`` are the config's."""
     config, named = folder / CONFIG, folder / _FOLDER
-    results = tokenizer.config.get("chat_template")
+    results = values.get("chat_template")
     sources: dict[str, tuple[Path, str]] = {}
     if isinstance(results, list):  # several templates, by name
         each = [one for one in results if isinstance(one, dict) and isinstance(one.get("name"), str)]

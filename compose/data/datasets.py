@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +16,7 @@ from compose.config.models import Sampler, Task, find_model
 from compose.config.tables import Config, Train
 from compose.data import tokenizer
 from compose.data.batches import Batches
+from compose.data.chat_template import template_texts
 from compose.data.generation_config import end_ids
 from compose.data.samples import Samples, open_samples, random_batch
 from compose.data.special_tokens import CONFIG, GENERATION, MODEL, read_beside
@@ -116,11 +117,24 @@ def open_data(config: Config) -> OpenData:
         for (name, sha256), its in zip(known[1:], shown[1:], strict=True)
         if sha256 != known[0][1]
     ]
+    chats = [each for each in compared if each.token_set and each.token_set.manifest.kind != "text"]
+    with noted(problems):
+        problems += _template_problems(chats if len(chats) > 1 else [])
     if problems:
         raise ConfigError(*problems)
     # The exact decimal number: 0.1 has no exact binary fraction.
     weights = [Fraction(str(weight)) for weight in data.weights] or None
     return OpenData(sets, weights, next(iter(validation), None))
+
+
+def _template_problems(chats: Sequence[Samples]) -> Iterator[str]:
+    """Yield why sets of chats do not go together: a run learns, and keeps, one chat template."""
+    texts = {each.name: template_texts(each.token_set.path) for each in chats if each.token_set}
+    (first, wanted), *others = [pair for pair in texts.items() if pair[1]] or [("", {})]
+    for name, text in others:
+        if text != wanted:
+            why = f"{name} was written by another chat template than {first}"
+            yield f"data: {why}; tokenize both with the same one"
 
 
 def training_batches(

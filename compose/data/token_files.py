@@ -33,6 +33,8 @@ READERS = 16  # files or blocks read at once: object storage answers slowly, but
 _SPREAD_BLOCK = 1 << 13  # elements in each of these blocks
 # The codes of types in an .idx file (megatron/core/datasets/indexed_dataset.py, DType).
 _MAGIC, _TYPES = b"MMIDIDX\x00\x00", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+# How the header of 1,024 bytes begins that llm.c puts before its tokens (dev/data/data_common.py).
+_LLM_C = [np.array(head, "<i4").tobytes() for head in ((20240520, 1), (20240801, 7))]
 MANIFEST = "manifest.json"
 FORMAT = 1
 
@@ -136,6 +138,12 @@ def open_bin(path: Path, name: str, dtype: str) -> ArrayFile:
     if dtype == "float64":
         raise ConfigError(f"cannot read {name}: {index.name} says that it holds no integers")
     kind, size = np.dtype(dtype), state_of(path).st_size
+    with path.open("rb", buffering=0) as file:
+        if file.read(8) in _LLM_C:
+            raise ConfigError(
+                f"cannot read {name}: it begins with llm.c's header, which is no tokens; cut it off:"
+                f" tail -c +1025 {path.name} > NEW.bin"
+            )
     if not size or size % kind.itemsize:
         raise ConfigError(f"cannot read {name}: {size:,} bytes are no row of {dtype} ({said})")
     return ArrayFile(path, kind, size // kind.itemsize)

@@ -35,23 +35,16 @@ def _steps(job: "Job") -> None:
     steps, train = job.config.profile.steps, job.config.train
     if not steps:
         return
-    if len(steps) != 2:
-        raise ConfigError(
-            f"profile.steps: {list(steps)} should be a first and a last step;"
-            f" nearest: {[steps[0], steps[-1]]}"
-        )
-    (first, last), end = steps, train.last_step
-    for wrong, words, nearest in (
-        (first > last, "ends before it begins", [last, first]),
-        (first < 1, "begins before the first step, 1", [1, max(1, last)]),
-        (
-            last > end and not train.epochs,
-            f"goes beyond the run's last step, {end}",
-            [min(first, end), end],
-        ),
+    end = 2**63 if train.epochs else train.last_step  # the data say it
+    nearest = sorted(min(max(1, step), end) for step in (steps[0], steps[-1]))
+    for wrong, words in (
+        (len(steps) != 2, "should be a first and a last step"),
+        (steps[0] > steps[-1], "ends before it begins"),
+        (steps[0] < 1, "begins before the first step, 1"),
+        (steps[-1] > end, f"goes beyond the run's last step, {end}"),
     ):
         if wrong:
-            raise ConfigError(f"profile.steps: {[first, last]} {words}; nearest: {nearest}")
+            raise ConfigError(f"profile.steps: {list(steps)} {words}; nearest: {nearest}")
 
 
 @RUN_RULES.add("profile.ranks are ranks", "a rank that is not there writes nothing")

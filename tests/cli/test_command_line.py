@@ -140,6 +140,13 @@ def test_a_folder_without_the_right_to_look_into_it(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "/home/other/data: Permission denied\n"
 
 
+def test_code_of_a_model_that_ends_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    """sys.exit with a text is a failure, as it is of Python."""
+    for given, code, said in (("no such shape", 1, "no such shape\n"), (3, 3, ""), (None, 0, "")):
+        assert _outcome(lambda words, given=given: sys.exit(given)) == code
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("place", "code", "kept", "said"),
     [

@@ -4,12 +4,13 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from compose.cli.migrate import migrated
-from compose.cli.migrate_files import command_line, read_leaves
+from compose.cli.migrate import migrated, read_leaves
+from compose.cli.migrate_files import command_line
 from compose.config.toml import load
 from compose.optim.lr_schedule import learning_rate
 from tests.support.command_lines import ARGUMENTS, DEEPSPEED, MEGATRON, TITAN, answered
@@ -35,6 +36,8 @@ BAD: list[tuple[str, str, str]] = [
     ("a.sh", "echo hello", "has no keys; give a file with keys"),
     ("a.sh", f"if [ -f x ]; then {MEGATRON}; fi", "if [ -f x ]: cannot be followed, and no command stands outside of it; write the command alone"),
     ("a.json", '{"zebra": 3}', "zebra: is no key of DeepSpeed, TrainingArguments, Accelerate, torchtitan, Megatron-LM"),
+    ("a.sh", "f() { x.py --lr 1; }\ng() { y.py --lr 2; }", "f, g: nothing that can be followed calls these functions; write the command alone"),
+    ("a.sh", f"for LR in 1 2; do {MEGATRON.replace('1e-4', '$LR')}; done", "--lr: $LR has no value in this script; write a value in its place"),
     ("a.json", DEEPSPEED.replace("8", "9") % '"stage": 1', "train_batch_size: 9 is not micro-batch 1 x 8 ranks of data parallel; nearest: 8"),
     ("a.json", DEEPSPEED % '"stage": "two"', 'zero_optimization.stage: expected 0 | 1 | 2 | 3, got "two"'),
     ("a.json", DEEPSPEED % '"stag": 2', "zero_optimization.stag = 2: DeepSpeed has no such key; the nearest known key is zero_optimization.stage, or remove it"),
@@ -44,6 +47,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.json", '{"train_batch_size": 8, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}', 'scheduler.type: warm-up is along a logarithm, by default; nearest: scheduler.params.warmup_type = "linear"'),
     ("a.json", f'{ARGUMENTS}, "fp16": true, "bf16": true}}', 'bf16: says "bfloat16" for precision.param, and a.json: fp16 says "float16"; remove one of them'),
     ("a.json", f'{ARGUMENTS}, "optim": "adafactor"}}', "optim = adafactor: no such optimizer here; nearest: adamw_torch"),
+    ("a.json", f'{ARGUMENTS}, "warmup_steps": -1}}', "warmup_steps: -1 should be greater than or equal to 0"),
     ("a.json", f'{ARGUMENTS}, "learning_rat": 1}}', "learning_rat = 1: TrainingArguments has no such key; the nearest known key is learning_rate, or remove it"),
     ("a.json", '{"per_device_train_batch_size": 2, "warmup_ratio": 0.1, "learning_rate": 1e-4}', "warmup_ratio: 0.1 of the steps, and the steps follow from the data; give --steps N"),
     ("a.json", f'{ARGUMENTS}, "use_vllm": true, "num_generations": 9}}', "use_vllm, num_generations: is of a loss that is not here; nearest: stage = sft, or dpo"),
@@ -239,11 +243,45 @@ esac
         ("mkdir x || exit 1; cd x && LR=1", 1),
         ('LR=1\nwhile [ $# -gt 0 ]; do case "$1" in --lr) LR=$2; shift 2 ;; *) exit ;; esac; done', 1),
         ("A=9\nLR=${A:+2}${B:+1}", 2),
+        ('case "$1" in a) LR=2 ;; *) LR=1 ;; esac', 1),
+        ("LR=1\nwhile [ $# -gt 0 ]; do LR=2; done; for A in $@; do LR=3; done", 1),
+        ("LR=1\nfor LR in 2; do :; done", 2),
+        ("small() { LR=1; }\nbig() { LR=2; }\nfunction huge { LR=3; }\nsmall || LR=4", 1),
+        ("f() {\n  local A=${1:-9}\n  shift\n  if [ $# -gt 0 ]; then LR=$1; fi\n}\nf 3 4", 4),
+        ("f() { case $1 in a) LR=1 ;; *) LR=2 ;; esac; }\nf a", 1),
     ],
 )
 def test_a_branch_that_a_script_does_not_take(script: str, rate: int) -> None:
     words = 'torchrun train.py --lr $LR "$@" ${@:2}'
     assert command_line(f"{script}\n{words}") == [("--lr", rate)]
+
+
+LOOP = "for LR in 1 2; do torchrun train.py --lr $LR; done"
+LOOP_SAID = "is a loop of the script, of which one round is read"
+
+
+@pytest.mark.parametrize(
+    ("script", "leaves"),
+    [
+        ('f() { local A=$1; torchrun train.py --lr $A "${@:2}"; }\nf 2 --x 3', [("--lr", 2), ("--x", 3)]),
+        ("f() {\n  torchrun train.py --lr 1\n}\nsrun bash -c f", [("--lr", 1)]),
+        ("f() { echo --help; }\ng() { rm --force x; }\naccelerate launch -m x --lr 1", [("--lr", 1)]),
+        (LOOP, [("--lr", "\0(LR)"), ("loop", "for LR in 1 2")]),
+        ("for ((i=0; i<3; i++)); do x.py --seed $i; done", [("--seed", "\0(i)"), ("loop", "for")]),
+        ("until x.py --seed 1; do sleep 5; done", [("--seed", 1), ("loop", "until x.py --seed 1")]),
+        ("while true; do x.py --seed 1; done", [("--seed", 1)]),
+        ("source env.sh\nx.py --lr ${LR:-1}", [("--lr", 1), ("source", "env.sh")]),
+    ],
+)  # fmt: skip
+def test_functions_loops_and_other_scripts(script: str, leaves: list[tuple[str, Any]]) -> None:
+    assert command_line(script) == leaves
+
+
+def test_a_loop_is_said(tmp_path: Path) -> None:
+    script = "N=1\nwhile [ $N -lt 8 ]; do N=$((N*2)); done\n"
+    (tmp_path / "a.sh").write_text(f"{script}{MEGATRON} --global-batch-size 8 --log-interval $N")
+    said = [e.line for e in migrated([tmp_path / "a.sh"], 8)[1] if e.kind == "changed in meaning"]
+    assert f"a.sh: loop = while [ $N -lt 8 ]: {LOOP_SAID}" in said
 
 
 @pytest.mark.parametrize("condition", ["[ -f x ]", "[[ $A =~ b ]]", "command -v python"])
@@ -303,20 +341,6 @@ def test_weights_that_megatron_begins_with(tmp_path: Path, flags: str, named: st
     lines = [entry.line for entry in entries if entry.kind == "to set" and "load_hf" in entry.line]
     text = "weights are drawn until checkpoint.load_hf names these as a Hugging Face folder"
     assert lines == ([f"a.sh: {named}{text}"] if named else [])
-
-
-def test_dropout_by_default(tmp_path: Path) -> None:
-    """Megatron-LM's is 0.1; a flag of 0 is what models do here."""
-    for flags, count in (
-        ("", 2),
-        (" --hidden-dropout 0.0", 1),
-        (" --hidden-dropout 0 --attention-dropout 0.0", 0),
-    ):
-        (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8{flags}")
-        changed = [
-            e.line for e in migrated([tmp_path / "a.sh"], 8)[1] if e.kind == "changed in meaning"
-        ]
-        assert sum("dropout is in no file" in line for line in changed) == count, flags
 
 
 def test_what_a_script_leaves_open(tmp_path: Path) -> None:

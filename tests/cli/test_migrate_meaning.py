@@ -35,6 +35,105 @@ def test_what_a_mesh_becomes(tmp_path: Path, name: str, text: str, expected: lis
     assert [line.partition("  #")[0] for line in lines] == expected
 
 
+GELU = f"{MEGATRON} --global-batch-size 8 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+GELU += " --max-position-embeddings 64 --position-embedding-type"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("rope", 'activation = "gelu_tanh"'),  # which Megatron-LM fuses with the bias
+        ("rope --no-bias-gelu-fusion", 'activation = "gelu"'),
+        ("rope --disable-bias-linear", 'activation = "gelu"'),
+        ("learned_absolute --no-bias-gelu-fusion", 'activation = "gelu"'),
+        ("rope --swiglu", 'activation = "silu"'),
+    ],
+)
+def test_which_gelu_megatron_computes(tmp_path: Path, flags: str, line: str) -> None:
+    (tmp_path / "a.sh").write_text(f"{GELU} {flags}")
+    text, entries = migrated([tmp_path / "a.sh"], 8)
+    assert not [entry for entry in entries if entry.kind == "refused"], entries
+    assert line in text
+
+
+DEVIATION = "weights are drawn with a standard deviation of 0.02 here"
+REPLIES = "compose tokenize --chat makes samples of which replies alone are learnt"
+NUMBERS = [
+    ("a.sh", f"{MEGATRON} --init-method-std 0.006", f"--init-method-std = 0.006: {DEVIATION}"),
+    ("a.sh", f"{MEGATRON} --init-method-std 0.02", ""),
+    ("a.sh", f"{MEGATRON} --fp8-recipe blockwise", "one scale for a whole tensor"),
+    ("a.toml", TITAN + '[float8]\nfilter_fqns = ["output", "wq"]\n', "names the layers that are in float8"),
+    ("b.json", f'{ARGUMENTS}, "train_on_prompt": true}}', f"train_on_prompt = true: {REPLIES}"),
+    ("b.json", f'{ARGUMENTS}, "train_on_inputs": false, "assistant_only_loss": true}}', ""),
+    ("b.json", f'{ARGUMENTS}, "mask_history": true}}', "every reply of a chat is learnt here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "said"), NUMBERS)
+def test_what_changes_the_numbers_of_a_run_is_said(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text + " --global-batch-size 8" * (name == "a.sh"))
+    lines = [e.line for e in migrated([tmp_path / name], 8)[1] if e.kind == "changed in meaning"]
+    assert not said or any(said in line for line in lines)
+    assert said or not any(word in line for line in lines for word in (DEVIATION, REPLIES))
+
+
+def test_chats_that_are_not_packed(tmp_path: Path) -> None:
+    """Here they are, so that a batch of as many samples has more of them."""
+    for more, count in (
+        ("", 1),
+        (', "sample_packing": false', 1),
+        (', "packing": true', 0),
+        (', "stage": "pt"', 0),
+        (', "rl": "dpo"', 0),
+    ):
+        (tmp_path / "a.json").write_text(f"{ARGUMENTS}{more}}}")
+        lines = [e.line for e in migrated([tmp_path / "a.json"], 8)[1]]
+        assert sum("of chats, train.global_batch has more" in line for line in lines) == count, more
+
+
+ADAMW = '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, %s}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "cure", "line"),
+    [
+        (ADAMW % '"bias_correction": false', "true", "optimizer.params.bias_correction = false: AdamW always corrects the bias of its running means here; nearest: true"),
+        (ADAMW % '"amsgrad": true', "false", "optimizer.params.amsgrad = true: AMSGrad is not here; nearest: false"),
+        (f'{ARGUMENTS}, "additional_target": "embed_tokens"}}', "null", "additional_target: adapters alone are trained; nearest: remove it, or train the whole model"),
+        (f'{ARGUMENTS}, "split_batches": true}}', "false", "split_batches = true: per_device_train_batch_size is of one rank here, not of all; nearest: false, with that number divided by the ranks"),
+        (f'{ARGUMENTS}, "lora_bias": "all"}}', '"none"', "lora_bias = all: adapters alone are trained; nearest: none"),
+    ],
+)  # fmt: skip
+def test_what_another_optimizer_or_adapter_would_need(
+    tmp_path: Path, text: str, cure: str, line: str
+) -> None:
+    """What is named as the nearest is taken."""
+
+    def refused(content: str) -> list[str]:
+        (tmp_path / "a.json").write_text(content)
+        return [e.line for e in migrated([tmp_path / "a.json"], 8)[1] if e.kind == "refused"]
+
+    assert refused(text) == [f"a.json: {line}"]
+    head, _, value = text.rpartition(": ")
+    assert refused(head + ": " + cure + value[len(value.rstrip("}")) :]) == []
+
+
+def test_dropout_by_default(tmp_path: Path) -> None:
+    """Megatron-LM's is 0.1; a flag of 0 is what models do here."""
+    for flags, count in (
+        ("", 2),
+        (" --hidden-dropout 0.0", 1),
+        (" --hidden-dropout 0 --attention-dropout 0.0", 0),
+    ):
+        (tmp_path / "a.sh").write_text(f"{MEGATRON} --global-batch-size 8{flags}")
+        changed = [
+            e.line for e in migrated([tmp_path / "a.sh"], 8)[1] if e.kind == "changed in meaning"
+        ]
+        assert sum("dropout is in no file" in line for line in changed) == count, flags
+
+
 TRAPS = [
     ("a.json", DEEPSPEED % '"stage": 2, "offload_param": {"device": "cpu"}', "at stage 2 it is left out"),
     ("a.json", DEEPSPEED % '"stage": 2', "it is 1.0 in DeepSpeed since June 2026, and 0 before"),

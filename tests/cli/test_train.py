@@ -161,6 +161,14 @@ def test_steps_follow_from_epochs(tmp_path: Path) -> None:
     assert gone.stderr == "train.toml: data.path: no file at nowhere.bin\n"
 
 
+def test_a_dry_run_of_islands_is_of_one() -> None:
+    """Its samples and tokens too."""
+    keys = ["--outer.every=10", "--parallel.dp_replicate=2", "--world-size=2"]
+    shown = answered("train.py", "--dry-run", *keys).stdout
+    assert shown.startswith("islands: 2, which exchange weights every 10 steps; all below is of one\n")
+    assert "\nsteps: 250 of 8 samples, 2,048 tokens\n" in shown
+
+
 def test_a_short_warmup_is_said() -> None:
     shown = answered("train.py", "--dry-run", "--train.steps=2").stdout
     assert (

@@ -38,6 +38,17 @@ def test_shuffled_is_a_permutation(size: int, key: int) -> None:
         assert 0.25 < steps.mean() / size < 0.42
 
 
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_orders_of_a_small_set_are_equally_frequent(size: int) -> None:
+    """The first two samples of many epochs: chi-square for each degree of freedom is near 1."""
+    keys, pairs = 1500, Counter[tuple[int, ...]]()
+    for key in range(keys):
+        pairs[tuple(shuffled(place, size, key) for place in (0, 1))] += 1
+    expected, many = keys / size / (size - 1), size * (size - 1)
+    square = sum(n**2 for n in pairs.values()) / expected - keys
+    assert square / (many - 1) < 1.5
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_ranks_slices_make_up_the_global_batch(count: int) -> None:
     for step in (0, 5, 17):

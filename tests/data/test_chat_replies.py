@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -465,3 +466,29 @@ def test_what_a_template_leaves_out_of_a_reply_is_said(
         replies = Replies(ours, ours.end)
         replies.render(read_chat({"messages": [user("a"), reply("b") | more], "tools": TOOLS}))
         assert replies.notes["replies have words or thoughts that the chat template leaves out"] == 1
+
+
+class Spans(list[tuple[int, int]]):
+    """Spans that count how often one is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Any:
+        for each in super().__iter__():
+            self.looks += 1
+            yield each
+
+
+def test_a_chat_of_many_replies_is_marked_in_one_pass() -> None:
+    """Each token is looked at a few times, however many replies there are."""
+    count = 1000
+    spans = Spans((n, n + 1) for n in range(count))
+    tokenizer: Any = SimpleNamespace(encode_markup=lambda text, added: ([*range(count)], spans))
+    replies = [(start, start + 2) for start in range(1, count, 4)]
+    _, learnt = encode(tokenizer, Rendered("", replies))
+    assert [n for n, each in enumerate(learnt) if each] == [n for n in range(count) if n % 4 in (1, 2)]
+    assert spans.looks < 10 * count

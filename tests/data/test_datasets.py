@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from compose.__main__ import main
 from compose.checkpoint.loading import data_changes
 from compose.checkpoint.store import DataFields, ModelFields, State
 from compose.config.tables import Train
 from compose.data.datasets import described, open_data, training_batches, with_steps
-from tests.support.data_made import sets_of
+from tests.support.data_made import chats, sets_of
 from tests.support.helpers import refusal
+from tests.support.tokenizers_made import CHATML, save_tokenizer
 
 
 def test_a_file_of_other_tokens_is_told_from_the_one_before(tmp_path: Path) -> None:
@@ -75,6 +77,25 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
         batches = training_batches(expected, data)
         used = min(batches.epochs(steps * 3).values())
         assert epochs <= used < epochs + 3 / 5
+
+
+def test_chats_of_two_templates_are_refused(tmp_path: Path) -> None:
+    """With one tokenizer.json: a run would learn both, and generate would ask by the first alone."""
+    for name, template in (("a", CHATML), ("b", CHATML), ("c", f"<s>{CHATML}")):
+        tokenizer = save_tokenizer(tmp_path / f"{name}-tokenizer", template)
+        words = ["--chat", "--workers=1", "--tokenizer", str(tokenizer), "--out", str(tmp_path / name)]
+        assert main(["tokenize", *words, str(chats(tmp_path / "chats.jsonl", 4))]) == 0
+
+    def opened(path: str, validation: str) -> str:
+        sets = sets_of(path=str(tmp_path / path), validation=str(tmp_path / validation))
+        model = replace(sets.model, config=replace(sets.model.config, vocab_size=300))
+        return refusal(open_data, replace(sets, model=model, train=Train(seq_len=64)))
+
+    assert opened("a", "b") == ""
+    assert opened("a", "c") == (
+        f"data: {tmp_path / 'c'} was written by another chat template than {tmp_path / 'a'}; tokenize"
+        " both with the same one"
+    )
 
 
 def test_bad_mixtures(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 folder, or one line names what is wrong."""
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from compose.config.tables import Data
 from compose.data import token_files
 from compose.data.samples import Conversations, Samples, open_samples
-from compose.data.token_files import ArrayFile, TokenRow, open_token_set
+from compose.data.token_files import ArrayFile, TokenRow, open_bin, open_token_set
 from compose.errors import ConfigError
 from tests.support.data_made import TOKENS, token_set
 from tests.support.helpers import refusal
@@ -233,3 +234,17 @@ def test_rows_in_parts_are_read_as_one() -> None:
     for start in range(11):
         for stop in range(start, 12):
             assert joined.read(start, stop).tolist() == list(range(start, min(stop, 11)))
+
+
+@pytest.mark.parametrize(("head", "dtype"), [((20240520, 1), "uint16"), ((20240801, 7), "uint32")])
+def test_the_header_of_llm_c_is_no_tokens(tmp_path: Path, head: tuple[int, int], dtype: str) -> None:
+    """Of a large vocabulary its words would be ids. What the line says helps."""
+    tokens, header = np.arange(20, dtype=dtype), np.zeros(256, "<i4")
+    header[:3] = *head, len(tokens)
+    (tmp_path / "t.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    said = refusal(open_bin, tmp_path / "t.bin", "t.bin", dtype)
+    command = "tail -c +1025 t.bin > NEW.bin"
+    why = "it begins with llm.c's header, which is no tokens; cut it off"
+    assert said == f"cannot read t.bin: {why}: {command}"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert open_bin(tmp_path / "NEW.bin", "NEW.bin", dtype)[:].tolist() == tokens.tolist()

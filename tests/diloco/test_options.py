@@ -41,7 +41,7 @@ REFUSED: list[tuple[Keys, str]] = [
     ),
     (
         outer(every=4) | TWO | {"parallel__dp_replicate": 3},
-        "train.global_batch: 16 cannot be dealt to 3 islands, the ranks of dp_replicate; nearest: 15",
+        "train.global_batch: 16 cannot be dealt to 3 islands, the ranks of dp_replicate; nearest: 18",
     ),
     (
         outer(every=4) | TWO | {"train__micro_batch": 16},

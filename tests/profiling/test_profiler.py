@@ -316,6 +316,8 @@ REFUSED = {
     "profile.steps=[30,40] train.stop_after=20": "steps: [30, 40] goes beyond the run's last step, 20;"
     " nearest: [20, 20]",
     "profile.steps=[0,2]": "steps: [0, 2] begins before the first step, 1; nearest: [1, 2]",
+    "profile.steps=[0,900]": "steps: [0, 900] begins before the first step, 1; nearest: [1, 250]",
+    "profile.steps=[5,0]": "steps: [5, 0] ends before it begins; nearest: [1, 5]",
     "profile.steps=[4]": "steps: [4] should be a first and a last step; nearest: [4, 4]",
     "profile.steps=[1,2] profile.ranks=[0,2]": "ranks: 2 is none of the 2 ranks; nearest: 1",
     "profile.memory=true": "memory: true is never read; set profile.steps too",
