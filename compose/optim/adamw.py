@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compose.ops.tensors import at_least_float32, local_region
-from compose.optim.rounding import check_named, chunks, local, random_bits, store, within
+from compose.optim.rounding import check_named, chunks, load_state, local, random_bits, store, within
 
 
 class AdamW(torch.optim.Optimizer):
@@ -44,6 +44,8 @@ class AdamW(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if parameter.grad is not None:
                     self._update(name, parameter, group)
+
+    load_state_dict = load_state  # type: ignore[assignment]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of ``parameter``, and make it if there is none."""

@@ -24,6 +24,7 @@ from compose.optim.rounding import (
     check_named,
     chunks,
     lengths,
+    load_state,
     local,
     random_bits,
     size,
@@ -290,6 +291,8 @@ class Muon(torch.optim.Optimizer):
             del own
             for some in in_flight(here):
                 self._scatter(some, result)
+
+    load_state_dict = load_state  # type: ignore[assignment]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of ``parameter``, and make it if there is none."""

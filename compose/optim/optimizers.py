@@ -21,6 +21,7 @@ from compose.memory.precision import Precision
 from compose.optim.adamw import AdamW
 from compose.optim.muon import Muon
 from compose.optim.offload import OffloadedAdamW
+from compose.optim.rounding import load_state
 from compose.parallel.mesh import axis_size
 
 
@@ -199,6 +200,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.parts = parts
         for part in parts:
             part.state = self.state
+
+    load_state_dict = load_state  # type: ignore[assignment]
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of ``parameter``, and make it if there is none."""
+        make_state(self, {parameter})
+        return self.state[parameter]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take each part's step."""

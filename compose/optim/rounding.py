@@ -70,6 +70,25 @@ def check_named(groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError("the parameters have no names; give model.named_parameters()")
 
 
+@torch.no_grad()
+def load_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Fill the state of an optimizer, in its own types and memory, and its groups' options.
+
+    torch's ``load_state_dict`` puts tensors of the parameters' types, on their device, in the place of
+    the state, and other groups in the place of those that the optimizer knows. ValueError: the groups
+    are others.
+    """
+    groups, given = optimizer.param_groups, state_dict["param_groups"]
+    sizes, others = ([len(group["params"]) for group in each] for each in (groups, given))
+    if sizes != others:
+        raise ValueError(f"the state is of groups of {others} parameters, the optimizer has {sizes}")
+    for group, options in zip(groups, given, strict=True):
+        for number, parameter in zip(options["params"], group["params"], strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                local_tensor(optimizer.state_of(parameter)[key]).copy_(local_tensor(value))
+        group.update({key: x for key, x in options.items() if key not in ("params", "param_names")})
+
+
 def random_bits(
     seed: int, purpose: str, region: Sequence[slice], shape: Sequence[int], like: Tensor
 ) -> Tensor:

@@ -23,7 +23,14 @@ from compose.optim.optimizers import (
     grouped,
     make_state,
 )
-from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, resume, train_on
+from tests.support.checkpoints import (
+    MESHES,
+    SAVING,
+    goes_on_bitwise,
+    goes_on_from_a_state_dict,
+    resume,
+    train_on,
+)
 from tests.support.helpers import HALF, Keys, built, make_job, refused
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, logged_steps
@@ -89,6 +96,19 @@ def test_state_that_there_is_stays() -> None:
         make_state(optimizer)
         for key, value in before.items():
             assert torch.equal(optimizer.state[parameter][key], value), key
+
+
+def test_several_go_on_from_one_state_dict() -> None:
+    """That of other groups is refused."""
+
+    def make(named: Named) -> CombinedOptimizer:
+        parts = [Muon(named[:1]), AdamW(named[1:2]), torch.optim.AdamW(named[2:], fused=True)]
+        return CombinedOptimizer(parts)
+
+    goes_on_from_a_state_dict(make, torch.float32)
+    one, two = (AdamW([(str(i), torch.nn.Parameter(torch.ones(1))) for i in range(n)]) for n in (1, 2))
+    with pytest.raises(ValueError, match=r"of groups of \[2\] parameters, the optimizer has \[1\]"):
+        one.load_state_dict(two.state_dict())
 
 
 def _seeds_and_options(keys: Keys) -> tuple[list[int], list[dict[str, object]]]:
