@@ -28,6 +28,7 @@ from compose.optim.rounding import (
     local,
     random_bits,
     size,
+    steps,
     store,
     within,
 )
@@ -278,8 +279,8 @@ class Muon(torch.optim.Optimizer):
         self.rounds = assigned({i: x for i, x in enumerate(self.layouts) if cut[i]})
         self.rounds += assigned({i: x for i, x in enumerate(self.layouts) if not cut[i]})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    @steps
+    def step(self) -> None:  # type: ignore[override]
         """Take a step for the parameters that have a gradient; a collective of ``group``."""
         for _, parameter, _ in self.matrices:
             if parameter.grad is not None:

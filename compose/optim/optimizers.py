@@ -21,7 +21,7 @@ from compose.memory.precision import Precision
 from compose.optim.adamw import AdamW
 from compose.optim.muon import Muon
 from compose.optim.offload import OffloadedAdamW
-from compose.optim.rounding import load_state
+from compose.optim.rounding import load_state, steps
 from compose.parallel.mesh import axis_size
 
 
@@ -208,7 +208,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         make_state(self, {parameter})
         return self.state[parameter]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    @steps
+    def step(self) -> None:  # type: ignore[override]
         """Take each part's step."""
         for part in self.parts:
             part.step()

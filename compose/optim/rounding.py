@@ -11,7 +11,8 @@ resumed run. Places are regions: boxes of the whole parameter, with one slice fo
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -68,6 +69,25 @@ def check_named(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless the parameters of an optimizer's groups have names, for random bits."""
     if not all("param_names" in group for group in groups):
         raise ValueError("the parameters have no names; give model.named_parameters()")
+
+
+def steps(update: Callable[[Any], None]) -> Callable[..., Any]:
+    """Return ``update`` as an optimizer's step: a closure, if one is given, computes gradients first.
+
+    The step returns the closure's loss, as torch's optimizers do. ``update`` runs without gradients.
+    """
+
+    @wraps(update)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            update(self)
+        return loss
+
+    return step
 
 
 @torch.no_grad()
