@@ -266,7 +266,9 @@ class _KnownGradient(torch.autograd.Function):
         # is scaled: before, it may be more than float16 holds.
         (gradient,) = ctx.saved_tensors
         scaled = torch.empty_like(gradient, dtype=ctx.dtype)
-        return torch.mul(gradient, grads[0], out=scaled), None
+        # A device would first round a factor without dims to the type of a narrow gradient.
+        factor = grads[0] if gradient.is_cpu else grads[0].view(1)
+        return torch.mul(gradient, factor, out=scaled), None
 
 
 def _one_chunk(

@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from compose.ops.tensors import at_least_float32, local_region
-from compose.optim.rounding import check_named, chunks, local, random_bits, store, within
+from compose.optim.rounding import (
+    check_named,
+    chunks,
+    load_state,
+    local,
+    random_bits,
+    steps,
+    store,
+    within,
+)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -37,13 +46,15 @@ class AdamW(torch.optim.Optimizer):
         check_named(self.param_groups)
         self.state_dtype, self.seed = state_dtype, seed
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    @steps
+    def step(self) -> None:  # type: ignore[override]
         """Take a step for the parameters that have a gradient."""
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if parameter.grad is not None:
                     self._update(name, parameter, group)
+
+    load_state_dict = load_state  # type: ignore[assignment]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of ``parameter``, and make it if there is none."""

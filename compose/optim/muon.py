@@ -24,9 +24,11 @@ from compose.optim.rounding import (
     check_named,
     chunks,
     lengths,
+    load_state,
     local,
     random_bits,
     size,
+    steps,
     store,
     within,
 )
@@ -277,8 +279,8 @@ class Muon(torch.optim.Optimizer):
         self.rounds = assigned({i: x for i, x in enumerate(self.layouts) if cut[i]})
         self.rounds += assigned({i: x for i, x in enumerate(self.layouts) if not cut[i]})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    @steps
+    def step(self) -> None:  # type: ignore[override]
         """Take a step for the parameters that have a gradient; a collective of ``group``."""
         for _, parameter, _ in self.matrices:
             if parameter.grad is not None:
@@ -290,6 +292,8 @@ class Muon(torch.optim.Optimizer):
             del own
             for some in in_flight(here):
                 self._scatter(some, result)
+
+    load_state_dict = load_state  # type: ignore[assignment]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of ``parameter``, and make it if there is none."""

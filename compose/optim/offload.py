@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 
 from compose.ops.tensors import local_tensor
 from compose.optim.offload_files import ScratchFolder, TensorFile, page_aligned
+from compose.optim.rounding import load_state, steps
 
 CHUNK = 2**22  # elements of a piece, a multiple of 1024
 SLOTS = 4  # pieces in memory at once
@@ -105,8 +106,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             return ThreadPoolExecutor(2)
         return ThreadPoolExecutor(2, initializer=torch.cuda.set_device, initargs=(self.device,))
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    @steps
+    def step(self) -> None:  # type: ignore[override]
         """Take a step for the parameters that have a gradient."""
         self.bytes_moved, self.waited = 0, 0.0
         pieces = list(self._pieces())
@@ -164,6 +165,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 count = local_tensor(parameter).numel()
                 for start in range(0, count, CHUNK):
                     yield Piece(parameter, group, start, min(start + CHUNK, count))
+
+    load_state_dict = load_state  # type: ignore[assignment]
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of ``parameter``, and make it if there is none."""

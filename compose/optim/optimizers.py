@@ -21,6 +21,7 @@ from compose.memory.precision import Precision
 from compose.optim.adamw import AdamW
 from compose.optim.muon import Muon
 from compose.optim.offload import OffloadedAdamW
+from compose.optim.rounding import load_state, steps
 from compose.parallel.mesh import axis_size
 
 
@@ -200,7 +201,15 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for part in parts:
             part.state = self.state
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    load_state_dict = load_state  # type: ignore[assignment]
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of ``parameter``, and make it if there is none."""
+        make_state(self, {parameter})
+        return self.state[parameter]
+
+    @steps
+    def step(self) -> None:  # type: ignore[override]
         """Take each part's step."""
         for part in self.parts:
             part.step()

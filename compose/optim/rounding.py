@@ -11,7 +11,8 @@ resumed run. Places are regions: boxes of the whole parameter, with one slice fo
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -68,6 +69,44 @@ def check_named(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless the parameters of an optimizer's groups have names, for random bits."""
     if not all("param_names" in group for group in groups):
         raise ValueError("the parameters have no names; give model.named_parameters()")
+
+
+def steps(update: Callable[[Any], None]) -> Callable[..., Any]:
+    """Return ``update`` as an optimizer's step: a closure, if one is given, computes gradients first.
+
+    The step returns the closure's loss, as torch's optimizers do. ``update`` runs without gradients.
+    """
+
+    @wraps(update)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            update(self)
+        return loss
+
+    return step
+
+
+@torch.no_grad()
+def load_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Fill the state of an optimizer, in its own types and memory, and its groups' options.
+
+    torch's ``load_state_dict`` puts tensors of the parameters' types, on their device, in the place of
+    the state, and other groups in the place of those that the optimizer knows. ValueError: the groups
+    are others.
+    """
+    groups, given = optimizer.param_groups, state_dict["param_groups"]
+    sizes, others = ([len(group["params"]) for group in each] for each in (groups, given))
+    if sizes != others:
+        raise ValueError(f"the state is of groups of {others} parameters, the optimizer has {sizes}")
+    for group, options in zip(groups, given, strict=True):
+        for number, parameter in zip(options["params"], group["params"], strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                local_tensor(optimizer.state_of(parameter)[key]).copy_(local_tensor(value))
+        group.update({key: x for key, x in options.items() if key not in ("params", "param_names")})
 
 
 def random_bits(

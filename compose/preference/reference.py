@@ -89,7 +89,12 @@ def as_line(job: Job, stages: Sequence[Sequence["PlacedParameter"]]) -> str:
     if not needs_copy(job.config):
         return "reference: the model without its adapters; a second forward in each step"
     width = job.config.precision.param_dtype.itemsize
-    most = max(sum(math.prod(p.local_shape) for p in stage) for stage in stages) * width
+
+    def held(p: "PlacedParameter") -> int:
+        """Return the bytes of a parameter in the copy, which a frozen one has already."""
+        return math.prod(p.local_shape) * width if p.trained else p.local_bytes
+
+    most = max(sum(map(held, stage)) for stage in stages)
     return f"reference: a frozen copy, {most:,} bytes per rank; a second forward in each step"
 
 

@@ -131,6 +131,29 @@ def test_float16_takes_what_the_scale_brings_back() -> None:
     torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-3, atol=0)
 
 
+class _Products(TorchDispatchMode):
+    """Notes in which types products with a given result are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul.out:
+            self.types.append(torch.result_type(*args[:2]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_does_not_round_the_factor() -> None:
+    """One over the number of targets would be up to 0.2% off in bfloat16, and gradients with it."""
+    hidden, weight = (torch.zeros(n, 5, dtype=torch.bfloat16, device="meta") for n in (26, 7))
+    targets = torch.zeros(26, dtype=torch.int64, device="meta")
+    loss, _ = chunked_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets, 4)
+    with _Products() as products:
+        (loss / 26).backward()
+    assert products.types == [torch.float32] * 2
+
+
 def _error(found: Tensor | None, exact: Tensor) -> float:
     assert found is not None
     return float((found.double() - exact).norm() / exact.norm())

@@ -14,6 +14,7 @@ from compose.optim.rounding import local
 from compose.parallel.data_parallel import Sharding, apply_data_parallel
 from compose.parallel.mesh import Parallel
 from compose.parallel.tensor_parallel import apply_tensor_parallel
+from tests.support.checkpoints import goes_on_from_a_state_dict
 from tests.support.pool import Pool, make_mesh
 
 
@@ -93,6 +94,13 @@ def test_the_two_means_are_rounded_independently() -> None:
         assert abs(float(each.mean())) < 5 * 0.41 / 300
     # Independent bits correlate by about a 300th, the same bits by a half.
     assert abs(float((one * two).mean() / (one.square().mean() * two.square().mean()).sqrt())) < 5 / 300
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_goes_on_from_a_state_dict(weights: torch.dtype, state: torch.dtype) -> None:
+    """torch's own load_state_dict would give the state the type of the weights."""
+    goes_on_from_a_state_dict(lambda named: AdamW(named, state_dtype=state, seed=3), weights)
 
 
 class Two(nn.Module):

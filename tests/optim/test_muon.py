@@ -33,6 +33,7 @@ from compose.parallel.expert_parallel import expert_mesh
 from compose.parallel.mesh import Parallel
 from compose.pipeline.pipeline_parallel import PipelineRunner
 from compose.proof.report import Report
+from tests.support.checkpoints import goes_on_from_a_state_dict
 from tests.support.faults import Fault, assert_named, replaces, with_fault
 from tests.support.helpers import HALF, Keys, parallel, proofs, prove_case, proved
 from tests.support.mutation import mutated
@@ -82,6 +83,12 @@ def test_on_a_gpu_matrices_are_in_bfloat16() -> None:
     """Which is meta here, where no unit is slow at it either."""
     for device, kind in (("cpu", torch.float32), ("meta", torch.bfloat16)):
         assert Muon([("w", nn.Parameter(torch.empty(2, 3, device=device)))]).dtype == kind
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_goes_on_from_a_state_dict(state: torch.dtype) -> None:
+    """With the learning rate that its groups get afterwards."""
+    goes_on_from_a_state_dict(lambda named: Muon(named, state_dtype=state, seed=3), torch.float32)
 
 
 def test_parameters_without_names_are_refused() -> None:

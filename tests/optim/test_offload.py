@@ -17,7 +17,13 @@ from compose.checkpoint import store
 from compose.optim import offload
 from compose.optim.offload import OffloadedAdamW
 from compose.optim.offload_files import TensorFile
-from tests.support.checkpoints import SAVING, assert_bitwise, train_on, trained_state
+from tests.support.checkpoints import (
+    SAVING,
+    assert_bitwise,
+    goes_on_from_a_state_dict,
+    train_on,
+    trained_state,
+)
 from tests.support.helpers import Keys, parallel, prove_case, proved, refusals
 from tests.support.pool import Pool
 from tests.support.training import keys_for, lines, train_until_error, trainer_of
@@ -63,6 +69,17 @@ def test_bitwise_the_fused_step(tmp_path: Path, where: str) -> None:
     assert isinstance(first, OffloadedAdamW)
     moved = sum(p.numel() for p in ours) - ours[1].numel()
     assert first.bytes_moved == (16 * moved if ours_in else 0)
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_goes_on_from_a_state_dict(tmp_path: Path, where: str) -> None:
+    """In files the state has to get into them; on a GPU it stays in host memory."""
+    folders = iter(tmp_path / name for name in ("one", "other"))
+
+    def make(named: Any) -> OffloadedAdamW:
+        return OffloadedAdamW(named, folder=next(folders) if where == "nvme" else None)
+
+    goes_on_from_a_state_dict(make, torch.float32)
 
 
 def test_a_skipped_step_moves_nothing(pool: Pool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from compose.build import build, build_optimizer
 from compose.ops.tensors import local_tensor
 from compose.optim.adamw import AdamW
 from compose.optim.muon import Muon
+from compose.optim.offload import OffloadedAdamW
 from compose.optim.optimizers import (
     OPTIMIZERS,
     CombinedOptimizer,
@@ -23,7 +25,14 @@ from compose.optim.optimizers import (
     grouped,
     make_state,
 )
-from tests.support.checkpoints import MESHES, SAVING, goes_on_bitwise, resume, train_on
+from tests.support.checkpoints import (
+    MESHES,
+    SAVING,
+    goes_on_bitwise,
+    goes_on_from_a_state_dict,
+    resume,
+    train_on,
+)
 from tests.support.helpers import HALF, Keys, built, make_job, refused
 from tests.support.pool import Pool, make_mesh
 from tests.support.training import keys_for, lines, logged_steps
@@ -89,6 +98,35 @@ def test_state_that_there_is_stays() -> None:
         make_state(optimizer)
         for key, value in before.items():
             assert torch.equal(optimizer.state[parameter][key], value), key
+
+
+def test_several_go_on_from_one_state_dict() -> None:
+    """That of other groups is refused."""
+
+    def make(named: Named) -> CombinedOptimizer:
+        parts = [Muon(named[:1]), AdamW(named[1:2]), torch.optim.AdamW(named[2:], fused=True)]
+        return CombinedOptimizer(parts)
+
+    goes_on_from_a_state_dict(make, torch.float32)
+    one, two = (AdamW([(str(i), torch.nn.Parameter(torch.ones(1))) for i in range(n)]) for n in (1, 2))
+    with pytest.raises(ValueError, match=r"of groups of \[2\] parameters, the optimizer has \[1\]"):
+        one.load_state_dict(two.state_dict())
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon, OffloadedAdamW, "several"])
+def test_a_closure_computes_the_gradients(kind: Any) -> None:
+    """As torch's optimizers have it: it is called with gradients on, and its loss comes back."""
+    named = [(f"w{i}", torch.nn.Parameter(torch.ones(2, 3))) for i in range(2)]
+    made = CombinedOptimizer([Muon(named[:1]), AdamW(named[1:])]) if kind == "several" else kind(named)
+
+    def closure() -> Tensor:
+        made.zero_grad()
+        loss = torch.stack([weight.square().sum() for _, weight in named]).sum()
+        loss.backward()
+        return loss
+
+    assert float(made.step(closure).detach()) == 12
+    assert all(bool((weight < 1).all()) for _, weight in named)
 
 
 def _seeds_and_options(keys: Keys) -> tuple[list[int], list[dict[str, object]]]:

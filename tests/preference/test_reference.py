@@ -87,6 +87,15 @@ def test_a_dry_run_says_what_it_takes(
     assert f"\n{line}; a second forward in each step\n" in capsys.readouterr().out
 
 
+def test_a_copy_of_quantized_weights_is_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of an int8 weight has its scale and a byte for each input, whatever computes with it."""
+    keys: Keys = BASE | {"model__lora__rank": 2, "model__lora__targets": "all-linear"}
+    job = make_job(1, **keys, model__lora__base="int8", model__lora__load="adapters")
+    size = sum(p.numel() * (4 if p.is_floating_point() else 1) for p in job.model.parameters())
+    describe(job)
+    assert f"reference: a frozen copy, {size:,} bytes per rank" in capsys.readouterr().out
+
+
 def test_the_planner_refuses_it() -> None:
     words = ["plan", str(ROOT / "train.toml"), "--gpus", "8xh100", "--dpo.beta=0.1"]
     assert "dpo.beta: the second forward of DPO is not counted; plan with dpo.beta = 0" in refusal(

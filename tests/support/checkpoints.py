@@ -1,14 +1,16 @@
 """Runs that save, on meshes of every axis."""
 
+import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose.build import build, build_optimizer, parallelize
 from compose.checkpoint import store
@@ -18,6 +20,7 @@ from compose.checkpoint.safetensors_files import TensorFiles
 from compose.checkpoint.store import Progress
 from compose.composition import Composition
 from compose.compression.compressor import CompressionHook
+from compose.optim.lr_schedule import set_learning_rate
 from compose.proof.comparison import whole
 from tests.support.helpers import Keys, make_job, parallel, printed, ranks_in
 from tests.support.pool import Pool, make_mesh
@@ -98,6 +101,43 @@ def assert_bitwise(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def goes_on_from_a_state_dict(
+    make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    """An optimizer that another one's state_dict fills takes the other one's steps, bitwise.
+
+    Its learning rate is another one at first, and both get a third one later.
+    """
+    torch.manual_seed(0)
+    named = [(f"w{i}", nn.Parameter(torch.randn(i + 5, 7).to(dtype))) for i in range(3)]
+    one = make(named)
+
+    def step(*optimizers: torch.optim.Optimizer) -> None:
+        for group in zip(*(each.param_groups for each in optimizers), strict=True):
+            for copies in zip(*(each["params"] for each in group), strict=True):
+                gradient = torch.randn(copies[0].shape).to(dtype)
+                for parameter in copies:
+                    parameter.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step(one)
+    step(one)
+    other = make([(name, nn.Parameter(p.detach().clone())) for name, p in named])
+    set_learning_rate(other, 0.5)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    step(one, other)
+    for optimizer in (one, other):
+        set_learning_rate(optimizer, 0.25)
+    step(one, other)
+    for a, b in zip(one.param_groups, other.param_groups, strict=True):
+        for p, q in zip(a["params"], b["params"], strict=True):
+            assert torch.equal(p, q)
+            for key, value in one.state[p].items():
+                assert other.state[q][key].dtype == value.dtype
+                assert torch.equal(other.state[q][key], value), key
 
 
 def resume(keys: Keys) -> tuple[Progress | None, list[str]]:
