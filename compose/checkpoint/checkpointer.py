@@ -335,10 +335,10 @@ class Checkpointer:
 
     def _prune(self, progress: Progress) -> None:
         keep, newest = self.config.checkpoint, self.kept / store.name_of(progress.step)
-        best = progress.best(keep.keep_best)
+        best = store.best_first(progress.validations), keep.keep_best
         before = self.peers.oldest_to_keep(self.kept, keep.keep_last)
         try:
-            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
+            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, *best)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {loading.cause_of(error)}"
             self._say(f"{self.kept}: {problem}", own=True)
