@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
 from compose.checkpoint.safetensors_files import PlannedTensor, TensorFiles, write_files
 from compose.checkpoint.uploads import put_folder
-from compose.config.hugging_face import config_problems, find_hf
+from compose.config.hugging_face import HuggingFace, config_problems, find_hf
 from compose.config.json_files import parse_json
 from compose.config.models import find_model, model_names, short_name, training_fields
 from compose.config.tables import Config, Model
@@ -40,6 +41,8 @@ from compose.ops.tensors import persistent_buffers
 from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan
+
+_LENGTH = "max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -154,11 +157,10 @@ def export(
     special = generation_values(original, model.config.vocab_size)
     theirs = {key: value for key, value in known_config.items() if value is not None}
     values |= special | {key: theirs[key] for key in ("bos_token_id", "pad_token_id") if key in theirs}
-    length = {key: theirs[key] for key in ("max_position_embeddings",) if key in theirs}
-    # The rule of RoPE, or the number of positions, may follow from this length.
-    with contextlib.suppress(ValueError, ArithmeticError):
-        if hf.config_from_hf(values | length) == hf.config_from_hf(values):
-            values |= length
+    values |= _length(hf, values, theirs.get(_LENGTH))
+    length = values.get(_LENGTH)
+    if isinstance(length, int) and length < known.data.seq_len:  # servers refuse longer texts
+        values |= _length(hf, values, known.data.seq_len)
     flat = [one for part in plan for one in part]
     with _new_folder(target) as aside:
         written = write_files(aside, flat, tensors(), shard_bytes)
@@ -168,6 +170,18 @@ def export(
         special = read_beside(aside, GENERATION) | special
         write_whole(aside / GENERATION, json.dumps(special, indent=2))
     return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+def _length(hf: HuggingFace, values: Mapping[str, Any], longest: object) -> dict[str, Any]:
+    """Return the key of the longest text with a value, if a config.json with it is of the same model.
+
+    The rule of RoPE, or the number of positions, may follow from this length.
+    """
+    key = {} if longest is None else {_LENGTH: longest}
+    with contextlib.suppress(ValueError, ArithmeticError):
+        if hf.config_from_hf({**values, **key}) == hf.config_from_hf(values):
+            return key
+    return {}
 
 
 @contextlib.contextmanager

@@ -153,6 +153,17 @@ def test_a_length_that_is_part_of_the_model_is_its_own(tmp_path: Path) -> None:
         assert model_in(back) == model_in(folder)
 
 
+def test_the_longest_text_is_no_shorter_than_what_was_learnt(alone: None, tmp_path: Path) -> None:
+    folder, run, back = (tmp_path / name for name in ("hf", "run", "back"))
+    save_model(folder, {})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 16}))
+    sizes = {"train__seq_len": 32, "train__global_batch": 2, "train__steps": 1}
+    train(keys_for(run, **sizes, checkpoint__interval=1, checkpoint__load_hf=folder))
+    assert main(["convert", str(run), str(back)]) == 0
+    assert json.loads((back / "config.json").read_text())["max_position_embeddings"] == 32
+
+
 def _trained(run: Path, model: Keys, steps: int = 1) -> Path:
     sizes = {"train__seq_len": 16, "train__global_batch": 2, "train__stop_after": steps}
     train(keys_for(run, **(model | sizes), checkpoint__interval=1))
