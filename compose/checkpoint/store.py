@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -325,22 +325,18 @@ def prune(
     keep_every: int,
     newest: Path,
     before: float = math.inf,
-    best: Iterable[int] = (),
-    keep_best: int = 0,
+    best: Collection[int] = (),
 ) -> None:
-    """Delete old checkpoints, but no folder without a manifest.
+    """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``.
 
-    Of the steps ``best`` the first ``keep_best`` that are there stay: a save may have failed. In object
-    storage a folder without one is the rest of an upload, or of a deletion. Checkpoints after
+    In object storage a folder without one is the rest of an upload, or of a deletion. Checkpoints after
     ``newest`` were passed over: they stay, and do not count among the last ones.
     """
     older = [each for each in newest_first(root) if step_of(each) <= step_of(newest)]
     whole = [each for each in older if not each.is_symlink() and (each / MANIFEST).exists()]
-    held = {*map(step_of, whole)}
-    spared = [step for step in best if step in held][:keep_best]
     for folder in older:
         kept = folder in whole[:keep_last] or (keep_every and step_of(folder) % keep_every == 0)
-        kept = kept or step_of(folder) >= before or step_of(folder) in spared
+        kept = kept or step_of(folder) >= before or step_of(folder) in best
         rest = isinstance(folder, Remote) and folder not in whole
         if rest or (folder in whole and not kept):
             remove(folder)
