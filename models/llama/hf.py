@@ -292,7 +292,7 @@ def _written_layers(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
     if turned != (wanted or [True] * c.n_layers):
         raise _unfit("layer_pattern", row, "other layers without RoPE")
     # transformers asks some for a window, though no layer has it.
-    unused = row.window if row.layers in ("some", "rotated") else None
+    unused = row.window if row.layers in ("each", "some", "rotated") else None
     values: dict[str, Any] = {"sliding_window": c.window or unused}
     if row.layers == "all":
         if len(set(local)) > 1:
