@@ -333,10 +333,13 @@ class Checkpointer:
 
     def _prune(self, progress: Progress) -> None:
         keep, newest = self.config.checkpoint, self.kept / store.name_of(progress.step)
-        best = progress.best(keep.keep_best)
         before = self.peers.oldest_to_keep(self.kept, keep.keep_last)
         try:
-            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, best)
+            # A save may have failed: the best that are there stay.
+            held = {*map(store.step_of, store.sent(self.kept))} if keep.keep_best else set()
+            best = [step for step in store.best_first(progress.validations) if step in held]
+            kept = best[: keep.keep_best]
+            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, kept)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {loading.cause_of(error)}"
             self.peers.say(f"{self.kept}: {problem}", own=True)

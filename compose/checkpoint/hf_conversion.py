@@ -10,25 +10,26 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from compose.checkpoint import local_shards, peft, store
+from compose.checkpoint import loading, local_shards, peft, store
 from compose.checkpoint.dcp_storage import PartsReader, load_parts, save_parts
 from compose.checkpoint.hf_folder import differences, fill_shard, kept_tokenizer, name_of, published
 from compose.checkpoint.hf_stored import grouped
 from compose.checkpoint.loading import cause_of
 from compose.checkpoint.safetensors_files import PlannedTensor, TensorFiles, write_files
 from compose.checkpoint.uploads import put_folder
-from compose.config.hugging_face import config_problems, find_hf
+from compose.config.hugging_face import HuggingFace, config_problems, find_hf
 from compose.config.json_files import parse_json
-from compose.config.models import find_model, model_names, short_name
+from compose.config.models import find_model, model_names, short_name, training_fields
 from compose.config.tables import Config, Model
 from compose.config.toml import dump
 from compose.data.generation_config import generation_values
@@ -36,8 +37,12 @@ from compose.data.special_tokens import GENERATION, MODEL, read_beside
 from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
 from compose.errors import ConfigError, there, write_whole
 from compose.object_storage import Remote
+from compose.ops.tensors import persistent_buffers
+from compose.parallel.expert_parallel import routers
 from compose.parallel.mesh import Parallel
 from compose.plan import Plan
+
+_LENGTH = "max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ def export(
         buffers = {name: b for name, b in expected.items() if not isinstance(b, nn.Parameter)}
         expected = peft.adapted(_on_meta(model), _ends_of(model), known.lora) | buffers
     _check_tensors(source, reader, expected)
+    _check_choice(source, reader, whole, expected, (values.get("architectures") or [model.name])[0])
     value_of = read
     if known.lora:
         value_of = peft.merged_weights(source, known, _on_meta(model), _ends_of(model), hf_name, read)
@@ -151,11 +157,10 @@ def export(
     special = generation_values(original, model.config.vocab_size)
     theirs = {key: value for key, value in known_config.items() if value is not None}
     values |= special | {key: theirs[key] for key in ("bos_token_id", "pad_token_id") if key in theirs}
-    length = {key: theirs[key] for key in ("max_position_embeddings",) if key in theirs}
-    # The rule of RoPE, or the number of positions, may follow from this length.
-    with contextlib.suppress(ValueError, ArithmeticError):
-        if hf.config_from_hf(values | length) == hf.config_from_hf(values):
-            values |= length
+    values |= _length(hf, values, theirs.get(_LENGTH))
+    length = values.get(_LENGTH)
+    if isinstance(length, int) and length < known.data.seq_len:  # servers refuse longer texts
+        values |= _length(hf, values, known.data.seq_len)
     flat = [one for part in plan for one in part]
     with _new_folder(target) as aside:
         written = write_files(aside, flat, tensors(), shard_bytes)
@@ -165,6 +170,18 @@ def export(
         special = read_beside(aside, GENERATION) | special
         write_whole(aside / GENERATION, json.dumps(special, indent=2))
     return Converted(target, len(flat), sum(one.nbytes for one in flat), len(written), unknown)
+
+
+def _length(hf: HuggingFace, values: Mapping[str, Any], longest: object) -> dict[str, Any]:
+    """Return the key of the longest text with a value, if a config.json with it is of the same model.
+
+    The rule of RoPE, or the number of positions, may follow from this length.
+    """
+    key = {} if longest is None else {_LENGTH: longest}
+    with contextlib.suppress(ValueError, ArithmeticError):
+        if hf.config_from_hf({**values, **key}) == hf.config_from_hf(values):
+            return key
+    return {}
 
 
 @contextlib.contextmanager
@@ -226,6 +243,20 @@ def _check_tensors(source: Path, reader: PartsReader, expected: Mapping[str, Ten
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
 
 
+def _check_choice(
+    source: Path, reader: PartsReader, whole: nn.Module, published: Container[str], kind: str
+) -> None:
+    """Raise ConfigError if a router's bias, which decides the choice of experts, would be lost."""
+    stored, buffers = reader.read_metadata().state_dict_metadata, persistent_buffers(whole)
+    for name in (f"{router}.bias" for router in routers(whole)):
+        lost = name in buffers and name not in published and f"model.{name}" in stored
+        if lost and _read(reader, name, buffers[name]).any():
+            raise ConfigError(
+                f"{source}: model.{name} is not 0, so that it decides which experts are chosen, and"
+                f" {kind} has no such bias; train with model.bias_rate = 0"
+            )
+
+
 class _Streamed(local_shards.ShardSavePlanner):
     """Plans the writing of parts on meta; ``read`` makes each tensor when it is written."""
 
@@ -269,6 +300,13 @@ def _model_of(folder: Path, known: store.State) -> Model:
     if unknown:
         raise ConfigError(f"{place}: {name} has no {', '.join(unknown)}")
     try:
-        return Model(name=name, config=parse_json(json.dumps(fields).encode(), kind))
+        config = parse_json(json.dumps(fields).encode(), kind)
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
+    # state.json lacks the fields that only training needs. Their class may have keys for some.
+    given = loading.tables_of(folder).get("model")
+    given = given if isinstance(given, dict) else {}
+    trained = {key: given[key] for key in training_fields(config) if key in given}
+    with contextlib.suppress(ValueError, TypeError):  # the file is not what the run has written
+        config = parse_json(json.dumps(fields | trained).encode(), kind)
+    return Model(name=name, config=config)

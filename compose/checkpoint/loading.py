@@ -263,7 +263,7 @@ def data_changes(folder: Path, known: store.State, now: Mapping[str, Any]) -> st
     return f"{folder}: the data are not what they were ({pairs}); samples are counted on"
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def tables_of(folder: Path) -> dict[str, Any]:
     """Return the tables of a checkpoint's config.toml; none if it lacks the file or has another."""
     try:
         with open_own(folder / "config.toml") as file:
@@ -276,7 +276,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def workers_of(folder: Path) -> int:
     """Return the number of workers of a checkpoint's run; 0 if it does not say."""
-    was = _config(folder)
+    was = tables_of(folder)
     try:
         return int(was["parallel"]["dp_replicate"]) if was["outer"]["every"] else 1
     except (KeyError, TypeError, ValueError):
@@ -285,7 +285,7 @@ def workers_of(folder: Path) -> int:
 
 def changes(folder: Path, config: Config) -> list[str]:
     """List the keys that decide how a run trains on, and have changed; data are compared elsewhere."""
-    was, now, result = _config(folder), tomllib.loads(dump(config)), []
+    was, now, result = tables_of(folder), tomllib.loads(dump(config)), []
     for table in ("model", "train", "optimizer", "precision", "comm", "outer", "dpo", "parallel"):
         before: Any = was.get(table)
         for key, value in now[table].items() if isinstance(before, dict) else ():

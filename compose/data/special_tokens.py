@@ -62,8 +62,9 @@ _OF_MODEL = {
 # Models whose tokenizer is tokenizer.json alone, whatever class is named (transformers'
 # TOKENIZER_MAPPING_NAMES has TokenizersBackend for them).
 _OF_NO_CLASS = (
-    *("mistral", "mixtral", "phi3", "ernie4_5", "hyperclovax", "minimax_m2", "olmo2", "olmo3"),
-    *("flex_olmo", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "stablelm", "gpt_bigcode"),
+    *("mistral", "ministral", "mixtral", "phi3", "ernie4_5", "hyperclovax", "minimax_m2"),
+    *("olmo2", "olmo3", "flex_olmo", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),
+    *("stablelm", "gpt_bigcode"),
 )
 # A token of such a name that the vocabulary lacks is in no text, and needs no row of the model.
 _UNUSED = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -244,7 +244,8 @@ class TensorBoard(Sink):
     def __init__(self, config: Config, folder: Path, done: int, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # its import takes half a second
 
-        self.events: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+        # A start that was killed before its first checkpoint has left events of steps from 0 on.
+        self.events: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
         for path in (folder / name for name in DESCRIPTIONS):
             if path.suffix in (".toml", ".txt") and path.is_file():
                 self.events.add_text(path.stem, f"```\n{path.read_text('utf-8')}\n```", done)

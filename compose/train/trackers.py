@@ -152,7 +152,8 @@ class MLflow(Sink):
         now = int(time.time() * 1000)
         kind = self.mlflow.entities.Metric
         rows = [kind(_as_metric(n), v, now, metrics.step) for n, v in numbers.items()]
-        self.client.log_batch(self.run, rows)
+        for first in range(0, len(rows), 1000):  # as many as a request may have
+            self.client.log_batch(self.run, rows[first : first + 1000])
         for place, text in enumerate(texts.values()):
             self.client.log_text(self.run, text, f"texts/step-{metrics.step}-{place}.txt")
 
@@ -174,6 +175,7 @@ class Comet(Sink):
         import comet_ml  # pyright: ignore[reportMissingImports]
 
         logging.getLogger("comet_ml").setLevel(logging.CRITICAL)  # one line of ours says it
+        known = (folder / "comet.id").is_file()
         key = _kept("comet", folder, done, lambda: uuid.uuid4().hex)
         self.experiment: Any = comet_ml.start(
             project_name=config.metrics.project or None,
@@ -186,7 +188,8 @@ class Comet(Sink):
             ),
         )
         url = self.experiment.url
-        self.last = done if url else 0  # what an archive of a killed run lacks is nowhere
+        # What an archive of a killed run lacks is nowhere, nor has a new experiment any step.
+        self.last = done if url and known else 0
         say(f"comet: experiment {key} " + (f"at {url}" if url else f"in {folder / 'comet'}"))
         self.experiment.log_parameters(values_of(config))
         for path in _descriptions(folder):

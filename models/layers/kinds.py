@@ -87,7 +87,8 @@ def kind_of(kinds: Mapping[str, Kind], config: object, strict: bool = True) -> s
         name: [ours for ours, value in kind.fixed.items() if getattr(config, ours) != value]
         for name, kind in kinds.items()
     }
-    nearest = min(others, key=lambda name: len(others[name]))
+    # A model with experts is not near to one without.
+    nearest = min(others, key=lambda name: (len(others[name]), "n_experts" in others[name]))
     for ours in others[nearest] if strict else ():
         raise ValueError(
             f"{ours}: {getattr(config, ours)} has no place in the config.json of"

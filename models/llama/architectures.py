@@ -35,8 +35,9 @@ class Architecture(Kind):
     true: tuple[str, ...] = ()
     """Flags that are true if they are absent."""
     layers: str = ""
-    """Which layers have a window: "all" if there is one; the "last"; "some"; empty: none. Which have
-    RoPE: "rotated", those with a window; "rotated if any" has one; any with "free"; else all."""
+    """Which layers have a window: "all" if there is one; "each", unless layer_types says which; the
+    "last"; "some"; empty: none. Which have RoPE: "rotated", those with a window; "rotated if any" has
+    one; any with "free"; else all."""
     window: int = 0
     """The window if no key says another."""
     part: float = 1.0
@@ -143,6 +144,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral": _row(
         "MistralForCausalLM",
         layers="all",
+        window=4096,
+        kv_heads=8,
+    ),
+    "ministral": _row(
+        "MinistralForCausalLM",
+        layers="each",
         window=4096,
         kv_heads=8,
     ),

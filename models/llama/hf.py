@@ -96,6 +96,8 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     Raises ValueError, with key and value, for what its architecture cannot have here.
     """
     name = values.get("model_type") or "llama"
+    if name == "mistral" and values.get("layer_types") is not None:
+        name = "ministral"  # transformers reads such a file so: it was published before that class
     row = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if row is None:
         raise ValueError(f"model_type: {shown(name)} is not of the llama family here")
@@ -267,7 +269,7 @@ def _local_layers(
         # Without a window there is but one kind.
         known = (_LOCAL, _GLOBAL) if window else (_GLOBAL,)
         return [one == _LOCAL for one in layer_types(values, n_layers, *known)]
-    if not window or row.layers == "all":
+    if not window or row.layers in ("all", "each"):
         return [window > 0] * n_layers
     if row.layers == "last":
         first = size(values, "max_window_layers", 28)
@@ -290,7 +292,7 @@ def _written_layers(c: LlamaConfig, row: Architecture) -> dict[str, Any]:
     if turned != (wanted or [True] * c.n_layers):
         raise _unfit("layer_pattern", row, "other layers without RoPE")
     # transformers asks some for a window, though no layer has it.
-    unused = row.window if row.layers in ("some", "rotated") else None
+    unused = row.window if row.layers in ("each", "some", "rotated") else None
     values: dict[str, Any] = {"sliding_window": c.window or unused}
     if row.layers == "all":
         if len(set(local)) > 1:

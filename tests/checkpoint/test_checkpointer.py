@@ -21,6 +21,7 @@ from compose.checkpoint import store
 from compose.checkpoint.checkpointer import Checkpointer
 from compose.checkpoint.loading import data_changes
 from compose.checkpoint.store import DataFields, ModelFields, Progress, State
+from compose.train.evaluate import Validation
 from compose.train.trainer import Trainer
 from tests.support.checkpoints import (
     MESHES,
@@ -133,6 +134,26 @@ def test_what_is_kept(pool: Pool, tmp_path: Path) -> None:
     reports = [line["checkpoint"] for line in lines(tmp_path) if "checkpoint" in line]
     assert reports  # also of saves that were still going on when the next one began
     assert all(r["stall"] < r["seconds"] and r["bytes"] > 0 and not r["failed"] for r in reports)
+
+
+def test_the_best_stays_if_a_better_one_could_not_be_saved(alone: None, tmp_path: Path) -> None:
+    publish, losses = Checkpointer._publish, {2: 3.0, 4: 2.0, 6: 5.0, 8: 4.0}
+
+    def fails(checkpointer: Checkpointer, target: Path, progress: Progress, files: Any) -> Any:
+        full = "No space left on device", 0
+        return full if progress.step == 4 else publish(checkpointer, target, progress, files)
+
+    def loss(validation: Validation, composition: Any, step: int) -> float | None:
+        return losses.get(step)
+
+    keys = SAVING | {"data__validation": __file__, "train__validate_every": 2, "train__stop_after": 8}
+    keys |= {"checkpoint__keep_last": 1, "checkpoint__keep_best": 1}
+    with (
+        mock.patch.object(Checkpointer, "_publish", fails),
+        mock.patch.object(Validation, "loss", loss),
+    ):
+        trainer_of(keys_for(tmp_path, **keys)).run()
+    assert [store.step_of(p) for p in store.newest_first(tmp_path / "checkpoints")] == [8, 2]
 
 
 def _damage(folder: Path, how: str) -> str:

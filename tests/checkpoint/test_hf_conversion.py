@@ -18,12 +18,14 @@ from compose.checkpoint.hf_conversion import _model_of, export
 from compose.checkpoint.hf_folder import find_hf, load_hf, model_in, name_of, published
 from compose.checkpoint.safetensors_files import INDEX, PlannedTensor, write_files
 from compose.checkpoint.store import ModelFields
+from compose.checkpoint.store import name_of as name_of_step
 from compose.errors import ConfigError
 from models import llama
 from tests.support.checkpoints import MESHES, train_on
-from tests.support.helpers import ROOT, make_job, refusal, refused
+from tests.support.helpers import ROOT, Keys, make_job, refusal, refused
 from tests.support.hugging_face import FOLDERS, MODELS, assert_same, read_tensors, save_model
 from tests.support.pool import Pool
+from tests.support.small_models import DEEPSEEK, QWEN
 from tests.support.tokenizer_kinds import save_kind
 from tests.support.tokenizers_made import CHATML
 from tests.support.training import keys_for, lines, train
@@ -149,6 +151,52 @@ def test_a_length_that_is_part_of_the_model_is_its_own(tmp_path: Path) -> None:
         original = None if change else other
         export(run / "checkpoints/step-00000000", back, original=original)
         assert model_in(back) == model_in(folder)
+
+
+def test_the_longest_text_is_no_shorter_than_what_was_learnt(alone: None, tmp_path: Path) -> None:
+    folder, run, back = (tmp_path / name for name in ("hf", "run", "back"))
+    save_model(folder, {})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 16}))
+    sizes = {"train__seq_len": 32, "train__global_batch": 2, "train__steps": 1}
+    train(keys_for(run, **sizes, checkpoint__interval=1, checkpoint__load_hf=folder))
+    assert main(["convert", str(run), str(back)]) == 0
+    assert json.loads((back / "config.json").read_text())["max_position_embeddings"] == 32
+
+
+def _trained(run: Path, model: Keys, steps: int = 1) -> Path:
+    sizes = {"train__seq_len": 16, "train__global_batch": 2, "train__stop_after": steps}
+    train(keys_for(run, **(model | sizes), checkpoint__interval=1))
+    return run / "checkpoints" / name_of_step(steps)
+
+
+def test_a_bias_that_chooses_experts_is_not_lost(alone: None, tmp_path: Path) -> None:
+    """An export without it would send tokens to other experts; Qwen3's class has none."""
+    model = QWEN | {"model__n_layers": 1}
+    first = _trained(tmp_path / "run", model | {"model__bias_rate": 0.1})
+    no_key = "model.bias_rate: 0.1 has no place in the config.json of Qwen3MoeForCausalLM"
+    assert refusal(export, first, tmp_path / "out") == f"{first}: {no_key}"
+    second = _trained(tmp_path / "run", model | {"model__bias_rate": 0.0}, 2)  # it stays as it is
+    assert refusal(export, second, tmp_path / "out") == (
+        f"{second}: model.layers.0.moe.router.bias is not 0, so that it decides which experts are"
+        " chosen, and Qwen3MoeForCausalLM has no such bias; train with model.bias_rate = 0"
+    )
+    export(_trained(tmp_path / "other", model), tmp_path / "out")
+
+
+def test_what_only_training_needs_is_the_runs(alone: None, tmp_path: Path) -> None:
+    """The run's config.toml has it. A run that begins with the export trains as this one did."""
+    model = DEEPSEEK | {"model__n_layers": 2, "model__bias_rate": 0.0, "model__latent_norm_eps": 1e-6}
+    second: Keys = {
+        "model__scoring": "softmax",
+        "model__normalize_weights": False,
+        "model__n_groups": 1,
+    }
+    for kind, more in {"deepseek_v3": {}, "deepseek_v2": second | {"model__top_groups": 1}}.items():
+        export(_trained(tmp_path / kind, model | more), tmp_path / f"{kind} out")
+        values = json.loads((tmp_path / f"{kind} out" / "config.json").read_text())
+        assert (values["model_type"], values["bias_rate"]) == (kind, 0.0)
+        assert (values["seq_aux"], values["aux_loss_alpha"]) == (True, 0.05)
 
 
 @pytest.mark.parametrize("name", ["tied", "deepseek_v3", "gpt_oss"])

@@ -692,6 +692,22 @@ def test_layers_may_have_windows_in_any_order() -> None:
     assert OSS.config_from_hf(values | {"layer_types": None}).layer_pattern == "wf"
 
 
+def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    """Ministral 8B was published so, and transformers gives a window to the layers that it names."""
+    from transformers import AutoConfig
+
+    kinds = 7 * [GLOBAL, *(3 * [LOCAL])]
+    values = values_of("mistral") | {"num_hidden_layers": 28, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    name, config = described_model(tmp_path)
+    assert [LOCAL if config.window_of(i) else GLOBAL for i in range(28)] == kinds
+    written = find_hf(name).hf_config(config)
+    theirs: Any = AutoConfig.from_pretrained(tmp_path)
+    assert (written["model_type"], written["layer_types"]) == (theirs.model_type, theirs.layer_types)
+    without = values | {"layer_types": None}
+    assert find_hf(name).config_from_hf(without).architecture == "mistral"
+
+
 def test_what_config_json_leaves_out_is_as_in_transformers() -> None:
     from transformers import AutoConfig
 

@@ -59,6 +59,7 @@ def _drawn_layers(row: Architecture, n_layers: int, rng: random.Random) -> dict[
     patterns = {
         "": ["w"],
         "all": ["w"],
+        "each": ["w", "wf", "fwww"],
         "last": ["f" * first + "w" * (n_layers - first) for first in range(n_layers)],
         "some": ["w", "wf", "wwf", "f"],
         "rotated": ["wF", "wwwF", "w", "F"],

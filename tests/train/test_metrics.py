@@ -167,6 +167,9 @@ def test_events_of_a_run_that_goes_on(tmp_path: Path) -> None:
         (2, 1.5),
         (3, 1.5),
     ]
+    (tmp_path / "metrics.jsonl").unlink()
+    _written(tmp_path, dataclasses.replace(STEP, step=1, lr=2.5))  # it begins again
+    assert [(event.step, event.value) for event in _events(tmp_path).Scalars("lr")] == [(1, 2.5)]
 
 
 class _Kept(Sink):

@@ -96,6 +96,7 @@ def _mlflow(service: Service) -> Any:
 
         def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
             assert len(params) <= 100
+            assert len(metrics) <= 1000
             service.keys |= {each.key: each.value for each in params}
             for each in metrics:
                 service.take(each.step, {each.key: each.value})
@@ -194,6 +195,18 @@ def test_a_killed_run_goes_on_whole(tmp_path: Path, services: dict[str, Service]
             del service.values[key]
         _run(tmp_path, range(6, 8), _config(name))
         assert sorted({step for step, _ in service.values}) == [*range(1, 8)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_service_that_comes_later(tmp_path: Path, services: dict[str, Service], name: Any) -> None:
+    """It gets the steps before too, and all numbers of a large run."""
+    _run(tmp_path, range(1, 4), _config())
+    many = {"rank_seconds": {str(rank): 1.0 for rank in range(1500)}}
+    with mock.patch.object(sys.modules[__name__], "STEP", dataclasses.replace(STEP, more=many)):
+        _run(tmp_path, range(4, 6), _config(name))
+    steps = [step for step, name in services[name].values if name == "loss"]
+    assert steps == [1, 2, 3, 4, 5]
+    assert services[name].values[5, "rank_seconds/1499"] == 1.0
 
 
 def test_texts_and_tables(tmp_path: Path, services: dict[str, Service]) -> None:
