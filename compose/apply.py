@@ -3,12 +3,14 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -26,6 +28,7 @@ from compose.ops.dropout import Masks, dropouts, refuse_functions
 from compose.parallel.context_parallel import Balance, ContextParallel, is_causal
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
+from compose.parallel.gradient_sum import end_own_forward
 from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output_projection import Output
@@ -151,6 +154,8 @@ def apply(
             data[number] = apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last)
     if runner:
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
+    elif isinstance(model, FSDPModule):
+        model.register_forward_hook(partial(end_own_forward, data[0]))
     # A closure of the model may still use a parameter as it was: check_gradients asks for it.
     here_now = set(model.parameters())
     data[0].replaced = [(name, old) for name, old in before if old() not in here_now]

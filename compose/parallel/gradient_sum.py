@@ -10,6 +10,7 @@ of a unit travels while the units before it run backward.
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -230,6 +231,40 @@ def cast_inputs(
     return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
 
 
+@contextmanager
+def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
+    """Let gathered weights stay after a forward meanwhile, for the backward or the forward that follows.
+
+    Whole weights of before are freed, since the shards may have changed.
+    """
+    parts = [*parts]
+    try:
+        for part in parts:
+            part.order, part.keeps_gathered = [], True
+            free_gathered(part.model)
+        yield
+    finally:
+        for part in parts:
+            part.keeps_gathered = False
+
+
+@torch.compiler.disable
+def end_own_forward(part: "DataParallel", model: nn.Module, *unused: Any) -> None:
+    """Give a model its shards back after a forward of a caller's own, as it had them before.
+
+    Whole weights would be its parameters meanwhile: an optimizer that is made of them would train
+    nothing, and gradients, which are the shards', would neither be cleared nor clipped.
+    """
+    if not part.keeps_gathered:
+        _free(model)
+
+
+def _free(model: nn.Module) -> None:
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def free_gathered(model: nn.Module) -> None:
     """Free whole weights that a forward outside of steps has left, since the shards may have changed.
 
@@ -237,9 +272,7 @@ def free_gathered(model: nn.Module) -> None:
     """
     if not isinstance(model, FSDPModule):
         return
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    _free(model)
     for name, p in model.named_parameters():
         if p.requires_grad and has_shards(p) and not isinstance(p, DTensor):
             raise ConfigError(

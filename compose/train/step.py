@@ -21,7 +21,7 @@ from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import begin_fsdp_backward_at
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.expert_parallel import begin_step, finish_step
-from compose.parallel.gradient_sum import check_gradients, free_gathered
+from compose.parallel.gradient_sum import check_gradients, kept_gathered
 from compose.parallel.hpz import hpz_shards
 from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
@@ -94,10 +94,8 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
-    for part in composition.data:
-        part.order = []
-        free_gathered(part.model)
-    with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
+    gathered = kept_gathered(composition.data)
+    with gathered, scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:

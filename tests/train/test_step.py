@@ -415,6 +415,41 @@ def test_weights_that_changed_since_a_forward_of_ones_own(pool: Pool) -> None:
         assert pool.run(_after_a_forward, 2, zero) == [pytest.approx(each) for each in wanted]
 
 
+def _own_forward_between(zero: Literal[0, 1, 2, 3]) -> list[float]:
+    """Norms and a loss of steps between which a caller runs the model."""
+    torch.manual_seed(0)
+    parallel = Parallel(dp_shard=2, zero=zero)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    run: dict[str, Any] = {"composition": composition, "batch": batch}
+    run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+
+    def norm(step: bool = True) -> float:
+        if step:
+            forward_backward(**run)
+        with torch.no_grad():
+            model(torch.eye(3))
+        return float(clip_grad_norm_(composition, 0.0))
+
+    results = [norm(), norm(step=False)]
+    model.zero_grad()
+    results.append(norm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].requires_grad_(False)
+    return [*results, norm(), float(forward_backward(**run))]
+
+
+def test_a_forward_of_ones_own_leaves_the_shards(pool: Pool) -> None:
+    """Gradients were not clipped nor cleared, and optimizers and flags were those of whole weights."""
+    wanted = pool.run(_own_forward_between, 2, 0)
+    for zero in (1, 2, 3):
+        found = pool.run(_own_forward_between, 2, zero)
+        assert found == [pytest.approx(each) for each in wanted]
+
+
 def _new_parameter(name: str) -> str:
     parallel = Parallel(dp_shard=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
