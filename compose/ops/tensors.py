@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
@@ -218,6 +219,55 @@ class _ArrivedTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+class Changes:
+    """What a step's forwards change besides gradients, and ranks must change alike.
+
+    These are the buffers that a checkpoint has, over the data axes, and the states of PyTorch's
+    generators, over tp. What was compared once is not compared again.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, tuple[Tensor, int]] = {}
+        self.state, self.compared = 0, set[str]()
+
+    def begin(self, model: nn.Module) -> None:
+        """Note what there is before the forwards."""
+        self.buffers, self.state = _buffers(model), _generators()
+
+    def end(self, model: nn.Module) -> tuple[dict[str, Tensor], int]:
+        """Return changed buffers by name, and a digest of the generators if they were drawn from."""
+        changed = dict[str, Tensor]()
+        for name, (buffer, version) in _buffers(model).items():
+            was, earlier = self.buffers.get(name, (None, 0))
+            if name not in self.compared and not (was is buffer and earlier == version):
+                changed[name] = buffer
+        drawn = self.state if "" not in self.compared and self.state != _generators() else 0
+        self.compared |= {*changed, *([""] if drawn else [])}
+        self.buffers = {}
+        return changed, drawn
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Return the buffers that a checkpoint has, with how often they were written to."""
+    held = {
+        f"{path}.{key}".lstrip("."): local_tensor(buffer)
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
+    # A simulation has nothing to compare.
+    plain = {name: x for name, x in held.items() if type(x) is Tensor and not x.is_inference()}
+    return {name: (x, x._version) for name, x in plain.items() if not x.is_meta}
+
+
+def _generators() -> int:
+    """Return a digest of the states of PyTorch's generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return sum(zlib.crc32(state.numpy()) for state in states if type(state) is Tensor)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
 from compose.errors import ConfigError
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import checksums, local_tensor
 from compose.ops.torch_versions import fsdp_parameters
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
 
@@ -233,7 +233,7 @@ def cast_inputs(
 
 @contextmanager
 def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
-    """Let gathered weights stay after a forward meanwhile, for the backward or the forward that follows.
+    """Let gathered weights stay after a forward meanwhile, for what follows it.
 
     Whole weights of before are freed, since the shards may have changed.
     """
@@ -242,6 +242,7 @@ def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
         for part in parts:
             part.order, part.keeps_gathered = [], True
             free_gathered(part.model)
+            part.changes.begin(part.model)
         yield
     finally:
         for part in parts:
@@ -328,13 +329,39 @@ def check_gradients(
         changed |= order != part.former_order
         part.order, part.former_order = [], order
     both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
-    own = torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device)
-    total = sum_over(own, mesh, axes)
-    # The host waits for a GPU only if a gradient is lacking or the order is new. A simulation has no
+    buffers, drawn = dict[str, Tensor](), 0
+    for part in parts:
+        more, drawn = part.changes.end(part.model)
+        buffers |= more
+    digest = checksums([*buffers.values()]).sum() & 0xFFFFFFFF if buffers else 0
+    own = torch.stack(
+        [
+            torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device) + digest,
+            torch.full((), drawn, dtype=torch.float64, device=device),
+        ]
+    )
+    total = sum_over(own, mesh, DATA_AXES)
+    over_tp = sum_over(torch.stack([total[0], own[2]]), mesh, ("tp",))
+    # The host waits for a GPU only if a gradient is lacking or something is new. A simulation has no
     # number to read.
-    waits = total.is_cuda and (bool(lacking) or changed)
-    reads = type(total) is Tensor and (total.is_cpu or waits)
-    if reads and float(total) != float(own) * ranks:
+    waits = total.is_cuda and (bool(lacking) or changed or bool(buffers) or bool(drawn))
+    if type(total) is not Tensor or not (total.is_cpu or waits):
+        return
+    tp = axis_size(mesh, "tp")
+    (gradients, written, states), (all_gradients, all_states) = own.tolist(), over_tp.tolist()
+    if float(total[1]) != written * ranks / tp:
+        raise ConfigError(
+            f"model: forward changes {', '.join([*buffers][:3])}, and ranks of data change buffers"
+            " otherwise, so that each has a model of its own; use GroupNorm in place of BatchNorm,"
+            " nn.SyncBatchNorm, or eval() of that module"
+        )
+    if all_states != states * tp:
+        raise ConfigError(
+            "model: forward draws random numbers, and ranks of tp would draw others, each for its part"
+            " of one sample; give them one seed (torch.manual_seed) before the first step"
+        )
+    if all_gradients != gradients * ranks:
         number = lacking[0].rpartition("/")[0] if lacking else ""
         where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
         name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
