@@ -7,6 +7,7 @@ copied once, into the buffer that is sent; afterwards they are parts of it, as w
 of a unit travels while the units before it run backward.
 """
 
+import gc
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -299,6 +300,24 @@ def lost(name: str, zero: int) -> ConfigError:
     )
 
 
+def _refuse_optimizers(model: nn.Module, replaced: Iterable[tuple[str, Any]]) -> None:
+    here = {name for name, _ in model.named_parameters()}
+    names = {id(old()): name for name, old in replaced if name in here}
+
+    def held() -> list[str]:
+        kinds = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+        each = [id(p) for x in kinds for group in x.param_groups for p in group["params"]]
+        return [names[key] for key in each if key in names]
+
+    if names and held():
+        gc.collect()  # it may be one that nobody holds any more
+        if still := held():
+            raise ConfigError(
+                f"optimizer: it has {still[0]} as it was before compose.apply, and so would not train"
+                " it; make it afterwards, of model.parameters()"
+            )
+
+
 def check_gradients(
     model: nn.Module, parts: Iterable["DataParallel"], mesh: DeviceMesh, device: torch.device
 ) -> None:
@@ -311,6 +330,9 @@ def check_gradients(
     for part in parts:
         # Most were let go. Gradients come to one that a closure, say, still uses.
         part.replaced = [(name, old) for name, old in part.replaced if old() is not None]
+        if part.is_new and part.replaced:
+            _refuse_optimizers(model, part.replaced)
+        part.is_new = False
         for name, old in part.replaced:
             if getattr(old(), "grad", None) is not None:
                 raise ConfigError(

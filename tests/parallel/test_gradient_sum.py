@@ -247,3 +247,29 @@ def test_random_numbers_that_ranks_of_tp_draw(pool: Pool) -> None:
         "model: forward draws random numbers, and ranks of tp would draw others, each for its part of"
         " one sample; give them one seed (torch.manual_seed) before the first step"
     ]
+
+
+def _made_before(zero: Literal[0, 1, 3]) -> list[str]:
+    """What a first step says of an optimizer made before ``apply``, and of one that is gone."""
+    parallel, said = Parallel(dp_shard=2, zero=zero), list[str]()
+    for kept in (True, False):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters())
+        composition = apply(model, Plan(), make_mesh(parallel), Options(parallel))
+        if not kept:
+            optimizer = torch.optim.SGD(model.parameters())
+        batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+        loss = nn.MSELoss(reduction="sum")
+        said.append(refusal(forward_backward, composition, batch, loss_function=loss))
+        del optimizer
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_optimizer_of_weights_as_they_were(pool: Pool, zero: Literal[0, 1, 3]) -> None:
+    """It trained nothing, since the gradients are those of shards."""
+    line = (
+        "optimizer: it has weight as it was before compose.apply, and so would not train it; make it"
+        " afterwards, of model.parameters()"
+    )
+    assert pool.run(_made_before, 2, zero) == 2 * [[line if zero else "", ""]]
