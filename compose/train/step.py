@@ -23,7 +23,7 @@ from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_seq
 from compose.parallel.expert_parallel import begin_step, finish_step
 from compose.parallel.gradient_sum import check_gradients, kept_gathered
 from compose.parallel.hpz import hpz_shards
-from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
+from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, same_rows, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
 
 
@@ -78,6 +78,8 @@ def forward_backward(
     if isinstance(micro_batch, Share):
         share, micro_batch = micro_batch, micro_batch.micro_batch
     micro_batch = samples_at_once(batch, micro_batch)
+    if any(part.is_new for part in composition.data):
+        same_rows(batch, mesh)
     own = count_for(loss_function, targets)
     counts = torch.stack([own, count_places(batch).to(own)])
     count, places = sum_over(counts, mesh, BATCH_AXES).clamp(min=1)

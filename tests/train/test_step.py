@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import (
@@ -820,3 +821,28 @@ def _counted() -> list[list[int]]:
 
 def test_positions_are_not_those_of_targets(pool: Pool) -> None:
     assert pool.run(_counted, 1) == [[[0, 1, 2, 3, 4]] * 2]
+
+
+def _other_rows(parallel: Parallel) -> list[str]:
+    """What a first step says of equal batches on all ranks, and of one for each rank."""
+    plan = Plan(tensor={"0": ColwiseParallel(), "1": RowwiseParallel()})
+    said = []
+    for other in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        composition = apply(model, plan, make_mesh(parallel), Options(parallel))
+        batch = {"input": torch.eye(3) + other * dist.get_rank(), "targets": torch.eye(3)}
+        loss = nn.MSELoss(reduction="sum")
+        said.append(refusal(forward_backward, composition, batch, loss_function=loss))
+    return said
+
+
+def test_ranks_of_one_share_with_other_batches(pool: Pool) -> None:
+    """Each rank of tp computed its part of another sample."""
+    assert pool.run(_other_rows, 2, Parallel(tp=2, dp_shard=1)) == 2 * [
+        [
+            "",
+            "batch: ranks that differ in tp alone run the same samples, and were given others; give"
+            " each rank of one share the same batch (compose.parallel.mesh.batch_share)",
+        ]
+    ]
