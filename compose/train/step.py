@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import IGNORE, Documents, count_places, empty, targets_of
+from compose.ops.batch import IGNORE, Documents, check_rows, count_places, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
@@ -170,16 +170,10 @@ def begun(
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
     """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1."""
+    check_rows(batch, micro_batch)
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
-    names = {len(value) if getattr(value, "ndim", 1) else 0: name for name, value in batch.items()}
-    few, most = min(names), max(names)
-    if few < most > size:
-        raise ConfigError(
-            f"batch: {names[few]} has {few} rows and {names[most]} has {most}, and a forward takes the"
-            " same rows of all; give each tensor one row for each sample"
-        )
     return size
 
 

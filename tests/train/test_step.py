@@ -598,6 +598,17 @@ def test_a_batch_has_a_row_for_each_sample(run: Any, micro_batch: int | None) ->
     )
 
 
+@pytest.mark.parametrize("value", [None, 3, {"a": torch.ones(4)}, "text"])
+def test_what_has_no_rows_is_refused(value: Any) -> None:
+    """It was a TypeError of a slice."""
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"mask": value, "input": torch.ones(4), "targets": torch.arange(4)}
+    assert refusal(forward_backward, composition, batch) == (
+        f"batch: mask is of the type {type(value).__name__}, and a forward takes some rows of all; leave"
+        " it out, or give a tensor with one row for each sample"
+    )
+
+
 class Learns(nn.CrossEntropyLoss):
     """A loss with a parameter of its own."""
 
