@@ -142,6 +142,11 @@ _SAID = {
     " use_reentrant=False",
 }
 """Parts of what PyTorch says of a model that does what a cut one may not, and what is meant."""
+_MIXED = (  # what the first means with tp
+    "a module computes with a weight that plan.tensor or plan.replicate has placed and with a plain"
+    " tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take one tensor"
+    " alone, by position, and make no other; or use parallel.tp = 1"
+)
 
 
 @contextmanager
@@ -151,7 +156,9 @@ def _said_plainly(mesh: DeviceMesh) -> Iterator[None]:
         yield
     except RuntimeError as error:
         meant = [line for part, line in _SAID.items() if part in str(error)]
-        if not meant or axis_size(mesh, "tp") > 1:
+        if axis_size(mesh, "tp") > 1:
+            meant = [_MIXED] if next(iter(_SAID)) in str(error) else []
+        if not meant:
             raise
         raise ConfigError(f"model: {meant[0]}") from error
 
