@@ -1,9 +1,10 @@
 """Tensors behind their wrappers: this rank's part, its place in the whole, arrival, and ties."""
 
+import gc
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -247,6 +248,20 @@ class Changes:
         self.compared |= {*changed, *([""] if drawn else [])}
         self.buffers = {}
         return changed, drawn
+
+
+def held_by_optimizers(names: Mapping[int, str]) -> str:
+    """Return the name of a tensor, by its id, that an optimizer of this process has; empty if none."""
+
+    def held() -> str:
+        kinds = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+        each = [id(p) for x in kinds for group in x.param_groups for p in group["params"]]
+        return next((names[key] for key in each if key in names), "")
+
+    if not names or not held():
+        return ""
+    gc.collect()  # it may be one that nobody has any more
+    return held()
 
 
 def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:

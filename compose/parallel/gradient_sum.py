@@ -7,7 +7,6 @@ copied once, into the buffer that is sent; afterwards they are parts of it, as w
 of a unit travels while the units before it run backward.
 """
 
-import gc
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
 from compose.errors import ConfigError
-from compose.ops.tensors import checksums, local_tensor
+from compose.ops.tensors import checksums, held_by_optimizers, local_tensor
 from compose.ops.torch_versions import fsdp_parameters
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
 
@@ -302,20 +301,11 @@ def lost(name: str, zero: int) -> ConfigError:
 
 def _refuse_optimizers(model: nn.Module, replaced: Iterable[tuple[str, Any]]) -> None:
     here = {name for name, _ in model.named_parameters()}
-    names = {id(old()): name for name, old in replaced if name in here}
-
-    def held() -> list[str]:
-        kinds = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
-        each = [id(p) for x in kinds for group in x.param_groups for p in group["params"]]
-        return [names[key] for key in each if key in names]
-
-    if names and held():
-        gc.collect()  # it may be one that nobody holds any more
-        if still := held():
-            raise ConfigError(
-                f"optimizer: it has {still[0]} as it was before compose.apply, and so would not train"
-                " it; make it afterwards, of model.parameters()"
-            )
+    if held := held_by_optimizers({id(old()): name for name, old in replaced if name in here}):
+        raise ConfigError(
+            f"optimizer: it has {held} as it was before compose.apply, and so would not train it; make"
+            " it afterwards, of model.parameters()"
+        )
 
 
 def check_gradients(
