@@ -241,7 +241,7 @@ def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
     try:
         for part in parts:
             part.order, part.keeps_gathered = [], True
-            free_gathered(part.model)
+            free_gathered(part)
             part.changes.begin(part.model)
         yield
     finally:
@@ -266,16 +266,18 @@ def _free(model: nn.Module) -> None:
             unit.reshard()
 
 
-def free_gathered(model: nn.Module) -> None:
+def free_gathered(part: "DataParallel") -> None:
     """Free whole weights that a forward outside of steps has left, since the shards may have changed.
 
     Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards.
     """
+    model = part.model
     if not isinstance(model, FSDPModule):
         return
     _free(model)
     for name, p in model.named_parameters():
-        if p.requires_grad and has_shards(p) and not isinstance(p, DTensor):
+        summed = isinstance(p, DTensor) or (part.sums is not None and not has_shards(p))
+        if p.requires_grad and not summed:
             raise ConfigError(
                 f"model: the parameter {name} is new since compose.apply, and ranks would not sum its"
                 " gradient; add it before, or copy its values into the one that was there"

@@ -385,8 +385,8 @@ def test_what_fails_in_a_composition_is_one_line(pool: Pool) -> None:
     assert said[0] == said[1]
     assert said[0] == (
         "model: a module computes with a weight that plan.tensor or plan.replicate has placed and with"
-        " a plain tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take one"
-        " tensor alone, by position, and make no other; or use parallel.tp = 1"
+        " a plain tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take"
+        " one tensor alone, by position, and make no other; or use parallel.tp = 1"
     )
     assert (
         pool.run(_recurrent, 2, True)

@@ -451,20 +451,20 @@ def test_a_forward_of_ones_own_leaves_the_shards(pool: Pool) -> None:
         assert found == [pytest.approx(each) for each in wanted]
 
 
-def _new_parameter(name: str) -> str:
+def _new_parameter(name: str, shape: tuple[int, ...]) -> str:
     parallel = Parallel(dp_shard=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
     batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
-    model[0].register_parameter(name, nn.Parameter(torch.zeros(3, 3)))
+    model[0].register_parameter(name, nn.Parameter(torch.zeros(shape)))
     loss = nn.CrossEntropyLoss(reduction="sum")
     return refusal(forward_backward, composition, batch, loss_function=loss)
 
 
-@pytest.mark.parametrize("name", ["weight", "adapter"])
-def test_a_parameter_that_is_new_since_apply(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(("name", "shape"), [("weight", (3, 3)), ("adapter", (3, 3)), ("scale", ())])
+def test_a_parameter_that_is_new_since_apply(pool: Pool, name: str, shape: tuple[int, ...]) -> None:
     """Ranks did not sum its gradient, and its values drifted apart."""
-    assert pool.run(_new_parameter, 2, name) == 2 * [
+    assert pool.run(_new_parameter, 2, name, shape) == 2 * [
         f"model: the parameter 0.{name} is new since compose.apply, and ranks would not sum its"
         " gradient; add it before, or copy its values into the one that was there"
     ]
