@@ -604,8 +604,8 @@ def test_what_has_no_rows_is_refused(value: Any) -> None:
     composition = Composition(nn.Linear(2, 2), mock.Mock())
     batch = {"mask": value, "input": torch.ones(4), "targets": torch.arange(4)}
     assert refusal(forward_backward, composition, batch) == (
-        f"batch: mask is of the type {type(value).__name__}, and a forward takes some rows of all; leave"
-        " it out, or give a tensor with one row for each sample"
+        f"batch: mask is of the type {type(value).__name__}, and a forward takes some rows of all;"
+        " leave it out, or give a tensor with one row for each sample"
     )
 
 
