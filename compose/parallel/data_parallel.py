@@ -326,8 +326,7 @@ def apply_data_parallel(
         if not keep:
             gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
-    if data_mesh.size() > 1:
-        before_fsdp_sends(model, data.note_gradients)
+    before_fsdp_sends(model, data.note_gradients)
     if messages:
         messages.attach(model, shards, copies, stacked)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in

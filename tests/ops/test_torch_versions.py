@@ -132,6 +132,8 @@ INSTEAD = {
         torch.distributed.fsdp._fully_shard._fsdp_param_group
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward
+        torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.pre_forward
+        torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard
     """,
     "fake tensors, once they have a backward without a GPU": """

@@ -451,6 +451,63 @@ def test_a_forward_of_ones_own_leaves_the_shards(pool: Pool) -> None:
         assert found == [pytest.approx(each) for each in wanted]
 
 
+class _Replaced(nn.Module):
+    """Forward runs a layer with another bias, by torch.func.functional_call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = self.bias(torch.ones(3))
+        return torch.func.functional_call(self.layer, {"bias": bias}, (input,))
+
+
+def _with_another_weight(zero: Literal[0, 2, 3], shard: list[str]) -> str:
+    parallel = Parallel(dp_shard=2, zero=zero)
+    composition = apply(_Replaced(), Plan(shard=shard), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    said = refusal(forward_backward, composition, batch, loss_function=loss)
+    return said or str(all(p.grad is not None for p in composition.model.bias.parameters()))
+
+
+def test_a_functional_call_of_a_unit(pool: Pool) -> None:
+    """FSDP put its own weight in place of the given one, which got no gradient."""
+    for zero in (0, 3):
+        assert pool.run(_with_another_weight, 2, zero, []) == ["True", "True"]
+    for zero in (2, 3):
+        assert pool.run(_with_another_weight, 2, zero, ["layer", "bias"]) == 2 * [
+            "model: forward runs with another tensor in place of layer.bias, as"
+            " torch.func.functional_call puts it there, and FSDP would take its own; do so inside of a"
+            " unit of plan.shard, or use parallel.zero = 0"
+        ]
+
+
+def _first_in_inference(zero: Literal[0, 1, 3]) -> list[float]:
+    """Losses after the model ran under inference_mode, by itself and in ``evaluate``."""
+    losses = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        parallel = Parallel(dp_shard=2, zero=zero)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+        batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+        run: dict[str, Any] = {"composition": composition, "batch": batch}
+        run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+        with torch.inference_mode():
+            losses.append(float(evaluate(**run)[0] if evaluates else model(torch.eye(3)).sum()))
+        losses += [float(forward_backward(**run)), float(clip_grad_norm_(composition, 0.0))]
+    return losses
+
+
+def test_training_after_inference_mode(pool: Pool) -> None:
+    """What FSDP had gathered in that mode could not be used in training."""
+    wanted = pool.run(_first_in_inference, 2, 0)
+    for zero in (1, 3):
+        assert pool.run(_first_in_inference, 2, zero) == [pytest.approx(each) for each in wanted]
+
+
 def _new_parameter(name: str, shape: tuple[int, ...]) -> str:
     parallel = Parallel(dp_shard=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
