@@ -135,7 +135,7 @@ class DataParallel:
         self.order, self.former_order = list[int](), list[int]()
         """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False
-        self.keeps_gathered, self.is_new, self.changes = False, True, Changes()
+        self.keeps_gathered, self.failed, self.is_new, self.changes = False, False, True, Changes()
 
     def note_forward(self, unit: int, *unused: Any) -> None:
         """Note that a unit's forward begins."""

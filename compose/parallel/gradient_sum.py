@@ -238,12 +238,21 @@ def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
     Whole weights of before are freed, since the shards may have changed.
     """
     parts = [*parts]
+    if any(part.failed for part in parts):
+        raise ConfigError(
+            "composition: an error has ended an earlier step midway, and its gradients and gathered"
+            " weights would be a part of this one; make a new one by compose.apply"
+        )
     try:
         for part in parts:
             part.order, part.keeps_gathered = [], True
             free_gathered(part)
             part.changes.begin(part.model)
         yield
+    except Exception as error:
+        for part in parts:
+            part.failed = isinstance(part.model, FSDPModule) and not isinstance(error, ConfigError)
+        raise
     finally:
         for part in parts:
             part.keeps_gathered = False

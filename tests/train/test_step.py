@@ -508,6 +508,36 @@ def test_training_after_inference_mode(pool: Pool) -> None:
         assert pool.run(_first_in_inference, 2, zero) == [pytest.approx(each) for each in wanted]
 
 
+def _after_an_error(zero: Literal[0, 2, 3]) -> list[str]:
+    """What steps say of which the first ends with an error in its second micro-batch."""
+    parallel, calls = Parallel(dp_shard=2, zero=zero), list[int]()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+
+    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("no loss")
+        return (output - targets).square().sum()
+
+    with pytest.raises(ValueError, match="no loss"):
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    model.zero_grad()
+    return [refusal(forward_backward, composition, batch, loss_function=loss) for _ in range(2)]
+
+
+def test_a_step_after_one_that_failed(pool: Pool) -> None:
+    """Its gradients had those of the failed one, which no optimizer sees, in them."""
+    assert pool.run(_after_an_error, 2, 0) == 2 * [["", ""]]
+    line = (
+        "composition: an error has ended an earlier step midway, and its gradients and gathered weights"
+        " would be a part of this one; make a new one by compose.apply"
+    )
+    for zero in (2, 3):
+        assert pool.run(_after_an_error, 2, zero) == 2 * [[line, line]]
+
+
 def _new_parameter(name: str, shape: tuple[int, ...]) -> str:
     parallel = Parallel(dp_shard=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
