@@ -279,14 +279,16 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
     """Return one line for each unit that ``fully_shard`` would refuse or silently handle wrongly."""
     problems = []
     unit_of = {name: unit for unit in units for name in unit}
+    own = {id(model.get_submodule(name)): unit for name, unit in unit_of.items()}
     for name in unit_of:
         if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             problems.append(f"plan.shard: {name} is a list of modules; name them: {name}.*")
         outer = [other for other in unit_of if name.startswith(other + ".")]
         problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
     for names in tied_names(model):
-        # A module of no unit belongs to the root's own.
-        here = [next((unit_of[m] for m in around(name) if m in unit_of), []) for name in names]
+        # A module of no unit belongs to the root's own. One that is there twice has two names.
+        held = [[id(model.get_submodule(m)) for m in around(name)] for name in names]
+        here = [next((own[module] for module in each if module in own), []) for each in held]
         if any(unit != here[0] for unit in here):
             problems.append(
                 f"plan.shard: {' and '.join(names)} are one tied parameter;"
