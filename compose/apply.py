@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.parameter import UninitializedParameter
 
 from compose.composition import Composition, Messages, Options
 from compose.config.addons import provided
@@ -192,7 +193,23 @@ def with_degrees(options: Options | None, mesh: DeviceMesh) -> Options:
 
 def _check_types(model: nn.Module, master: torch.dtype) -> None:
     wide = torch.promote_types(torch.float32, master)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name} is sparse, which messages do not take; hold its indices and values, and"
+                " make it in forward"
+            )
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} has no shape before the first forward; run the model once, on one"
+                " sample, before compose.apply"
+            )
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name} is a DTensor: the model, or a part of it, was cut before; give"
+                " compose.apply a new one"
+            )
         if parameter.is_complex():
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}, which FSDP does not take; hold real numbers,"

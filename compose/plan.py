@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -250,7 +250,7 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
         held = {**vars(module), "_parameters": None, "_buffers": None, **module._buffers}
         # Recurrent networks bring their lists up to date, and hooks what they compute.
         for key in held if not isinstance(module, nn.RNNBase) and not module._forward_pre_hooks else ():
-            tensors = [x for x in tree_leaves(held[key]) if type(x) is Tensor]
+            tensors = [x for x in tree_leaves(held[key]) if type(x) is Tensor and x.layout is strided]
             names = [memory.get(x.untyped_storage()._cdata) for x in tensors]
             problems += [
                 f"parameter {name} and {f'{path}.{key}'.lstrip('.')} are in one memory, which a copy"

@@ -404,12 +404,23 @@ def test_modules_that_mix_tokens_need_a_style_with_cp(mixes: nn.Module) -> None:
     )
 
 
-def test_complex_weights_and_a_layer_twice() -> None:
+def test_weights_and_buffers_of_odd_kinds_and_a_layer_twice() -> None:
     model = nn.Module()
     model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     assert refusal(_check_types, model, torch.float32) == (
         "parameter turn is torch.complex64, which FSDP does not take; hold real numbers, and use"
         " torch.view_as_complex in forward"
+    )
+    assert refusal(_check_types, nn.Sequential(nn.LazyLinear(2)), torch.float32) == (
+        "parameter 0.weight has no shape before the first forward; run the model once, on one sample,"
+        " before compose.apply"
+    )
+    graph = nn.Module()
+    graph.register_buffer("edges", torch.eye(2).to_sparse())
+    resolve(Plan(), graph)
+    assert refusal(_check_types, graph, torch.float32) == (
+        "buffer edges is sparse, which messages do not take; hold its indices and values, and make it"
+        " in forward"
     )
     layer = nn.Linear(2, 2)
     model = nn.ModuleDict({"layers": nn.ModuleList([layer, layer])})
