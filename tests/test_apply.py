@@ -116,6 +116,6 @@ def _applied_twice() -> str:
 def test_a_part_that_was_cut_before_is_refused(pool: Pool) -> None:
     """It was an error about messages of DTensors."""
     assert pool.run(_applied_twice, 2) == 2 * [
-        "parameter 0.weight is a DTensor: the model, or a part of it, was cut before; give compose.apply"
-        " a new one"
+        "parameter 0.weight is a DTensor: the model, or a part of it, was cut before; give"
+        " compose.apply a new one"
     ]
