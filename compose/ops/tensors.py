@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from compose.errors import ConfigError
+from compose.ops.torch_versions import fsdp_parameters
 
 T = TypeVar("T")
 
@@ -232,10 +233,16 @@ class Changes:
     def __init__(self) -> None:
         self.buffers: dict[str, tuple[Tensor, int]] = {}
         self.state, self.compared = 0, set[str]()
+        self.gathered: dict[str, tuple[int, int]] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Note what there is before the forwards."""
-        self.buffers, self.state = _buffers(model), _generators()
+        self.buffers, self.state, self.gathered = _buffers(model), _generators(), _gathered(model)
+
+    def lost(self, model: nn.Module) -> str:
+        """Return the name of a parameter that was changed where FSDP had gathered it; empty if none."""
+        now = _gathered(model)
+        return next((name for name, was in self.gathered.items() if now.get(name) != was), "")
 
     def end(self, model: nn.Module) -> tuple[dict[str, Tensor], int]:
         """Return changed buffers by name, and a digest of the generators if they were drawn from."""
@@ -275,6 +282,16 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
     # A simulation has nothing to compare.
     plain = {name: x for name, x in held.items() if type(x) is Tensor and not x.is_inference()}
     return {name: (x, x._version) for name, x in plain.items() if not x.is_meta}
+
+
+def _gathered(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return how often whole weights were written to, and where they are; FSDP's own is not counted."""
+    records = [(p._param_fqn, getattr(p, "_unsharded_param", None)) for p in fsdp_parameters(model)]
+    held = [(name, local_tensor(p)) for name, p in records if p is not None]
+    plain = [
+        (name, x) for name, x in held if type(x) in (Tensor, nn.Parameter) and not x.is_inference()
+    ]
+    return {name: (x._version, x.untyped_storage()._cdata) for name, x in plain}
 
 
 def _generators() -> int:

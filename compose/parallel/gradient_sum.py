@@ -354,6 +354,11 @@ def check_gradients(
     both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
     buffers, drawn = dict[str, Tensor](), 0
     for part in parts:
+        if lost := part.changes.lost(part.model):
+            raise ConfigError(
+                f"model: forward changes the parameter {lost} where FSDP has gathered it, and the"
+                " change is lost; make it between two steps, or use parallel.zero = 0"
+            )
         more, drawn = part.changes.end(part.model)
         buffers |= more
     digest = checksums([*buffers.values()]).sum() & 0xFFFFFFFF if buffers else 0

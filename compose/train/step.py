@@ -133,7 +133,7 @@ _SAID = {
     "got mixed torch.Tensor and DTensor": "forward uses a weight outside of its module, where a rank"
     " has a part of it; let its module do that, or a unit of plan.shard that holds it",
     "storage of size 0": "backward needs a weight that FSDP has freed; let units of plan.shard return"
-    " tensors in lists, dicts or dataclasses, and have no gradients computed in forward",
+    " tensors in lists, dicts or dataclasses, change none in place, and compute no gradients inside",
     "RegisterPostBackwardFunction is a view": "a unit of plan.shard works in place on its input; let"
     " it make a new tensor",
     "a leaf Variable that requires grad": "a stage works in place on its input; let it make a new"

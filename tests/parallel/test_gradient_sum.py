@@ -273,3 +273,41 @@ def test_an_optimizer_of_weights_as_they_were(pool: Pool, zero: Literal[0, 1, 3]
         " afterwards, of model.parameters()"
     )
     assert pool.run(_made_before, 2, zero) == 2 * [[line if zero else "", ""]]
+
+
+class _Follows(nn.Module):
+    """Forward moves one layer, which is not trained, toward another one."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.layer, self.slow, self.assigns = nn.Linear(3, 3), nn.Linear(3, 3), assigns
+        self.slow.requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        slow, layer = self.slow.weight, self.layer.weight
+        if self.assigns:
+            slow.data = 0.5 * slow.data + 0.5 * layer.data
+        else:
+            slow.lerp_(layer.detach(), 0.5)
+        return self.layer(input) - self.slow(input)
+
+
+def _follow(zero: Literal[0, 1, 3], assigns: bool) -> list[str]:
+    """What two steps say."""
+    parallel = Parallel(dp_shard=2, zero=zero)
+    composition = apply(_Follows(assigns), Plan(), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+    loss = nn.MSELoss(reduction="sum")
+    return [refusal(forward_backward, composition, batch, loss_function=loss) for _ in range(2)]
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_weight_that_forward_changes(pool: Pool, assigns: bool) -> None:
+    """Each step began with it as it was at first."""
+    assert pool.run(_follow, 2, 0, assigns) == 2 * [["", ""]]
+    line = (
+        "model: forward changes the parameter slow.weight where FSDP has gathered it, and the change is"
+        " lost; make it between two steps, or use parallel.zero = 0"
+    )
+    for zero in (1, 3):
+        assert pool.run(_follow, 2, zero, assigns) == 2 * [["", line]]
