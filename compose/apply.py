@@ -49,7 +49,8 @@ def apply(
 
     Make the optimizer afterwards: the parameters are new objects. In a pipeline the model keeps only
     what this rank's stages run, under the same names. ``forward_backward`` and similar functions take
-    the returned composition.
+    the returned composition. A ``backward()`` of one's own would leave gradients of the rank's samples,
+    or their sum over ranks, and not those of the global batch's mean.
 
     Args:
         model: A model on meta, which ``compose.init_weights`` fills afterwards. Or a model with float32
