@@ -352,7 +352,6 @@ OTHER_INPUT = {
         " parallel.gradient_sum._send parallel.tensor_parallel._replicated_input"
         " parallel.gradient_sum.free_gathered parallel.output_projection.compare"
         " parallel.gradient_sum._refuse_optimizers parallel.gradient_sum.kept_gathered"
-        " ops.torch_versions.pre_forward"
         " memory.activation_checkpointing.__torch_dispatch__"
     ),
     "the plan's styles": (

@@ -362,29 +362,24 @@ def check_gradients(
         more, drawn = part.changes.end(part.model)
         buffers |= more
     digest = checksums([*buffers.values()]).sum() & 0xFFFFFFFF if buffers else 0
-    own = torch.stack(
-        [
-            torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device) + digest,
-            torch.full((), drawn, dtype=torch.float64, device=device),
-        ]
-    )
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    own, states = torch.stack([zero + zlib.crc32(both.encode()), zero + digest]), zero + drawn
     total = sum_over(own, mesh, DATA_AXES)
-    over_tp = sum_over(torch.stack([total[0], own[2]]), mesh, ("tp",))
+    over_tp = sum_over(torch.stack([total[0], states]), mesh, ("tp",))
     # The host waits for a GPU only if a gradient is lacking or something is new. A simulation has no
     # number to read.
     waits = total.is_cuda and (bool(lacking) or changed or bool(buffers) or bool(drawn))
     if type(total) is not Tensor or not (total.is_cpu or waits):
         return
     tp = axis_size(mesh, "tp")
-    (gradients, written, states), (all_gradients, all_states) = own.tolist(), over_tp.tolist()
+    (gradients, written), (all_gradients, all_states) = own.tolist(), over_tp.tolist()
     if float(total[1]) != written * ranks / tp:
         raise ConfigError(
             f"model: forward changes {', '.join([*buffers][:3])}, and ranks of data change buffers"
             " otherwise, so that each has a model of its own; use GroupNorm in place of BatchNorm,"
             " nn.SyncBatchNorm, or eval() of that module"
         )
-    if all_states != states * tp:
+    if all_states != drawn * tp:
         raise ConfigError(
             "model: forward draws random numbers, and ranks of tp would draw others, each for its part"
             " of one sample; give them one seed (torch.manual_seed) before the first step"
