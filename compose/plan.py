@@ -31,6 +31,7 @@ from compose.parallel.name_patterns import around, inside, matching
 # Styles that only lay out activations. They do not place the parameters of their module.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 _CURE = "; give its module a style, or list it in replicate if its input is the same on all tp ranks"
 
 
@@ -283,6 +284,11 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
     for name in unit_of:
         if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             problems.append(f"plan.shard: {name} is a list of modules; name them: {name}.*")
+        if type(model.get_submodule(name)) in _LISTS:
+            problems.append(
+                f"plan.shard: {name} has no forward for which FSDP would gather it; name the module"
+                " that uses it, or leave it out if that is the model"
+            )
         outer = [other for other in unit_of if name.startswith(other + ".")]
         problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
     for names in tied_names(model):
@@ -365,7 +371,8 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
         if inside(name, within):
             covered.add(id(parameter))
     # No pattern can name the root's own parameters; FSDP's root unit takes them.
-    own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()
+    holders = [model, *(m for m in model.children() if type(m) in _LISTS)] if part == "shard" else []
+    own = {id(p) for holder in holders for p in holder.parameters(recurse=False)}
     lost = [name for key, name in first_name.items() if key not in covered | own]
     # Equal layers share one line.
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in lost)
