@@ -258,14 +258,13 @@ def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
             part.keeps_gathered = False
 
 
-@torch.compiler.disable
 def end_own_forward(part: "DataParallel", model: nn.Module, *unused: Any) -> None:
     """Give a model its shards back after a forward of a caller's own, as it had them before.
 
     Whole weights would be its parameters meanwhile: an optimizer that is made of them would train
     nothing, and gradients, which are the shards', would neither be cleared nor clipped.
     """
-    if not part.keeps_gathered:
+    if not part.keeps_gathered and not torch.compiler.is_compiling():
         _free(model)
 
 
