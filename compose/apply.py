@@ -3,14 +3,17 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.parameter import UninitializedParameter
 
 from compose.composition import Composition, Messages, Options
 from compose.config.addons import provided
@@ -26,6 +29,7 @@ from compose.ops.dropout import Masks, dropouts, refuse_functions
 from compose.parallel.context_parallel import Balance, ContextParallel, is_causal
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
+from compose.parallel.gradient_sum import end_own_forward
 from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output_projection import Output
@@ -45,7 +49,8 @@ def apply(
 
     Make the optimizer afterwards: the parameters are new objects. In a pipeline the model keeps only
     what this rank's stages run, under the same names. ``forward_backward`` and similar functions take
-    the returned composition.
+    the returned composition. A ``backward()`` of one's own would leave gradients of the rank's samples,
+    or their sum over ranks, and not those of the global batch's mean.
 
     Args:
         model: A model on meta, which ``compose.init_weights`` fills afterwards. Or a model with float32
@@ -151,6 +156,8 @@ def apply(
             data[number] = apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last)
     if runner:
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
+    elif isinstance(model, FSDPModule):
+        model.register_forward_hook(partial(end_own_forward, data[0]))
     # A closure of the model may still use a parameter as it was: check_gradients asks for it.
     here_now = set(model.parameters())
     data[0].replaced = [(name, old) for name, old in before if old() not in here_now]
@@ -187,7 +194,23 @@ def with_degrees(options: Options | None, mesh: DeviceMesh) -> Options:
 
 def _check_types(model: nn.Module, master: torch.dtype) -> None:
     wide = torch.promote_types(torch.float32, master)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name} is sparse, which messages do not take; hold its indices and values, and"
+                " make it in forward"
+            )
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} has no shape before the first forward; run the model once, on one"
+                " sample, before compose.apply"
+            )
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name} is a DTensor: the model, or a part of it, was cut before; give"
+                " compose.apply a new one"
+            )
         if parameter.is_complex():
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}, which FSDP does not take; hold real numbers,"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,6 +31,7 @@ from compose.parallel.name_patterns import around, inside, matching
 # Styles that only lay out activations. They do not place the parameters of their module.
 _ACTIVATION_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 _CURE = "; give its module a style, or list it in replicate if its input is the same on all tp ranks"
 
 
@@ -250,7 +251,7 @@ def _unfit_parameters(model: nn.Module) -> list[str]:
         held = {**vars(module), "_parameters": None, "_buffers": None, **module._buffers}
         # Recurrent networks bring their lists up to date, and hooks what they compute.
         for key in held if not isinstance(module, nn.RNNBase) and not module._forward_pre_hooks else ():
-            tensors = [x for x in tree_leaves(held[key]) if type(x) is Tensor]
+            tensors = [x for x in tree_leaves(held[key]) if type(x) is Tensor and x.layout is strided]
             names = [memory.get(x.untyped_storage()._cdata) for x in tensors]
             problems += [
                 f"parameter {name} and {f'{path}.{key}'.lstrip('.')} are in one memory, which a copy"
@@ -279,14 +280,21 @@ def _unfit_units(units: list[list[str]], model: nn.Module) -> list[str]:
     """Return one line for each unit that ``fully_shard`` would refuse or silently handle wrongly."""
     problems = []
     unit_of = {name: unit for unit in units for name in unit}
+    own = {id(model.get_submodule(name)): unit for name, unit in unit_of.items()}
     for name in unit_of:
         if isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             problems.append(f"plan.shard: {name} is a list of modules; name them: {name}.*")
+        if type(model.get_submodule(name)) in _LISTS:
+            problems.append(
+                f"plan.shard: {name} has no forward for which FSDP would gather it; name the module"
+                " that uses it, or leave it out if that is the model"
+            )
         outer = [other for other in unit_of if name.startswith(other + ".")]
         problems += [f"plan.shard: {name} is inside {other}, another unit" for other in outer]
     for names in tied_names(model):
-        # A module of no unit belongs to the root's own.
-        here = [next((unit_of[m] for m in around(name) if m in unit_of), []) for name in names]
+        # A module of no unit belongs to the root's own. One that is there twice has two names.
+        held = [[id(model.get_submodule(m)) for m in around(name)] for name in names]
+        here = [next((own[module] for module in each if module in own), []) for each in held]
         if any(unit != here[0] for unit in here):
             problems.append(
                 f"plan.shard: {' and '.join(names)} are one tied parameter;"
@@ -363,7 +371,8 @@ def _uncovered(part: str, also: str, modules: list[str], model: nn.Module) -> li
         if inside(name, within):
             covered.add(id(parameter))
     # No pattern can name the root's own parameters; FSDP's root unit takes them.
-    own = {id(p) for p in model.parameters(recurse=False)} if part == "shard" else set()
+    holders = [model, *(m for m in model.children() if type(m) in _LISTS)] if part == "shard" else []
+    own = {id(p) for holder in holders for p in holder.parameters(recurse=False)}
     lost = [name for key, name in first_name.items() if key not in covered | own]
     # Equal layers share one line.
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in lost)

@@ -104,3 +104,18 @@ def _is_let_go(keys: dict[str, object]) -> bool:
 def test_a_model_is_let_go_with_its_process_groups(pool: Pool, keys: dict[str, object]) -> None:
     """Threads of a group that is kept spin when its peers are gone, and slow down all that follows."""
     assert pool.run(_is_let_go, 2, keys) == [True, True]
+
+
+def _applied_twice() -> str:
+    parallel, layer = Parallel(dp_shard=2), nn.Linear(3, 3)
+    apply(layer, Plan(), make_mesh(parallel), Options(parallel))
+    again = nn.Sequential(layer, nn.Linear(3, 3))
+    return refusal(apply, again, Plan(), make_mesh(parallel), Options(parallel))
+
+
+def test_a_part_that_was_cut_before_is_refused(pool: Pool) -> None:
+    """It was an error about messages of DTensors."""
+    assert pool.run(_applied_twice, 2) == 2 * [
+        "parameter 0.weight is a DTensor: the model, or a part of it, was cut before; give"
+        " compose.apply a new one"
+    ]

@@ -148,6 +148,24 @@ def test_units_that_fully_shard_would_get_wrong() -> None:
     ]
 
 
+def test_a_layer_that_is_there_twice() -> None:
+    """Its second name is that of no module which a pattern could name."""
+    layer = nn.Linear(2, 2)
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer, layer]), "output": nn.Linear(2, 2)})
+    assert resolve(Plan(shard=["layers.*", "output"]), model).shard == [["layers.0"], ["output"]]
+
+
+def test_a_list_of_parameters_is_no_unit() -> None:
+    """FSDP never gathered it, since it is never called."""
+    model = nn.ModuleDict({"output": nn.Linear(2, 2)})
+    model.scales = nn.ParameterList([torch.ones(2)])
+    assert resolve(Plan(shard=["output"]), model).shard == [["output"]]
+    assert problems(Plan(shard=["output", "scales"]), model) == [
+        "plan.shard: scales has no forward for which FSDP would gather it; name the module that uses"
+        " it, or leave it out if that is the model"
+    ]
+
+
 def test_output() -> None:
     assert resolve(Plan(output="output"), Tiny()).output == "output"
     assert resolve(Plan(), Tiny()).output == ""

@@ -351,6 +351,7 @@ OTHER_INPUT = {
         " pipeline.stage.plain_stream memory.segments._run parallel.gradient_sum._ready"
         " parallel.gradient_sum._send parallel.tensor_parallel._replicated_input"
         " parallel.gradient_sum.free_gathered parallel.output_projection.compare"
+        " parallel.gradient_sum._refuse_optimizers parallel.gradient_sum.kept_gathered"
         " memory.activation_checkpointing.__torch_dispatch__"
     ),
     "the plan's styles": (
@@ -364,6 +365,7 @@ OTHER_INPUT = {
     "the mesh that a caller made": "parallel.mesh.check_same_degrees",
     "the batch": (
         "pipeline.pipeline_parallel._first pipeline.pipeline_parallel.check_whole parallel.mesh.rows_of"
+        " parallel.mesh.same_rows"
         " parallel.gradient_sum.check_gradients parallel.gradient_sum.lost"
     ),
     "a schedule's file": "pipeline.schedules.refuse",

@@ -40,6 +40,23 @@ def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
     return batch["targets"]
 
 
+def check_rows(batch: Mapping[str, Any], micro_batch: int | None) -> None:
+    """Raise ConfigError unless each forward, of ``micro_batch`` or all samples, can take its rows."""
+    for name, value in batch.items():
+        if not hasattr(value, "__getitem__") or isinstance(value, (str, Mapping)):
+            raise ConfigError(
+                f"batch: {name} is of the type {type(value).__name__}, and a forward takes some rows of"
+                " all; leave it out, or give a tensor with one row for each sample"
+            )
+    names = {len(value) if getattr(value, "ndim", 1) else 0: name for name, value in batch.items()}
+    few, most = min(names), max(names)
+    if few < most > (len(next(iter(batch.values()))) if micro_batch is None else micro_batch):
+        raise ConfigError(
+            f"batch: {names[few]} has {few} rows and {names[most]} has {most}, and a forward takes the"
+            " same rows of all; give each tensor one row for each sample"
+        )
+
+
 def on_meta(sample: Sample) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Return the inputs of one sample on meta, as a model is called with them."""
     if isinstance(sample, int):

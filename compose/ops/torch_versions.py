@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from compose.errors import ConfigError
+
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """The all-gather of torch.distributed, used by FSDP too. 2.13 renamed and deprecated the old name."""
 
@@ -94,7 +96,10 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
 
 
 def before_fsdp_sends(model: nn.Module, call: Callable[[dict[str, bool]], None]) -> None:
-    """Call ``call`` before a unit sends gradients, with whether each of its parameters has one."""
+    """Call ``call`` before a unit sends gradients, with whether each of its parameters has one.
+
+    Before a unit gathers, refuse tensors in place of its parameters, which FSDP would put aside.
+    """
     names = {p: name for name, p in model.named_parameters()}
     for group in _fsdp_groups(model):
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
@@ -110,7 +115,22 @@ def before_fsdp_sends(model: nn.Module, call: Callable[[dict[str, bool]], None])
                 call(gradients)
             type(group).post_backward(group, *unused)
 
-        group.post_backward = post_backward
+        def pre_forward(*given: Any, group: Any = group) -> Any:
+            for p in group.fsdp_params if not group.is_unsharded else ():
+                held = p._module_info.module._parameters.get(p._module_info.param_name)
+                if held is not p.sharded_param:
+                    raise ConfigError(
+                        "model: forward runs with another tensor in place of"
+                        f" {names.get(p.sharded_param)}, as torch.func.functional_call puts it there,"
+                        " and FSDP would take its own; do so inside of a unit of plan.shard, or use"
+                        " parallel.zero = 0"
+                    )
+            enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            # What is gathered under torch.inference_mode could not be used in training afterwards.
+            with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+                return type(group).pre_forward(group, *given)
+
+        group.post_backward, group.pre_forward = post_backward, pre_forward
 
 
 class StageOverrides:

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import Changes, local_tensor
 from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward
 from compose.parallel.gradient_sum import (
     DATA_AXES,
@@ -135,6 +135,7 @@ class DataParallel:
         self.order, self.former_order = list[int](), list[int]()
         """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False
+        self.keeps_gathered, self.failed, self.is_new, self.changes = False, False, True, Changes()
 
     def note_forward(self, unit: int, *unused: Any) -> None:
         """Note that a unit's forward begins."""
@@ -325,8 +326,7 @@ def apply_data_parallel(
         if not keep:
             gather_by_hpz(modules[0], hpz and hpz.shards)
     shard(model, False)
-    if data_mesh.size() > 1:
-        before_fsdp_sends(model, data.note_gradients)
+    before_fsdp_sends(model, data.note_gradients)
     if messages:
         messages.attach(model, shards, copies, stacked)
     # FSDP's own choice in backward is one unit: experts, or what is around them, but not both. And in

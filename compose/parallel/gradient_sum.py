@@ -10,6 +10,7 @@ of a unit travels while the units before it run backward.
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
 from compose.errors import ConfigError
-from compose.ops.tensors import local_tensor
+from compose.ops.tensors import checksums, held_by_optimizers, local_tensor
 from compose.ops.torch_versions import fsdp_parameters
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
 
@@ -230,18 +231,61 @@ def cast_inputs(
     return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
 
 
-def free_gathered(model: nn.Module) -> None:
+@contextmanager
+def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
+    """Let gathered weights stay after a forward meanwhile, for what follows it.
+
+    Whole weights of before are freed, since the shards may have changed.
+    """
+    parts = [*parts]
+    if any(part.failed for part in parts):
+        raise ConfigError(
+            "composition: an error has ended an earlier step midway, and its gradients and gathered"
+            " weights would be a part of this one; make a new one by compose.apply"
+        )
+    try:
+        for part in parts:
+            part.order, part.keeps_gathered = [], True
+            free_gathered(part)
+            part.changes.begin(part.model)
+        yield
+    except Exception as error:
+        for part in parts:
+            part.failed = isinstance(part.model, FSDPModule) and not isinstance(error, ConfigError)
+        raise
+    finally:
+        for part in parts:
+            part.keeps_gathered = False
+
+
+def end_own_forward(part: "DataParallel", model: nn.Module, *unused: Any) -> None:
+    """Give a model its shards back after a forward of a caller's own, as it had them before.
+
+    Whole weights would be its parameters meanwhile: an optimizer that is made of them would train
+    nothing, and gradients, which are the shards', would neither be cleared nor clipped.
+    """
+    if not part.keeps_gathered and not torch.compiler.is_compiling():
+        _free(model)
+
+
+def _free(model: nn.Module) -> None:
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def free_gathered(part: "DataParallel") -> None:
     """Free whole weights that a forward outside of steps has left, since the shards may have changed.
 
     Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards.
     """
+    model = part.model
     if not isinstance(model, FSDPModule):
         return
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    _free(model)
     for name, p in model.named_parameters():
-        if p.requires_grad and has_shards(p) and not isinstance(p, DTensor):
+        summed = isinstance(p, DTensor) or (part.sums is not None and not has_shards(p))
+        if p.requires_grad and not summed:
             raise ConfigError(
                 f"model: the parameter {name} is new since compose.apply, and ranks would not sum its"
                 " gradient; add it before, or copy its values into the one that was there"
@@ -265,6 +309,15 @@ def lost(name: str, zero: int) -> ConfigError:
     )
 
 
+def _refuse_optimizers(model: nn.Module, replaced: Iterable[tuple[str, Any]]) -> None:
+    here = {name for name, _ in model.named_parameters()}
+    if held := held_by_optimizers({id(old()): name for name, old in replaced if name in here}):
+        raise ConfigError(
+            f"optimizer: it has {held} as it was before compose.apply, and so would not train it; make"
+            " it afterwards, of model.parameters()"
+        )
+
+
 def check_gradients(
     model: nn.Module, parts: Iterable["DataParallel"], mesh: DeviceMesh, device: torch.device
 ) -> None:
@@ -277,6 +330,9 @@ def check_gradients(
     for part in parts:
         # Most were let go. Gradients come to one that a closure, say, still uses.
         part.replaced = [(name, old) for name, old in part.replaced if old() is not None]
+        if part.is_new and part.replaced:
+            _refuse_optimizers(model, part.replaced)
+        part.is_new = False
         for name, old in part.replaced:
             if getattr(old(), "grad", None) is not None:
                 raise ConfigError(
@@ -295,13 +351,39 @@ def check_gradients(
         changed |= order != part.former_order
         part.order, part.former_order = [], order
     both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
-    own = torch.full((), zlib.crc32(both.encode()), dtype=torch.float64, device=device)
-    total = sum_over(own, mesh, axes)
-    # The host waits for a GPU only if a gradient is lacking or the order is new. A simulation has no
+    buffers, drawn = dict[str, Tensor](), 0
+    for part in parts:
+        if lost := part.changes.lost(part.model):
+            raise ConfigError(
+                f"model: forward changes the parameter {lost} where FSDP has gathered it, and the"
+                " change is lost; make it between two steps, or use parallel.zero = 0"
+            )
+        more, drawn = part.changes.end(part.model)
+        buffers |= more
+    digest = checksums([*buffers.values()]).sum() & 0xFFFFFFFF if buffers else 0
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    own, states = torch.stack([zero + zlib.crc32(both.encode()), zero + digest]), zero + drawn
+    total = sum_over(own, mesh, DATA_AXES)
+    over_tp = sum_over(torch.stack([total[0], states]), mesh, ("tp",))
+    # The host waits for a GPU only if a gradient is lacking or something is new. A simulation has no
     # number to read.
-    waits = total.is_cuda and (bool(lacking) or changed)
-    reads = type(total) is Tensor and (total.is_cpu or waits)
-    if reads and float(total) != float(own) * ranks:
+    waits = total.is_cuda and (bool(lacking) or changed or bool(buffers) or bool(drawn))
+    if type(total) is not Tensor or not (total.is_cpu or waits):
+        return
+    tp = axis_size(mesh, "tp")
+    (gradients, written), (all_gradients, all_states) = own.tolist(), over_tp.tolist()
+    if float(total[1]) != written * ranks / tp:
+        raise ConfigError(
+            f"model: forward changes {', '.join([*buffers][:3])}, and ranks of data change buffers"
+            " otherwise, so that each has a model of its own; use GroupNorm in place of BatchNorm,"
+            " nn.SyncBatchNorm, or eval() of that module"
+        )
+    if all_states != drawn * tp:
+        raise ConfigError(
+            "model: forward draws random numbers, and ranks of tp would draw others, each for its part"
+            " of one sample; give them one seed (torch.manual_seed) before the first step"
+        )
+    if all_gradients != gradients * ranks:
         number = lacking[0].rpartition("/")[0] if lacking else ""
         where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
         name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 
 from compose.errors import ConfigError
 from compose.ops.layers import RMSNorm
@@ -58,7 +59,7 @@ class Replicated(Style):
             device_mesh,
             place,
             _replicated_input,  # type: ignore[arg-type]
-            lambda module, output, mesh: output.to_local(),  # type: ignore[arg-type]
+            _local_output,  # type: ignore[arg-type]
         )
 
 
@@ -297,6 +298,10 @@ def _whole_input(x: Tensor) -> Tensor:
 def _summed_gradient(mesh: DeviceMesh, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
+
+
+def _local_output(module: nn.Module, output: Any, device_mesh: DeviceMesh) -> Any:
+    return tree_map_only(DTensor, DTensor.to_local, output)
 
 
 def _replicated_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:

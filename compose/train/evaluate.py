@@ -17,7 +17,7 @@ from compose.data.samples import Samples
 from compose.memory.float8 import shared_scales
 from compose.ops.batch import targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
-from compose.parallel.gradient_sum import free_gathered
+from compose.parallel.gradient_sum import kept_gathered
 from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
 from compose.parallel.output_projection import step_loss
 from compose.train.heartbeat import report_phase
@@ -95,10 +95,9 @@ def forward(
     size = samples_at_once(batch, micro_batch)
     parts = list(micro_batches(batch, size))
     stages = [stage.module for stage in pipeline.stages] if pipeline else []
-    for data in composition.data:
-        free_gathered(data.model)
     scales = shared_scales(model, composition.float8)
-    with loss_parallel(), scales, _evaluating(model, *stages):
+    gathered = kept_gathered(composition.data)
+    with gathered, loss_parallel(), scales, _evaluating(model, *stages):
         if pipeline:
             pipeline.forward(parts, each, before)
             return

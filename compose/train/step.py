@@ -14,16 +14,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compose.composition import Composition
 from compose.errors import ConfigError
 from compose.memory.float8 import shared_scales
-from compose.ops.batch import IGNORE, Documents, count_places, empty, targets_of
+from compose.ops.batch import IGNORE, Documents, check_rows, count_places, empty, targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
 from compose.ops.dropout import DropoutKey
 from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import begin_fsdp_backward_at
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.expert_parallel import begin_step, finish_step
-from compose.parallel.gradient_sum import check_gradients, free_gathered
+from compose.parallel.gradient_sum import check_gradients, kept_gathered
 from compose.parallel.hpz import hpz_shards
-from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
+from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, same_rows, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
 
 
@@ -78,6 +78,8 @@ def forward_backward(
     if isinstance(micro_batch, Share):
         share, micro_batch = micro_batch, micro_batch.micro_batch
     micro_batch = samples_at_once(batch, micro_batch)
+    if any(part.is_new for part in composition.data):
+        same_rows(batch, mesh)
     own = count_for(loss_function, targets)
     counts = torch.stack([own, count_places(batch).to(own)])
     count, places = sum_over(counts, mesh, BATCH_AXES).clamp(min=1)
@@ -94,10 +96,8 @@ def forward_backward(
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
-    for part in composition.data:
-        part.order = []
-        free_gathered(part.model)
-    with scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
+    gathered = kept_gathered(composition.data)
+    with gathered, scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
@@ -133,7 +133,7 @@ _SAID = {
     "got mixed torch.Tensor and DTensor": "forward uses a weight outside of its module, where a rank"
     " has a part of it; let its module do that, or a unit of plan.shard that holds it",
     "storage of size 0": "backward needs a weight that FSDP has freed; let units of plan.shard return"
-    " tensors in lists, dicts or dataclasses, and have no gradients computed in forward",
+    " tensors in lists, dicts or dataclasses, change none in place, and compute no gradients inside",
     "RegisterPostBackwardFunction is a view": "a unit of plan.shard works in place on its input; let"
     " it make a new tensor",
     "a leaf Variable that requires grad": "a stage works in place on its input; let it make a new"
@@ -142,6 +142,11 @@ _SAID = {
     " use_reentrant=False",
 }
 """Parts of what PyTorch says of a model that does what a cut one may not, and what is meant."""
+_MIXED = (  # what the first means with tp
+    "a module computes with a weight that plan.tensor or plan.replicate has placed and with a plain"
+    " tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take one tensor"
+    " alone, by position, and make no other; or use parallel.tp = 1"
+)
 
 
 @contextmanager
@@ -151,7 +156,9 @@ def _said_plainly(mesh: DeviceMesh) -> Iterator[None]:
         yield
     except RuntimeError as error:
         meant = [line for part, line in _SAID.items() if part in str(error)]
-        if not meant or axis_size(mesh, "tp") > 1:
+        if axis_size(mesh, "tp") > 1:
+            meant = [_MIXED] if next(iter(_SAID)) in str(error) else []
+        if not meant:
             raise
         raise ConfigError(f"model: {meant[0]}") from error
 
@@ -170,16 +177,10 @@ def begun(
 
 def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int:
     """Return ``micro_batch``, or the samples of the batch for None; ValueError if that is below 1."""
+    check_rows(batch, micro_batch)
     size = len(next(iter(batch.values()))) if micro_batch is None else micro_batch
     if size < 1:
         raise ValueError(f"micro_batch: {size} should be at least 1")
-    names = {len(value) if getattr(value, "ndim", 1) else 0: name for name, value in batch.items()}
-    few, most = min(names), max(names)
-    if few < most > size:
-        raise ConfigError(
-            f"batch: {names[few]} has {few} rows and {names[most]} has {most}, and a forward takes the"
-            " same rows of all; give each tensor one row for each sample"
-        )
     return size
 
 

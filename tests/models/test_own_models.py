@@ -383,11 +383,10 @@ def _recurrent(frozen: bool) -> str:
 def test_what_fails_in_a_composition_is_one_line(pool: Pool) -> None:
     said = pool.run(_recurrent, 2, False)
     assert said[0] == said[1]
-    assert said[0].startswith("plan: RuntimeError: aten.")
-    assert said[0].endswith(
-        "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling"
-        " distributed operators! (in forward of LSTM): the model fails in this composition; does it run"
-        " by itself? else see docs/plan.md"
+    assert said[0] == (
+        "model: a module computes with a weight that plan.tensor or plan.replicate has placed and with"
+        " a plain tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take"
+        " one tensor alone, by position, and make no other; or use parallel.tp = 1"
     )
     assert (
         pool.run(_recurrent, 2, True)
@@ -405,12 +404,23 @@ def test_modules_that_mix_tokens_need_a_style_with_cp(mixes: nn.Module) -> None:
     )
 
 
-def test_complex_weights_and_a_layer_twice() -> None:
+def test_weights_and_buffers_of_odd_kinds_and_a_layer_twice() -> None:
     model = nn.Module()
     model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     assert refusal(_check_types, model, torch.float32) == (
         "parameter turn is torch.complex64, which FSDP does not take; hold real numbers, and use"
         " torch.view_as_complex in forward"
+    )
+    assert refusal(_check_types, nn.Sequential(nn.LazyLinear(2)), torch.float32) == (
+        "parameter 0.weight has no shape before the first forward; run the model once, on one sample,"
+        " before compose.apply"
+    )
+    graph = nn.Module()
+    graph.register_buffer("edges", torch.eye(2).to_sparse())
+    resolve(Plan(), graph)
+    assert refusal(_check_types, graph, torch.float32) == (
+        "buffer edges is sparse, which messages do not take; hold its indices and values, and make it"
+        " in forward"
     )
     layer = nn.Linear(2, 2)
     model = nn.ModuleDict({"layers": nn.ModuleList([layer, layer])})

@@ -38,6 +38,7 @@ INSTEAD = {
     "data_ptr, where there is memory": "torch.UntypedStorage._cdata",
     "named_children and setattr": "torch.nn.Module._modules",
     "named_buffers and setattr": "torch.nn.Module._buffers",
+    "state_dict, which runs FSDP's hooks": "torch.nn.Module._non_persistent_buffers_set",
     "no line on a module's hooks": "torch.nn.Module._forward_pre_hooks",
     "no line on a parameter's hooks": """
         torch.Tensor._backward_hooks torch.Tensor._post_accumulate_grad_hooks
@@ -132,6 +133,8 @@ INSTEAD = {
         torch.distributed.fsdp._fully_shard._fsdp_param_group
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward
+        torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.pre_forward
+        torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.is_unsharded
         torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard
     """,
     "fake tensors, once they have a backward without a GPU": """
@@ -242,6 +245,7 @@ def _own(nodes: list[ast.AST]) -> Iterator[str]:
 # Inductor's autotuners; a file system of fsspec, whose manual names it; torchao's weights and tensors.
 OF_OTHERS = {"_replace", "_asdict", "_state_ctx", "_pre_backward", "_fsdp_param_group"}
 OF_OTHERS |= {"_all_gather_result", "_module_fqn", "_destroy", "_precompile_config", "_strip_protocol"}
+OF_OTHERS |= {"_module_info", "_param_fqn"}
 OF_TORCHAO = {"_data", "_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role", "_tensor"}
 
 

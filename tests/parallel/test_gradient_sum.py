@@ -1,5 +1,7 @@
 """Whole parameters: gradients are summed over ranks once a step, and add up as autograd's do."""
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
-from compose import Parallel
+from compose import Options, Parallel, Plan, apply, forward_backward
 from compose.parallel import gradient_sum
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
-from tests.support.helpers import gradients_of, refused
+from tests.support.helpers import gradients_of, refusal, refused
 from tests.support.pool import Pool, make_mesh
 
 
@@ -194,3 +197,117 @@ def _on_equal_meshes() -> list[list[float]]:
 def test_equal_meshes_are_one(pool: Pool) -> None:
     wanted = [[0 + 1 + 2 + 3 * count] * count for count in (3, 5)]
     assert pool.run(_on_equal_meshes, 3) == [wanted] * 3
+
+
+class _Changing(nn.Module):
+    """Forward keeps a mean, or draws a number."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.draws = nn.Linear(4, 6), nn.Linear(6, 4), draws
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.draws:
+            input = input + torch.randn_like(input)
+        else:
+            self.mean.lerp_(input.mean(0), 0.5)
+        return self.down(self.up(input))
+
+
+def _changed(parallel: Parallel, other: int) -> str:
+    """What a step says whose ranks see inputs and seeds that are ``other`` apart."""
+    torch.manual_seed(0)
+    plan = Plan(tensor={"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = _Changing(parallel.tp > 1)
+    composition = apply(model, plan, make_mesh(parallel), Options(parallel))
+    torch.manual_seed(other * dist.get_rank())
+    shift = 0 if parallel.tp > 1 else other * dist.get_rank()
+    batch = {"input": torch.ones(2, 4) + shift, "targets": torch.zeros(2, 4)}
+    return refusal(forward_backward, composition, batch, loss_function=nn.MSELoss(reduction="sum"))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_buffers_that_ranks_change_otherwise(pool: Pool, zero: Literal[0, 3]) -> None:
+    """Each rank went on with its own, as running means of BatchNorm."""
+    parallel = Parallel(dp_shard=2, zero=zero)
+    assert pool.run(_changed, 2, parallel, 0) == ["", ""]
+    assert pool.run(_changed, 2, parallel, 1) == 2 * [
+        "model: forward changes mean, and ranks of data change buffers otherwise, so that each has a"
+        " model of its own; use GroupNorm in place of BatchNorm, nn.SyncBatchNorm, or eval() of that"
+        " module"
+    ]
+
+
+def test_random_numbers_that_ranks_of_tp_draw(pool: Pool) -> None:
+    """Each computed its part of another sample."""
+    parallel = Parallel(dp_shard=1, tp=2)
+    assert pool.run(_changed, 2, parallel, 0) == ["", ""]
+    assert pool.run(_changed, 2, parallel, 1) == 2 * [
+        "model: forward draws random numbers, and ranks of tp would draw others, each for its part of"
+        " one sample; give them one seed (torch.manual_seed) before the first step"
+    ]
+
+
+def _made_before(zero: Literal[0, 1, 3]) -> list[str]:
+    """What a first step says of an optimizer made before ``apply``, and of one that is gone."""
+    parallel, said = Parallel(dp_shard=2, zero=zero), list[str]()
+    for kept in (True, False):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters())
+        composition = apply(model, Plan(), make_mesh(parallel), Options(parallel))
+        if not kept:
+            optimizer = torch.optim.SGD(model.parameters())
+        batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+        loss = nn.MSELoss(reduction="sum")
+        said.append(refusal(forward_backward, composition, batch, loss_function=loss))
+        del optimizer
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_optimizer_of_weights_as_they_were(pool: Pool, zero: Literal[0, 1, 3]) -> None:
+    """It trained nothing, since the gradients are those of shards."""
+    line = (
+        "optimizer: it has weight as it was before compose.apply, and so would not train it; make it"
+        " afterwards, of model.parameters()"
+    )
+    assert pool.run(_made_before, 2, zero) == 2 * [[line if zero else "", ""]]
+
+
+class _Follows(nn.Module):
+    """Forward moves one layer, which is not trained, toward another one."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.layer, self.slow, self.assigns = nn.Linear(3, 3), nn.Linear(3, 3), assigns
+        self.slow.requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        slow, layer = self.slow.weight, self.layer.weight
+        if self.assigns:
+            slow.data = 0.5 * slow.data + 0.5 * layer.data
+        else:
+            slow.lerp_(layer.detach(), 0.5)
+        return self.layer(input) - self.slow(input)
+
+
+def _follow(zero: Literal[0, 1, 3], assigns: bool) -> list[str]:
+    """What two steps say."""
+    parallel = Parallel(dp_shard=2, zero=zero)
+    composition = apply(_Follows(assigns), Plan(), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+    loss = nn.MSELoss(reduction="sum")
+    return [refusal(forward_backward, composition, batch, loss_function=loss) for _ in range(2)]
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_weight_that_forward_changes(pool: Pool, assigns: bool) -> None:
+    """Each step began with it as it was at first."""
+    assert pool.run(_follow, 2, 0, assigns) == 2 * [["", ""]]
+    line = (
+        "model: forward changes the parameter slow.weight where FSDP has gathered it, and the change is"
+        " lost; make it between two steps, or use parallel.zero = 0"
+    )
+    for zero in (1, 3):
+        assert pool.run(_follow, 2, zero, assigns) == 2 * [["", line]]

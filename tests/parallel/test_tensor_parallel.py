@@ -190,6 +190,26 @@ def test_replicated(pool: Pool) -> None:
     assert pool.run(_replicated, 2) == [True, True]
 
 
+class _Several(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, {"twice": [2 * y, None]}
+
+
+def _several() -> bool:
+    """A module whole on every rank may return several tensors."""
+    torch.manual_seed(0)
+    model, x = _Several(3, 3), torch.randn(2, 3)
+    wanted = model(x)[1]["twice"][0]
+    parallelize_module(model, init_device_mesh("cpu", (2,)), Replicated())
+    found = model(x)[1]["twice"][0]
+    return type(found) is torch.Tensor and torch.equal(found, wanted)
+
+
+def test_replicated_with_several_outputs(pool: Pool) -> None:
+    assert pool.run(_several, 2) == [True, True]
+
+
 def _redistributions(name: str, sequence: bool) -> int:
     """Those of one forward on an axis of one rank."""
     models = find_model(name)

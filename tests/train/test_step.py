@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compose import (
@@ -415,20 +416,142 @@ def test_weights_that_changed_since_a_forward_of_ones_own(pool: Pool) -> None:
         assert pool.run(_after_a_forward, 2, zero) == [pytest.approx(each) for each in wanted]
 
 
-def _new_parameter(name: str) -> str:
+def _own_forward_between(zero: Literal[0, 1, 2, 3]) -> list[float]:
+    """Norms and a loss of steps between which a caller runs the model."""
+    torch.manual_seed(0)
+    parallel = Parallel(dp_shard=2, zero=zero)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    run: dict[str, Any] = {"composition": composition, "batch": batch}
+    run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+
+    def norm(step: bool = True) -> float:
+        if step:
+            forward_backward(**run)
+        with torch.no_grad():
+            model(torch.eye(3))
+        return float(clip_grad_norm_(composition, 0.0))
+
+    results = [norm(), norm(step=False)]
+    model.zero_grad()
+    results.append(norm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].requires_grad_(False)
+    return [*results, norm(), float(forward_backward(**run))]
+
+
+def test_a_forward_of_ones_own_leaves_the_shards(pool: Pool) -> None:
+    """Gradients were not clipped nor cleared, and optimizers and flags were those of whole weights."""
+    wanted = pool.run(_own_forward_between, 2, 0)
+    for zero in (1, 2, 3):
+        found = pool.run(_own_forward_between, 2, zero)
+        assert found == [pytest.approx(each) for each in wanted]
+
+
+class _Replaced(nn.Module):
+    """Forward runs a layer with another bias, by torch.func.functional_call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = self.bias(torch.ones(3))
+        return torch.func.functional_call(self.layer, {"bias": bias}, (input,))
+
+
+def _with_another_weight(zero: Literal[0, 2, 3], shard: list[str]) -> str:
+    parallel = Parallel(dp_shard=2, zero=zero)
+    composition = apply(_Replaced(), Plan(shard=shard), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    said = refusal(forward_backward, composition, batch, loss_function=loss)
+    return said or str(all(p.grad is not None for p in composition.model.bias.parameters()))
+
+
+def test_a_functional_call_of_a_unit(pool: Pool) -> None:
+    """FSDP put its own weight in place of the given one, which got no gradient."""
+    for zero in (0, 3):
+        assert pool.run(_with_another_weight, 2, zero, []) == ["True", "True"]
+    for zero in (2, 3):
+        assert pool.run(_with_another_weight, 2, zero, ["layer", "bias"]) == 2 * [
+            "model: forward runs with another tensor in place of layer.bias, as"
+            " torch.func.functional_call puts it there, and FSDP would take its own; do so inside of a"
+            " unit of plan.shard, or use parallel.zero = 0"
+        ]
+
+
+def _first_in_inference(zero: Literal[0, 1, 3]) -> list[float]:
+    """Losses after the model ran under inference_mode, by itself and in ``evaluate``."""
+    losses = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        parallel = Parallel(dp_shard=2, zero=zero)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+        batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
+        run: dict[str, Any] = {"composition": composition, "batch": batch}
+        run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+        with torch.inference_mode():
+            losses.append(float(evaluate(**run)[0] if evaluates else model(torch.eye(3)).sum()))
+        losses += [float(forward_backward(**run)), float(clip_grad_norm_(composition, 0.0))]
+    return losses
+
+
+def test_training_after_inference_mode(pool: Pool) -> None:
+    """What FSDP had gathered in that mode could not be used in training."""
+    wanted = pool.run(_first_in_inference, 2, 0)
+    for zero in (1, 3):
+        assert pool.run(_first_in_inference, 2, zero) == [pytest.approx(each) for each in wanted]
+
+
+def _after_an_error(zero: Literal[0, 2, 3]) -> list[str]:
+    """What steps say of which the first ends with an error in its second micro-batch."""
+    parallel, calls = Parallel(dp_shard=2, zero=zero), list[int]()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+
+    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("no loss")
+        return (output - targets).square().sum()
+
+    with pytest.raises(ValueError, match="no loss"):
+        forward_backward(composition, batch, micro_batch=1, loss_function=loss)
+    model.zero_grad()
+    return [refusal(forward_backward, composition, batch, loss_function=loss) for _ in range(2)]
+
+
+def test_a_step_after_one_that_failed(pool: Pool) -> None:
+    """Its gradients had those of the failed one, which no optimizer sees, in them."""
+    assert pool.run(_after_an_error, 2, 0) == 2 * [["", ""]]
+    line = (
+        "composition: an error has ended an earlier step midway, and its gradients and gathered weights"
+        " would be a part of this one; make a new one by compose.apply"
+    )
+    for zero in (2, 3):
+        assert pool.run(_after_an_error, 2, zero) == 2 * [[line, line]]
+
+
+def _new_parameter(name: str, shape: tuple[int, ...]) -> str:
     parallel = Parallel(dp_shard=2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
     batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
-    model[0].register_parameter(name, nn.Parameter(torch.zeros(3, 3)))
+    model[0].register_parameter(name, nn.Parameter(torch.zeros(shape)))
     loss = nn.CrossEntropyLoss(reduction="sum")
     return refusal(forward_backward, composition, batch, loss_function=loss)
 
 
-@pytest.mark.parametrize("name", ["weight", "adapter"])
-def test_a_parameter_that_is_new_since_apply(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(("name", "shape"), [("weight", (3, 3)), ("adapter", (3, 3)), ("scale", ())])
+def test_a_parameter_that_is_new_since_apply(pool: Pool, name: str, shape: tuple[int, ...]) -> None:
     """Ranks did not sum its gradient, and its values drifted apart."""
-    assert pool.run(_new_parameter, 2, name) == 2 * [
+    assert pool.run(_new_parameter, 2, name, shape) == 2 * [
         f"model: the parameter 0.{name} is new since compose.apply, and ranks would not sum its"
         " gradient; add it before, or copy its values into the one that was there"
     ]
@@ -559,6 +682,17 @@ def test_a_batch_has_a_row_for_each_sample(run: Any, micro_batch: int | None) ->
     assert refusal(run, composition, batch, micro_batch=micro_batch) == (
         "batch: targets has 4 rows and input has 9, and a forward takes the same rows of all; give each"
         " tensor one row for each sample"
+    )
+
+
+@pytest.mark.parametrize("value", [None, 3, {"a": torch.ones(4)}, "text"])
+def test_what_has_no_rows_is_refused(value: Any) -> None:
+    """It was a TypeError of a slice."""
+    composition = Composition(nn.Linear(2, 2), mock.Mock())
+    batch = {"mask": value, "input": torch.ones(4), "targets": torch.arange(4)}
+    assert refusal(forward_backward, composition, batch) == (
+        f"batch: mask is of the type {type(value).__name__}, and a forward takes some rows of all;"
+        " leave it out, or give a tensor with one row for each sample"
     )
 
 
@@ -785,3 +919,28 @@ def _counted() -> list[list[int]]:
 
 def test_positions_are_not_those_of_targets(pool: Pool) -> None:
     assert pool.run(_counted, 1) == [[[0, 1, 2, 3, 4]] * 2]
+
+
+def _other_rows(parallel: Parallel) -> list[str]:
+    """What a first step says of equal batches on all ranks, and of one for each rank."""
+    plan = Plan(tensor={"0": ColwiseParallel(), "1": RowwiseParallel()})
+    said = []
+    for other in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        composition = apply(model, plan, make_mesh(parallel), Options(parallel))
+        batch = {"input": torch.eye(3) + other * dist.get_rank(), "targets": torch.eye(3)}
+        loss = nn.MSELoss(reduction="sum")
+        said.append(refusal(forward_backward, composition, batch, loss_function=loss))
+    return said
+
+
+def test_ranks_of_one_share_with_other_batches(pool: Pool) -> None:
+    """Each rank of tp computed its part of another sample."""
+    assert pool.run(_other_rows, 2, Parallel(tp=2, dp_shard=1)) == 2 * [
+        [
+            "",
+            "batch: ranks that differ in tp alone run the same samples, and were given others; give"
+            " each rank of one share the same batch (compose.parallel.mesh.batch_share)",
+        ]
+    ]
