@@ -355,9 +355,7 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
         inner = dp_replicate * dp_shard * cp * tp
         eps = [config.parallel.ep if "parallel.ep" in fixed else 1]
         if shape.stacks and "parallel.ep" not in fixed:
-            fewest = min(stack[0] for stack in shape.stacks)
-            powers = (1 << n for n in range(fewest.bit_length()))
-            eps = [d for d in powers if inner % d == 0 and fewest % d == 0]
+            eps = divisors(math.gcd(inner, *(stack[0] for stack in shape.stacks)))
         for ep in eps:
             yield dict(zip(DEGREES, (pp, dp_replicate, dp_shard, cp, tp, ep), strict=True))
 

@@ -9,6 +9,7 @@ from compose.config.toml import load
 from compose.planner.candidates import (
     Candidate,
     Space,
+    candidates,
     capacity,
     complexity,
     order,
@@ -20,6 +21,8 @@ from compose.planner.estimate import Estimate, RankPeak
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.search import _variants, ranked, refinements
 from tests.support.helpers import ROOT
+
+TRAIN = str(ROOT / "train.toml")
 
 
 def space(**changes: Any) -> Space:
@@ -109,3 +112,11 @@ def test_every_way_to_recompute_is_tried() -> None:
     assert not any(keys[segment] > 1 for keys in tried if keys[mode] != "full")
     deep = replace(where, fixed={mode})
     assert all(mode not in keys for keys in _variants(deep, shape_for(deep), base))
+
+
+def test_experts_go_over_any_ranks_that_divide_them() -> None:
+    """Of twelve experts three ranks may hold four each."""
+    config = load(TRAIN, [("model.name", "mixtral"), ("model.n_experts", "12")])
+    where = space(config=config, world_size=6)
+    every = candidates(where, shape_for(where), anyway=True)
+    assert {one.config.parallel.ep for one in every} == {1, 2, 3, 6}
