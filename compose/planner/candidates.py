@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +231,9 @@ def _of_mesh(
     most = math.inf if anyway else room * MEMORY_ERROR
     of_parallel = [key for key in free if key.startswith("parallel.")]
     modes = free.get("activation_checkpoint.mode", (config.activation_checkpoint.mode,))
-    micros = free.get("train.micro_batch", (config.train.micro_batch,))
+    micros: Sequence[int] = (config.train.micro_batch,)
+    if "train.micro_batch" in free:
+        micros = dividing(with_keys(config, degrees), free["train.micro_batch"])
     for values in itertools.product(*(free[key] for key in of_parallel)):
         keys = {**degrees, **dict(zip(of_parallel, values, strict=True)), **_reset(space, free)}
         parallel = with_keys(config, keys)
@@ -256,6 +258,13 @@ def _of_mesh(
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
                 yield Candidate(one, keys | {k: v for k, v in named.items() if k in free}, rough)
+
+
+def dividing(config: Config, sizes: Iterable[int]) -> list[int]:
+    """Return the micro-batches that divide a rank's samples; in place of others the next one below."""
+    share = config.train.global_batch // max(1, config.parallel.data_ranks)
+    whole = divisors(share) if share else []
+    return sorted({max(n for n in whole if n <= size) for size in sizes if size and whole})
 
 
 def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
@@ -363,21 +372,3 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
 def shape_for(space: Space) -> ModelShape:
     """Return the shape of the space's model."""
     return shape_of(space.config, space.cache)
-
-
-def describe(candidate: Candidate) -> str:
-    """Return a candidate in one line."""
-    parallel = candidate.config.parallel
-    parts = [f"{a} {getattr(parallel, a)}" for a in (*AXES, "ep") if getattr(parallel, a) > 1]
-    parts.append(f"zero {parallel.zero}")
-    if parallel.pp > 1:
-        parts.append(parallel.pp_schedule)
-    parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
-    parts.append(f"micro_batch {candidate.config.train.micro_batch}")
-    parts += [f"{key} {value}" for key, value in candidate.keys.items() if key in (*REFINED, *FREED)]
-    if parallel.offload != "none":
-        parts.append(f"offload {parallel.offload}")
-    text = ", ".join(parts)
-    if candidate.estimate:
-        text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
-    return text

@@ -11,6 +11,7 @@ from compose.planner.candidates import (
     Candidate,
     Space,
     capacity,
+    dividing,
     fits,
     lack_of_node,
     shape_for,
@@ -175,6 +176,6 @@ def _changes(space: Space, config: Config) -> Iterator[tuple[str, dict[str, Any]
     if parallel.offload == "none":
         yield "offload", {"parallel.offload": "cpu", "parallel.zero": 3}
     micro = config.train.micro_batch
-    yield f"micro_batch {micro * 2}", {"train.micro_batch": micro * 2}
-    if micro > 1:
-        yield f"micro_batch {micro // 2}", {"train.micro_batch": micro // 2}
+    for size in reversed(dividing(config, (micro * 2, micro, micro // 2))):
+        if size != micro:
+            yield f"micro_batch {size}", {"train.micro_batch": size}

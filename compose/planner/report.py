@@ -125,6 +125,24 @@ def _bytes(peak: RankPeak) -> dict[str, Any]:
     }
 
 
+def describe(candidate: Candidate) -> str:
+    """Return a candidate in one line."""
+    parallel = candidate.config.parallel
+    parts = [f"{a} {getattr(parallel, a)}" for a in (*AXES, "ep") if getattr(parallel, a) > 1]
+    parts.append(f"zero {parallel.zero}")
+    if parallel.pp > 1:
+        parts.append(parallel.pp_schedule)
+    parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
+    parts.append(f"micro_batch {candidate.config.train.micro_batch}")
+    parts += [f"{key} {value}" for key, value in candidate.keys.items() if key in (*REFINED, *FREED)]
+    if parallel.offload != "none":
+        parts.append(f"offload {parallel.offload}")
+    text = ", ".join(parts)
+    if candidate.estimate:
+        text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
+    return text
+
+
 def table(space: Space, recorded: Sequence[Candidate]) -> str:
     """Return the candidates as a table of text.
 

@@ -26,7 +26,7 @@ from compose.planner.candidates import (
     candidate_of,
     candidates,
     complexity,
-    describe,
+    dividing,
     fits,
     known_as,
     order,
@@ -37,6 +37,7 @@ from compose.planner.estimate import estimate, estimate_of_kinds, estimates, spe
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import ModelShape, units_of_rank
+from compose.planner.report import describe
 
 MOST = 6
 """Candidates that are recorded."""
@@ -347,7 +348,7 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
     train, parallel = config.train, config.parallel
     micros = [train.micro_batch]
     if "train.micro_batch" not in space.fixed:
-        micros = [m for m in (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2) if m]
+        micros = dividing(config, (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2))
     layers = shape.count * min(3, micro_batches(config))
     mode, ways = "activation_checkpoint.mode", [dict[str, Any]()]
     # A pipeline would need a record of all layers of every rank.

@@ -116,7 +116,16 @@ def test_every_way_to_recompute_is_tried() -> None:
 
 def test_experts_go_over_any_ranks_that_divide_them() -> None:
     """Of twelve experts three ranks may hold four each."""
-    config = load(TRAIN, [("model.name", "mixtral"), ("model.n_experts", "12")])
+    keys = [("model.name", "mixtral"), ("model.n_experts", "12"), ("train.global_batch", "24")]
+    config = load(TRAIN, keys)
     where = space(config=config, world_size=6)
     every = candidates(where, shape_for(where), anyway=True)
     assert {one.config.parallel.ep for one in every} == {1, 2, 3, 6}
+
+
+def test_micro_batches_divide_a_share_that_is_no_power_of_two() -> None:
+    """Of 60 samples a rank, 8 are no part: 6 are, and 15, 30 and 60."""
+    keys = [("train.global_batch", "120"), ("parallel.dp_shard", "2")]
+    where = space(config=load(TRAIN, keys), world_size=2, fixed={"parallel.dp_shard"})
+    every = candidates(where, shape_for(where), anyway=True)
+    assert {one.config.train.micro_batch for one in every} == {1, 2, 4, 6, 15, 30, 60}
