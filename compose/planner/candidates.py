@@ -167,6 +167,21 @@ def candidates(
         yield from _of_mesh(space, shape, degrees, _free(space, degrees, offload), anyway)
 
 
+def all_by_estimates(space: Space, shape: ModelShape) -> list[Candidate]:
+    """Return the candidates that may fit, the best first; with offload, if none fits without it."""
+    every = list(candidates(space, shape))
+    if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
+        every = [*candidates(space, shape, offload=True), *every]
+    return sorted(every, key=lambda c: order(space, c))
+
+
+def least_short(space: Space, shape: ModelShape) -> list[Candidate]:
+    """Return the candidates if none may fit: first those that need least of the device."""
+    ways = (False,) if "parallel.offload" in space.fixed else (False, True)
+    every = [c for offload in ways for c in candidates(space, shape, offload, anyway=True)]
+    return sorted(every, key=lambda c: c.rough.memory)
+
+
 def _promising(
     space: Space, shape: ModelShape, meshes: list[dict[str, int]], offload: bool, anyway: bool
 ) -> list[dict[str, int]]:

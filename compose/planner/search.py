@@ -23,12 +23,14 @@ from compose.planner.candidates import (
     TEXTBOOK,
     Candidate,
     Space,
+    all_by_estimates,
     candidate_of,
     candidates,
     complexity,
     dividing,
     fits,
     known_as,
+    least_short,
     order,
     shape_for,
     with_keys,
@@ -247,14 +249,11 @@ def search(
         if axis not in shape.axes and f"parallel.{axis}" in space.fixed and degree > 1:
             name = space.config.model.name
             raise ConfigError(f"parallel.{axis}: {degree}: the plan of {name} cannot cut {axis}; use 1")
-    every = sorted(candidates(space, shape), key=lambda c: order(space, c))
-    if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
-        every = sorted([*candidates(space, shape, offload=True), *every], key=lambda c: order(space, c))
+    every = all_by_estimates(space, shape)
     offloads = [c for c in every if c.config.parallel.offload != "none"]
     let_through = len(every)
     if not every:  # the least short ones tell by how much
-        every = sorted(candidates(space, shape, anyway=True), key=lambda c: c.rough.memory)
-        most = min(most, _SHORT)
+        every, most = least_short(space, shape), min(most, _SHORT)
     if not every:  # a reason that has nothing to do with meshes is raised here
         one = {f"parallel.{axis}": 1 for axis in ("tp", "cp", "ep")}
         units_of_rank(shape, with_keys(space.config, one), space.cluster)

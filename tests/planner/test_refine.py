@@ -1,5 +1,6 @@
 """Finer variants of what was recorded, and the choice between what takes equally long."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.search import _variants, ranked, refinements
+from compose.planner.search import _variants, ranked, refinements, search
 from tests.support.helpers import ROOT
 
 TRAIN = str(ROOT / "train.toml")
@@ -129,3 +130,22 @@ def test_micro_batches_divide_a_share_that_is_no_power_of_two() -> None:
     where = space(config=load(TRAIN, keys), world_size=2, fixed={"parallel.dp_shard"})
     every = candidates(where, shape_for(where), anyway=True)
     assert {one.config.train.micro_batch for one in every} == {1, 2, 4, 6, 15, 30, 60}
+
+
+def as_estimated(where: Space, chosen: Sequence[Candidate]) -> Iterator[tuple[int, Candidate]]:
+    """Stands for the records: each composition is as its quick estimate says."""
+    for place, one in enumerate(chosen):
+        size = int(one.rough.memory)
+        peaks = [RankPeak(size, size, {})]
+        yield place, replace(one, estimate=Estimate(peaks, one.rough.step, 1.0, 0.5, 0.0, {}, {}, []))
+
+
+def test_what_is_nearest_to_fit_may_be_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 405B on one device of 24 GB lacks least with its weights on the host."""
+    monkeypatch.setattr("compose.planner.search._recorded", as_estimated)
+    keys = [("model.preset", "405b"), ("train.global_batch", "1"), ("precision.param", "bfloat16")]
+    config = load(TRAIN, [*keys, ("train.seq_len", "131072")])
+    where = space(config=config, cluster=load_cluster("rtx4090"), world_size=1)
+    result = search(where)
+    assert result.let_through == 0
+    assert result.candidates[0].config.parallel.offload == "cpu"
