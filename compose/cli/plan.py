@@ -60,7 +60,8 @@ from compose.planner.explain import explain
 from compose.planner.measure import as_toml
 from compose.planner.page import page_of
 from compose.planner.record_cache import default_folder
-from compose.planner.search import MOST, SearchResult, fewest, own, search
+from compose.planner.report import SearchResult
+from compose.planner.search import MOST, fewest, own, search
 
 T = TypeVar("T")
 _OBJECTIVES = ("time", "memory", "devices", "params")
@@ -313,7 +314,8 @@ def _largest(given: ParsedWords, began: float) -> tuple[Question, SearchResult]:
 
 def _fewest(given: ParsedWords, question: Question, space: Space) -> tuple[Space, list[Candidate]]:
     tokens, days = amount(given, "--tokens"), amount(given, "--days")
-    result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
+    with refused_in(question.where):
+        result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
     if not result[1]:
         raise ConfigError(
             f"{question.where}: {space.world_size} devices of {space.cluster.name} do not see"

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,20 @@ PHRASES = {
 }
 """Settings that have words of their own; others are shown as they are written."""
 _KINDS = {"F": "forward", "B": "backward", "I": "input-gradients", "W": "weight-gradients"}
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    candidates: list[Candidate]
+    """The recorded candidates, the best first."""
+    let_through: int
+    """Legal candidates that may fit by their quick estimates."""
+    capped: bool = False
+    """Whether a limit of time or Ctrl-C ended the search before its own end."""
+    certain: bool = True
+    """Whether it is sure that no candidate fits, if none of the recorded ones does."""
 
 
 def as_data(space: Space, recorded: Sequence[Candidate]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from compose.config.toml import load
 from compose.planner import answer, explain
 from compose.planner.candidates import Space
 from compose.planner.quick_units import ModelShape
-from compose.planner.search import SearchResult
+from compose.planner.report import SearchResult
 from tests.support.helpers import refusal
 from tests.support.planned import Records, recorded
 

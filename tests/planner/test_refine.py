@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from compose.config.toml import load
+from compose.errors import ConfigError
 from compose.planner.candidates import (
     Candidate,
     Space,
@@ -20,8 +21,8 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak
 from compose.planner.quick_estimate import QuickEstimate, quick
-from compose.planner.search import _variants, ranked, refinements, search
-from tests.support.helpers import ROOT
+from compose.planner.search import _variants, fewest, ranked, refinements, search
+from tests.support.helpers import ROOT, refusal
 
 TRAIN = str(ROOT / "train.toml")
 
@@ -149,3 +150,33 @@ def test_what_is_nearest_to_fit_may_be_in_host_memory(monkeypatch: pytest.Monkey
     result = search(where)
     assert result.let_through == 0
     assert result.candidates[0].config.parallel.offload == "cpu"
+
+
+def test_the_fewest_devices_are_looked_for_beyond_a_number_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one rank is with messages of 8 bits, since it sends none."""
+
+    def recorded(where: Space, chosen: Sequence[Candidate]) -> Iterator[tuple[int, Any]]:
+        refused = ConfigError("comm.weights: one rank sends no weights")
+        for place, one in as_estimated(where, chosen):
+            yield place, refused if where.world_size == 1 else one
+
+    monkeypatch.setattr("compose.planner.search._recorded", recorded)
+    config = load(TRAIN, [("train.global_batch", "8")])
+    found, result = fewest(space(config=config, world_size=2), tokens=1.0, days=1.0)
+    assert (found.world_size, bool(result)) == (2, True)
+    with pytest.raises(ConfigError, match=r"comm\.weights: one rank"):
+        fewest(space(config=config, world_size=1), tokens=1.0, days=1.0)
+
+
+def test_the_fewest_devices_may_keep_weights_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compose.planner.search._recorded", as_estimated)
+    words = [("precision.param", "bfloat16"), ("train.global_batch", "8")]
+    config = load(TRAIN, [*words, ("model.preset", "8b")])
+    where = space(config=config, cluster=load_cluster("rtx4090"), world_size=2)
+    found, result = fewest(where, tokens=1.0, days=1.0)
+    assert (found.world_size, [one.config.parallel.offload for one in result[:1]]) == (1, ["cpu"])
+    pinned = replace(where, fixed={"parallel.offload"})
+    text = "2 devices of rtx4090 do not hold the model; give more of --world-size"
+    assert refusal(fewest, pinned, 1.0, 1.0) == text
