@@ -56,7 +56,7 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.cluster import load_cluster
-from compose.planner.explain import explain
+from compose.planner.explain import explain, why_no_mesh
 from compose.planner.measure import as_toml
 from compose.planner.page import page_of
 from compose.planner.record_cache import default_folder
@@ -335,9 +335,7 @@ def _search(given: ParsedWords, question: Question, space: Space, began: float) 
         result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:
         raise ConfigError(
-            f"{question.where}: no mesh of {space.world_size} ranks divides train.global_batch ="
-            f" {space.config.train.global_batch} and may fit on {space.cluster.name}; use more ranks,"
-            " recomputation, or parallel.offload"
+            f"{question.where}: no mesh of {space.world_size} ranks is legal: {why_no_mesh(space)}"
         )
     return result
 

@@ -172,6 +172,9 @@ def all_by_estimates(space: Space, shape: ModelShape) -> list[Candidate]:
     every = list(candidates(space, shape))
     if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
         every = [*candidates(space, shape, offload=True), *every]
+    if not every:  # a pipeline with fewer micro-batches than ranks is legal too
+        most = capacity(space.cluster) * MEMORY_ERROR
+        every = [c for c in candidates(space, shape, anyway=True) if c.rough.memory <= most]
     return sorted(every, key=lambda c: order(space, c))
 
 
@@ -263,7 +266,7 @@ def _of_mesh(
             for micro in micros:
                 named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
                 one = with_keys(parallel, named)
-                if micro in sure or not _divides(one, shape):
+                if micro in sure or not _divides(one, shape, anyway):
                     continue
                 rough = quick(shape, one, space.cluster, most)
                 if math.isinf(rough.memory):  # another micro-batch may be possible
@@ -294,10 +297,11 @@ def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in space.fixed}
 
 
-def _divides(config: Config, shape: ModelShape) -> bool:
+def _divides(config: Config, shape: ModelShape, few: bool = False) -> bool:
     """Return whether ranks divide the batch, and the pipeline has layers and micro-batches enough.
 
-    ``pp_layers`` that the search must keep are of one number of stages.
+    With ``few``, a pipeline may have fewer micro-batches than ranks, which then wait for half of the
+    time or more. ``pp_layers`` that the search must keep are of one number of stages.
     """
     parallel, count = config.parallel, micro_batches(config)
     if not count or parallel.pp == 1:
@@ -305,7 +309,7 @@ def _divides(config: Config, shape: ModelShape) -> bool:
     stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
     if len(parallel.pp_layers) not in (0, stages):
         return False
-    fewest = 1 if parallel.pp_schedule in ASYNCHRONOUS else parallel.pp
+    fewest = 1 if few or parallel.pp_schedule in ASYNCHRONOUS else parallel.pp
     return stages - 2 <= shape.count and count >= fewest
 
 

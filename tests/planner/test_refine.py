@@ -21,6 +21,7 @@ from compose.planner.candidates import (
 from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak
 from compose.planner.quick_estimate import QuickEstimate, quick
+from compose.planner.quick_memory import micro_batches
 from compose.planner.search import _variants, fewest, ranked, refinements, search
 from tests.support.helpers import ROOT, refusal
 
@@ -180,3 +181,12 @@ def test_the_fewest_devices_may_keep_weights_in_host_memory(monkeypatch: pytest.
     pinned = replace(where, fixed={"parallel.offload"})
     text = "2 devices of rtx4090 do not hold the model; give more of --world-size"
     assert refusal(fewest, pinned, 1.0, 1.0) == text
+
+
+def test_few_micro_batches_are_a_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples keep four pinned stages busy for less than half of the time, and are legal."""
+    monkeypatch.setattr("compose.planner.search._recorded", as_estimated)
+    config = load(TRAIN, [("train.global_batch", "2"), ("parallel.pp", "4")])
+    results = search(space(config=config, world_size=4, fixed={"parallel.pp"})).candidates
+    assert {one.config.parallel.pp for one in results} == {4}
+    assert max(micro_batches(one.config) for one in results) == 2
