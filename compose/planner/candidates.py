@@ -229,10 +229,11 @@ def _free(space: Space, degrees: dict[str, int], offload: bool) -> dict[str, tup
     if pp == 1:
         free.pop("parallel.pp_schedule", None)
     if "parallel.zero" in free:
-        if pp * degrees["parallel.tp"] == space.world_size:
-            del free["parallel.zero"]  # no ranks share anything
-        elif offload or replicas > 1:
+        kinds, alone = space.config.precision, pp * degrees["parallel.tp"] == space.world_size
+        if offload or replicas > 1:
             free["parallel.zero"] = (3,)
+        elif alone and kinds.param == kinds.reduce == kinds.master:
+            del free["parallel.zero"]  # no ranks share anything, and no weights are cast
     if offload or "parallel.offload" not in space.fixed:
         free["parallel.offload"] = ("cpu",) if offload else ("none",)
     return free

@@ -190,3 +190,11 @@ def test_few_micro_batches_are_a_last_resort(monkeypatch: pytest.MonkeyPatch) ->
     results = search(space(config=config, world_size=4, fixed={"parallel.pp"})).candidates
     assert {one.config.parallel.pp for one in results} == {4}
     assert max(micro_batches(one.config) for one in results) == 2
+
+
+@pytest.mark.parametrize(("param", "stages"), [("float32", {3}), ("bfloat16", {1, 2, 3})])
+def test_one_device_may_keep_its_cast_weights(param: str, stages: set[int]) -> None:
+    """With zero 3 they are cast again for each forward and backward."""
+    where = space(config=load(TRAIN, [("precision.param", param)]), world_size=1)
+    found = {one.config.parallel.zero for one in candidates(where, shape_for(where))}
+    assert found == stages
