@@ -257,7 +257,7 @@ def write_toml(
     base = os.path.relpath(source, target.parent) if source else ""
     why = reasons(space, best)
     tables: dict[str, list[str]] = {}
-    for name, value in {**overrides, **best.keys, **_of_islands(space)}.items():
+    for name, value in {**overrides, **best.keys, **_of_islands(space, best)}.items():
         head, _, key = name.partition(".")
         reason = f"  # {why[name]}" if name in why and name in best.keys else ""
         tables.setdefault(head, []).append(f"{key} = {toml_value(value)}{reason}")
@@ -266,8 +266,12 @@ def write_toml(
     return "\n".join([f"{head}extends = {toml_value(base)}\n" if base else head, *blocks])
 
 
-def _of_islands(space: Space) -> dict[str, int]:
-    return {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+def _of_islands(space: Space, best: Candidate) -> dict[str, int]:
+    """Return the keys of all islands, in place of those of the one that was planned."""
+    keys = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+    if keys and "train.global_batch" in best.keys:
+        keys["train.global_batch"] = space.islands * best.config.train.global_batch
+    return keys
 
 
 def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
@@ -277,7 +281,7 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
     changed = {key: value for key, value in best.keys.items() if value_of(space.config, key) != value}
     words = [
         shlex.quote(f"--{key}={value if isinstance(value, str) else toml_value(value)}")
-        for key, value in {**overrides, **changed, **_of_islands(space)}.items()
+        for key, value in {**overrides, **changed, **_of_islands(space, best)}.items()
     ]
     program = "train.py" if Path("train.py").exists() else "-m compose train"
     each, rest = min(ranks, node), ranks % node if ranks > node else 0
