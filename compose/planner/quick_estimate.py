@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
@@ -204,10 +204,11 @@ def _data(
     for numbers, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if numbers:
             part = unit.trained * numbers * wide
-            gather += collective_seconds(cluster, "all_gather", numbers * width, ranks, stride)
-            reduce += collective_seconds(cluster, "reduce_scatter", part, ranks, stride)
+            message = partial(collective_seconds, cluster, world_size=parallel.ranks)
+            gather += message("all_gather", numbers * width, ranks, stride)
+            reduce += message("reduce_scatter", part, ranks, stride)
             own, others = part / ranks, ranks_of_stage // (ranks * stride)
-            replicas += collective_seconds(cluster, "all_reduce", own, others, ranks * stride)
+            replicas += message("all_reduce", own, others, ranks * stride)
     copies = sums = added = 0.0
     master = precision.master_dtype.itemsize
     if gather or width < master:
