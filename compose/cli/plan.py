@@ -275,6 +275,11 @@ def _space(given: ParsedWords, question: Question) -> Space:
                 f"{question.where}: outer.every makes islands of the ranks of parallel.dp_replicate;"
                 f" set that to 2 or more that divide {world_size}; it is {islands}"
             )
+        if not config.outer.offload:
+            raise ConfigError(
+                f"{question.where}: outer.offload: false keeps outer weights on the device, which plan"
+                " does not count; plan with outer.offload = true"
+            )
         world_size, train = world_size // islands, config.train
         check_dealt(train.global_batch, islands)
         config = replace(
