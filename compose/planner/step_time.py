@@ -297,7 +297,9 @@ def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:
 
 def axis_of(message: RecordedMessage, degrees: Parallel) -> str:
     """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
-    if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
+    # Gradients in few bytes go to all too, on a stream of their own.
+    to_all = message.kind == "all_to_all" and not message.stream
+    if to_all and degrees.ep > 1 and degrees.cp_method != "ulysses":
         return "ep"
     result, size = [], 1
     for axis in reversed(AXES):
