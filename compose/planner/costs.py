@@ -30,7 +30,7 @@ _HALF_INTENSITY = 30.0
 _DEPTH = 16  # least k of an instruction of tensor cores in 16 bits (NVIDIA, PTX ISA: mma, wgmma)
 _STEP = 64  # of k, by which a tile of a grouped product goes (the same file as grouped_seconds names)
 _HOST_MEMORY = 50e9  # bytes per second of host memory that a rank has, if a file has none; assumed
-_HOST_SHARE = 0.8  # of host memory's bandwidth that simple loops of all cores reach; assumed
+HOST_SHARE = 0.8  # of host memory's bandwidth that simple loops of all cores reach; assumed
 _CORE_MEMORY = 12e9  # bytes per second that one core moves from and to memory; assumed
 _HEAD_DIM = 128  # of the heads for which the efficiencies of attention hold
 
@@ -238,7 +238,7 @@ def processor_seconds(cluster: Cluster, bytes: float) -> float:
     """
     rates = [_HOST_MEMORY]
     if cluster.host_bandwidth:
-        rates = [_HOST_SHARE * cluster.host_bandwidth / cluster.node]
+        rates = [HOST_SHARE * cluster.host_bandwidth / cluster.node]
     if cluster.host_cores:
         rates.append(_CORE_MEMORY * max(1.0, cluster.host_cores / cluster.node))
     return bytes / min(rates)
