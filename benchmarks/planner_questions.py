@@ -39,7 +39,6 @@ from compose.planner.candidates import (
     Candidate,
     Space,
     candidates,
-    describe,
     fits,
     order,
     shape_for,
@@ -47,6 +46,7 @@ from compose.planner.candidates import (
 )
 from compose.planner.cluster import cluster_names, load_cluster
 from compose.planner.record_cache import default_folder
+from compose.planner.report import describe
 from compose.planner.search import record_all, search
 
 HERE = Path(__file__).parent

@@ -56,11 +56,12 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.cluster import load_cluster
-from compose.planner.explain import explain
+from compose.planner.explain import explain, why_no_mesh
 from compose.planner.measure import as_toml
 from compose.planner.page import page_of
 from compose.planner.record_cache import default_folder
-from compose.planner.search import MOST, SearchResult, fewest, own, search
+from compose.planner.report import SearchResult
+from compose.planner.search import MOST, fewest, own, search
 
 T = TypeVar("T")
 _OBJECTIVES = ("time", "memory", "devices", "params")
@@ -274,6 +275,11 @@ def _space(given: ParsedWords, question: Question) -> Space:
                 f"{question.where}: outer.every makes islands of the ranks of parallel.dp_replicate;"
                 f" set that to 2 or more that divide {world_size}; it is {islands}"
             )
+        if not config.outer.offload:
+            raise ConfigError(
+                f"{question.where}: outer.offload: false keeps outer weights on the device, which plan"
+                " does not count; plan with outer.offload = true"
+            )
         world_size, train = world_size // islands, config.train
         check_dealt(train.global_batch, islands)
         config = replace(
@@ -313,7 +319,8 @@ def _largest(given: ParsedWords, began: float) -> tuple[Question, SearchResult]:
 
 def _fewest(given: ParsedWords, question: Question, space: Space) -> tuple[Space, list[Candidate]]:
     tokens, days = amount(given, "--tokens"), amount(given, "--days")
-    result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
+    with refused_in(question.where):
+        result = fewest(space, tokens, days, partial(_progress, time.monotonic()))
     if not result[1]:
         raise ConfigError(
             f"{question.where}: {space.world_size} devices of {space.cluster.name} do not see"
@@ -333,9 +340,7 @@ def _search(given: ParsedWords, question: Question, space: Space, began: float) 
         result = search(space, most, seconds, partial(_progress, time.monotonic()))
     if not result.candidates:
         raise ConfigError(
-            f"{question.where}: no mesh of {space.world_size} ranks divides train.global_batch ="
-            f" {space.config.train.global_batch} and may fit on {space.cluster.name}; use more ranks,"
-            " recomputation, or parallel.offload"
+            f"{question.where}: no mesh of {space.world_size} ranks is legal: {why_no_mesh(space)}"
         )
     return result
 

@@ -267,14 +267,14 @@ def default_batch(count: float, seq_len: int, world_size: int) -> int:
 
     They are as many tokens as published models of its size took, rounded so that the devices share
     them: to a multiple of the devices, of up to 8 samples each so that micro-batches of 8 are possible,
-    or to the largest number that divides the devices.
+    or to the nearest number that divides the devices.
     """
     tokens = next(tokens for least, tokens in _BATCHES if count >= least)
     samples = max(1, tokens // seq_len)
     if samples >= world_size:
         unit = world_size * max(n for n in (1, 2, 4, 8) if n * world_size <= samples)
         return round(samples / unit) * unit
-    return max(n for n in divisors(world_size) if n <= samples)
+    return min(divisors(world_size), key=lambda n: abs(math.log(n / samples)))
 
 
 def _batches(given: ParsedWords) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from compose.composition import Composition
 from compose.compression.codec import SCALE_BYTES, Blocks, numbers
 from compose.diloco import ROW, Outer
 from compose.diloco.fragments import Region, region_of, rows_of, shares
-from compose.ops.tensors import persistent_buffers
+from compose.ops.tensors import local_tensor, persistent_buffers
 from compose.parallel.mesh import axis_size, init_mesh
 from compose.train.processes import TrainingError
 from compose.train.workers import Worker
@@ -329,23 +329,32 @@ def sent_bytes(job: "Job", outer: Outer) -> list[int]:
 
     It is the rank that sends most, of the first ranks of stages.
     """
+    return max((sent for sent, _ in _first_ranks(job, outer)), key=sum)
+
+
+def _first_ranks(job: "Job", outer: Outer) -> list[tuple[list[int], int]]:
+    """Return for the first rank of each stage the bytes of its messages, and of its outer weights."""
     from compose.planner.fake_world import fake_group
 
     shapes = {name: p.shape for name, p in job.model.named_parameters() if p.requires_grad}
-    ranks = []
+    ranks, copies = [], 2 if outer.momentum else 1
     for stage in range(job.degrees.pp):
         with fake_group(stage * job.world_size // job.degrees.pp, job.world_size):
             mesh, model = init_mesh(job.degrees), copy.deepcopy(job.model)
             composition = apply(model, job.resolved, mesh, job.options)
-            ranks.append(first_rank_messages(outer, composition, shapes, job.resolved.checkpoint))
-    return max(ranks, key=sum)
+            sent = first_rank_messages(outer, composition, shapes, job.resolved.checkpoint)
+            trained = [p for name, p in composition.named_parameters() if name in shapes]
+            size = copies * outer_dtype(composition).itemsize
+            ranks.append((sent, size * sum(local_tensor(p).numel() for p in trained)))
+    return ranks
 
 
 def as_lines(
     job: "Job", outer: Outer, workers: int, link: "Link | None" = None, step_seconds: float = 0.0
 ) -> list[str]:
     """Return lines with the bytes of a round and of one exchange; with a rank's link the time too."""
-    sent = [size * (workers - 1) for size in sent_bytes(job, outer)]
+    ranks = _first_ranks(job, outer)
+    sent = [size * (workers - 1) for size in max((messages for messages, _ in ranks), key=sum)]
     lines = [f"bytes that a rank sends to other islands ({outer.dtype}, fragments {len(sent)}):"]
     for what, size in ((f"in {outer.every} steps", sum(sent)), ("at once, at most", max(sent))):
         lines.append(f"  {what:<20}{size:>18,}  {size / 2**30:9.3f} GiB")
@@ -356,4 +365,6 @@ def as_lines(
             f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of"
             f" it, {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
         )
-    return lines
+    kept, where = max(size for _, size in ranks), "in host memory" if outer.offload else "on the device"
+    what = f"outer weights{' and momentum' if outer.momentum else ''}, not counted above"
+    return [*lines, f"{what}: {kept:,} bytes of a rank, {kept / 2**30:.3f} GiB, {where}"]

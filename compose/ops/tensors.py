@@ -299,7 +299,7 @@ def _generators() -> int:
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return sum(zlib.crc32(state.numpy()) for state in states if type(state) is Tensor)
+    return sum(zlib.crc32(state.numpy().tobytes()) for state in states if type(state) is Tensor)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -5,9 +5,11 @@ whose messages are largest and on the critical path. The messages of pp are smal
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -158,6 +160,21 @@ def _misfit(degrees: dict[str, int], fixed: int, world_size: int) -> str:
         f"parallel: the degrees' product {product}{f' = {fixed}' if ' x ' in product else ''}"
         f" {relation} the world size {world_size}; nearest: {cure}"
     )
+
+
+@functools.lru_cache(maxsize=65536)
+def group_in_nodes(node: int, ranks: int, stride: int, world_size: int) -> tuple[int, int]:
+    """Return over how many nodes a group of an axis goes, and the fewest ranks that it has in one.
+
+    Of all groups of ``ranks`` ranks, ``stride`` apart, it is the one that spans most nodes, and the one
+    with fewest ranks in a node: all wait for these.
+    """
+    nodes, fewest, size = 1, ranks, ranks * stride
+    # Equal groups are in every node where they begin at the same place of it.
+    for first in {(at + i) % node for at in range(0, world_size, size) for i in range(stride)}:
+        counts = Counter((first + i * stride) // node for i in range(ranks))
+        nodes, fewest = max(nodes, len(counts)), min(fewest, *counts.values())
+    return nodes, fewest
 
 
 def crosses_nodes(parallel: Parallel, node: int = 0) -> str:

@@ -22,6 +22,7 @@ _FIRST = 2  # steps that start things up, and are left out
 # The names of a profile's shares by those of the planner.
 _SHARES = {"product": "matmul", "attention": "attention", "other": "other", "optimizer": "optimizer"}
 _WORK = {"other": "memory"}
+_NO_MESSAGES = ("optimizer", "copy", "host", "issue")  # waits that no profile calls communication
 # A profile's category of memory, and the planner's categories that it holds.
 _CATEGORIES = {
     "weights": ("weights",),
@@ -129,7 +130,7 @@ def _profiled(predicted: Estimate, ranks: Sequence[_RankProfile]) -> list[Measur
         MeasuredFigure(name, predicted.work[_WORK.get(name, name)], whole * getattr(shares, share), "s")
         for name, share in _SHARES.items()
     ]
-    waits = sum(v for name, v in predicted.exposed.items() if name != "optimizer")
+    waits = sum(v for name, v in predicted.exposed.items() if name not in _NO_MESSAGES)
     rows.append(MeasuredFigure("exposed communication", waits, whole * shares.communication, "s"))
     fullest = max((r.memory for r in ranks), key=lambda memory: memory.peak)
     peak = max(predicted.peaks, key=lambda p: p.allocated)

@@ -18,7 +18,6 @@ from compose.planner.candidates import (
     Space,
     candidates,
     capacity,
-    describe,
     fits,
     known_as,
     lack_of_node,
@@ -30,7 +29,7 @@ from compose.planner.cluster import MeasuredCollective, load_cluster
 from compose.planner.explain import neighbours, promise
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import units_of_rank
-from compose.planner.report import GIB, recomputation, seconds
+from compose.planner.report import GIB, describe, recomputation, seconds
 from compose.planner.search import record_all
 
 _DAY = 86400.0

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,24 @@ def candidates(
         yield from _of_mesh(space, shape, degrees, _free(space, degrees, offload), anyway)
 
 
+def all_by_estimates(space: Space, shape: ModelShape) -> list[Candidate]:
+    """Return the candidates that may fit, the best first; with offload, if none fits without it."""
+    every = list(candidates(space, shape))
+    if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
+        every = [*candidates(space, shape, offload=True), *every]
+    if not every:  # a pipeline with fewer micro-batches than ranks is legal too
+        most = capacity(space.cluster) * MEMORY_ERROR
+        every = [c for c in candidates(space, shape, anyway=True) if c.rough.memory <= most]
+    return sorted(every, key=lambda c: order(space, c))
+
+
+def least_short(space: Space, shape: ModelShape) -> list[Candidate]:
+    """Return the candidates if none may fit: first those that need least of the device."""
+    ways = (False,) if "parallel.offload" in space.fixed else (False, True)
+    every = [c for offload in ways for c in candidates(space, shape, offload, anyway=True)]
+    return sorted(every, key=lambda c: c.rough.memory)
+
+
 def _promising(
     space: Space, shape: ModelShape, meshes: list[dict[str, int]], offload: bool, anyway: bool
 ) -> list[dict[str, int]]:
@@ -211,10 +229,11 @@ def _free(space: Space, degrees: dict[str, int], offload: bool) -> dict[str, tup
     if pp == 1:
         free.pop("parallel.pp_schedule", None)
     if "parallel.zero" in free:
-        if pp * degrees["parallel.tp"] == space.world_size:
-            del free["parallel.zero"]  # no ranks share anything
-        elif offload or replicas > 1:
+        kinds, alone = space.config.precision, pp * degrees["parallel.tp"] == space.world_size
+        if offload or replicas > 1:
             free["parallel.zero"] = (3,)
+        elif alone and kinds.param == kinds.reduce == kinds.master:
+            del free["parallel.zero"]  # no ranks share anything, and no weights are cast
     if offload or "parallel.offload" not in space.fixed:
         free["parallel.offload"] = ("cpu",) if offload else ("none",)
     return free
@@ -231,7 +250,9 @@ def _of_mesh(
     most = math.inf if anyway else room * MEMORY_ERROR
     of_parallel = [key for key in free if key.startswith("parallel.")]
     modes = free.get("activation_checkpoint.mode", (config.activation_checkpoint.mode,))
-    micros = free.get("train.micro_batch", (config.train.micro_batch,))
+    micros: Sequence[int] = (config.train.micro_batch,)
+    if "train.micro_batch" in free:
+        micros = dividing(with_keys(config, degrees), free["train.micro_batch"])
     for values in itertools.product(*(free[key] for key in of_parallel)):
         keys = {**degrees, **dict(zip(of_parallel, values, strict=True)), **_reset(space, free)}
         parallel = with_keys(config, keys)
@@ -246,7 +267,7 @@ def _of_mesh(
             for micro in micros:
                 named = {"activation_checkpoint.mode": mode, "train.micro_batch": micro}
                 one = with_keys(parallel, named)
-                if micro in sure or not _divides(one, shape):
+                if micro in sure or not _divides(one, shape, anyway):
                     continue
                 rough = quick(shape, one, space.cluster, most)
                 if math.isinf(rough.memory):  # another micro-batch may be possible
@@ -256,6 +277,13 @@ def _of_mesh(
                 if rough.memory * MEMORY_ERROR <= room and space.objective != "memory":
                     sure.add(micro)
                 yield Candidate(one, keys | {k: v for k, v in named.items() if k in free}, rough)
+
+
+def dividing(config: Config, sizes: Iterable[int]) -> list[int]:
+    """Return the micro-batches that divide a rank's samples; in place of others the next one below."""
+    share = config.train.global_batch // max(1, config.parallel.data_ranks)
+    whole = divisors(share) if share else []
+    return sorted({max(n for n in whole if n <= size) for size in sizes if size and whole})
 
 
 def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
@@ -270,10 +298,11 @@ def _reset(space: Space, free: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in space.fixed}
 
 
-def _divides(config: Config, shape: ModelShape) -> bool:
+def _divides(config: Config, shape: ModelShape, few: bool = False) -> bool:
     """Return whether ranks divide the batch, and the pipeline has layers and micro-batches enough.
 
-    ``pp_layers`` that the search must keep are of one number of stages.
+    With ``few``, a pipeline may have fewer micro-batches than ranks, which then wait for half of the
+    time or more. ``pp_layers`` that the search must keep are of one number of stages.
     """
     parallel, count = config.parallel, micro_batches(config)
     if not count or parallel.pp == 1:
@@ -281,7 +310,7 @@ def _divides(config: Config, shape: ModelShape) -> bool:
     stages = parallel.pp * stages_per_rank(parallel.pp_schedule, parallel.pp_virtual_stages)
     if len(parallel.pp_layers) not in (0, stages):
         return False
-    fewest = 1 if parallel.pp_schedule in ASYNCHRONOUS else parallel.pp
+    fewest = 1 if few or parallel.pp_schedule in ASYNCHRONOUS else parallel.pp
     return stages - 2 <= shape.count and count >= fewest
 
 
@@ -355,9 +384,7 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
         inner = dp_replicate * dp_shard * cp * tp
         eps = [config.parallel.ep if "parallel.ep" in fixed else 1]
         if shape.stacks and "parallel.ep" not in fixed:
-            fewest = min(stack[0] for stack in shape.stacks)
-            powers = (1 << n for n in range(fewest.bit_length()))
-            eps = [d for d in powers if inner % d == 0 and fewest % d == 0]
+            eps = divisors(math.gcd(inner, *(stack[0] for stack in shape.stacks)))
         for ep in eps:
             yield dict(zip(DEGREES, (pp, dp_replicate, dp_shard, cp, tp, ep), strict=True))
 
@@ -365,21 +392,3 @@ def _meshes(space: Space, shape: ModelShape) -> Iterator[dict[str, int]]:
 def shape_for(space: Space) -> ModelShape:
     """Return the shape of the space's model."""
     return shape_of(space.config, space.cache)
-
-
-def describe(candidate: Candidate) -> str:
-    """Return a candidate in one line."""
-    parallel = candidate.config.parallel
-    parts = [f"{a} {getattr(parallel, a)}" for a in (*AXES, "ep") if getattr(parallel, a) > 1]
-    parts.append(f"zero {parallel.zero}")
-    if parallel.pp > 1:
-        parts.append(parallel.pp_schedule)
-    parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
-    parts.append(f"micro_batch {candidate.config.train.micro_batch}")
-    parts += [f"{key} {value}" for key, value in candidate.keys.items() if key in (*REFINED, *FREED)]
-    if parallel.offload != "none":
-        parts.append(f"offload {parallel.offload}")
-    text = ", ".join(parts)
-    if candidate.estimate:
-        text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
-    return text

@@ -16,6 +16,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from compose.errors import ConfigError, did_you_mean
+from compose.parallel.mesh import group_in_nodes
 from compose.planner.cluster import KINDS, Cluster, MeasuredCollective
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8": 1}
@@ -29,7 +30,7 @@ _HALF_INTENSITY = 30.0
 _DEPTH = 16  # least k of an instruction of tensor cores in 16 bits (NVIDIA, PTX ISA: mma, wgmma)
 _STEP = 64  # of k, by which a tile of a grouped product goes (the same file as grouped_seconds names)
 _HOST_MEMORY = 50e9  # bytes per second of host memory that a rank has, if a file has none; assumed
-_HOST_SHARE = 0.8  # of host memory's bandwidth that simple loops of all cores reach; assumed
+HOST_SHARE = 0.8  # of host memory's bandwidth that simple loops of all cores reach; assumed
 _CORE_MEMORY = 12e9  # bytes per second that one core moves from and to memory; assumed
 _HEAD_DIM = 128  # of the heads for which the efficiencies of attention hold
 
@@ -237,7 +238,7 @@ def processor_seconds(cluster: Cluster, bytes: float) -> float:
     """
     rates = [_HOST_MEMORY]
     if cluster.host_bandwidth:
-        rates = [_HOST_SHARE * cluster.host_bandwidth / cluster.node]
+        rates = [HOST_SHARE * cluster.host_bandwidth / cluster.node]
     if cluster.host_cores:
         rates.append(_CORE_MEMORY * max(1.0, cluster.host_cores / cluster.node))
     return bytes / min(rates)
@@ -271,7 +272,9 @@ def host_seconds(cluster: Cluster, bytes: float) -> float:
 
 
 @functools.lru_cache(1 << 20)
-def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, stride: int) -> float:
+def collective_seconds(
+    cluster: Cluster, kind: str, bytes: float, ranks: int, stride: int, world_size: int = 0
+) -> float:
     """Return the seconds of one collective.
 
     Rings send (n - 1)/n of the bytes over each link in n - 1 steps, an all-reduce twice that (Thakur,
@@ -286,7 +289,8 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
 
     ``bytes`` are those of the whole result (all_gather), of the whole input (reduce_scatter,
     all_reduce, broadcast), or of what one rank sends, its own part included (all_to_all, p2p).
-    ``stride`` is the distance of neighbours of the group in ranks of the job.
+    ``stride`` is the distance of neighbours of the group in ranks of the job, which has
+    ``world_size``; 0: so many that groups begin at each place of a node.
     """
     if kind not in KINDS:
         raise ConfigError(f"collective: unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
@@ -295,13 +299,12 @@ def collective_seconds(cluster: Cluster, kind: str, bytes: float, ranks: int, st
     row = _measured(cluster, kind, ranks, stride)
     if row is not None:
         return _between(row.bytes, row.seconds, bytes, row.inverse_bandwidth)
-    inside = cluster.node % (ranks * stride) == 0  # else some group of the axis has ranks in two nodes
-    nodes = 1 if inside else max(2, min(ranks, -(-ranks * stride // cluster.node)))
-    # Ranks of a group in one node; where groups straddle nodes, the fewest.
-    local = ranks if inside else max(1, math.gcd(cluster.node, ranks * stride) // stride)
+    if world_size < ranks * stride:
+        world_size = math.lcm(cluster.node, ranks * stride)
+    nodes, local = group_in_nodes(cluster.node, ranks, stride, world_size)
     group, in_switch = (ranks, nodes, local), cluster.within.in_switch
     times = [_by_protocol(cluster, kind, bytes, group, each) for each in PROTOCOLS[cluster.backend]]
-    if kind == "all_reduce" and inside and in_switch:
+    if kind == "all_reduce" and nodes == 1 and in_switch:
         times.append(_SWITCH_START + bytes * (ranks + 1) / ranks / in_switch)
     return min(times)
 

@@ -108,7 +108,8 @@ Kinds = Sequence[tuple[Cluster, int]]
 def weakest(kinds: Kinds) -> Cluster:
     """Return the cluster of the slowest device, with the least memory and slowest network of all."""
     clusters = [cluster for cluster, _ in kinds]
-    slowest = min(clusters, key=lambda c: c.device.peak[_common(clusters)[0]])
+    first = _common(clusters)[0]
+    slowest = min(clusters, key=lambda c: c.device.peak[first] * c.efficiencies.products[first])
     between = min((c.between for c in clusters), key=lambda link: link.usable)
     return replace(
         slowest,

@@ -1,16 +1,20 @@
 """Why other compositions lose: differences between records."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from compose.config import rules
 from compose.config.tables import Config, value_of
 from compose.errors import ConfigError
-from compose.parallel.mesh import AXES
+from compose.parallel.mesh import AXES, resolve_degrees
 from compose.planner.candidates import (
+    DEGREES,
     TRIED,
     Candidate,
     Space,
     capacity,
+    dividing,
     fits,
     lack_of_node,
     shape_for,
@@ -52,6 +56,22 @@ def explain(space: Space, recorded: Sequence[Candidate]) -> list[str]:
         else:
             lines.append(f"{name}: {against_best(space, best, result)}")
     return lines
+
+
+def why_no_mesh(space: Space) -> str:
+    """Return why FSDP over what the pinned degrees leave is not legal, where no other mesh is."""
+    keys = {key: value_of(space.config, key) if key in space.fixed else 1 for key in DEGREES}
+    if "parallel.dp_shard" not in space.fixed:
+        keys["parallel.dp_shard"] = -1
+    if "train.micro_batch" not in space.fixed:
+        keys["train.micro_batch"] = 1
+    config, batch = with_keys(space.config, keys), space.config.train.global_batch
+    try:
+        degrees = resolve_degrees(config.parallel, space.world_size)
+        rules.check(replace(config, parallel=degrees), space.world_size, space.cluster.target)
+    except ConfigError as error:
+        return error.problems[0]
+    return f"none divides train.global_batch = {batch} and the model's heads and layers"
 
 
 def against_best(space: Space, best: Candidate, other: Candidate) -> str:
@@ -175,6 +195,6 @@ def _changes(space: Space, config: Config) -> Iterator[tuple[str, dict[str, Any]
     if parallel.offload == "none":
         yield "offload", {"parallel.offload": "cpu", "parallel.zero": 3}
     micro = config.train.micro_batch
-    yield f"micro_batch {micro * 2}", {"train.micro_batch": micro * 2}
-    if micro > 1:
-        yield f"micro_batch {micro // 2}", {"train.micro_batch": micro // 2}
+    for size in reversed(dividing(config, (micro * 2, micro, micro // 2))):
+        if size != micro:
+            yield f"micro_batch {size}", {"train.micro_batch": size}

@@ -200,7 +200,7 @@ def _work(record: Record, units: list[tuple[str, str]], of: tuple[Job, Cluster],
             continue
         phase = "E" if id(work) in ends else phase
         if isinstance(work, RecordedMessage):
-            whole = work.kind in ("all_gather", "reduce_scatter", "all_reduce")
+            whole = work.kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
             if work.received or len(work.ranks) < 2 or (work.stream and whole):
                 continue  # those of data parallel are others at other degrees
             form = work.kind, axis_of(work, job.degrees), bool(work.stream)

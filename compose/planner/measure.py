@@ -31,7 +31,7 @@ from compose.planner.cluster import (
     MeasuredProduct,
     Measurements,
 )
-from compose.planner.costs import BYTES
+from compose.planner.costs import BYTES, HOST_SHARE
 from compose.planner.sweep import Sweep, cores, link_of, measure_collectives
 from compose.train.metrics import peak_flops, peak_memory
 
@@ -124,7 +124,7 @@ def measure(device: torch.device, peaks: Mapping[str, float], seconds: float = S
         measured=Measurements(ranks, took, products, attention, copies, collectives),
         host_memory=_memory(torch.device("cpu")),
         host_cores=cores(),
-        host_bandwidth=node * host_rate,
+        host_bandwidth=node * host_rate / HOST_SHARE,  # loops reach their share of it
     )
 
 

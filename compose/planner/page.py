@@ -317,7 +317,8 @@ def table(candidates: Sequence[Mapping[str, Any]]) -> str:
     heads = [("#", "", "")] + [(name, key, "") for name, key in zip(names, differ, strict=True)]
     heads += [("fits", "", "words"), ("step time", "", ""), ("reserved", "fullest rank", "")]
     heads += [("tokens/s/device", "", ""), ("MFU", "", ""), ("bubble", "", "")]
-    heads += [("exposed", "communication that nothing hides", ""), ("exposed by axis", "", "words")]
+    waits_for = "for messages, copies and the host, which nothing hides, and for the optimizer"
+    heads += [("waits", waits_for, ""), ("waits for", "", "words")]
     heads += [("allocated", "fullest rank", ""), ("why", "", "words")]
     head = "".join(
         f'<th scope="col" class="{kind}" title="{escape(more)}">'

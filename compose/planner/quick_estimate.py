@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from compose.config.tables import Config
 from compose.errors import ConfigError
@@ -74,7 +74,8 @@ def quick(shape: ModelShape, config: Config, cluster: Cluster, room: float = mat
     if sum(size.values()) > room:
         return QuickEstimate({"compute": math.inf}, size, host)
     data = {unit: _data(one, sizes[unit], config, cluster) for unit, one in units.items()}
-    return QuickEstimate(_seconds(shape, config, cluster, (units, data), ranks, trained), size, host)
+    seconds = _seconds(shape, config, cluster, (units, data), ranks, (own, trained))
+    return QuickEstimate(seconds, size, host)
 
 
 def _seconds(
@@ -83,15 +84,15 @@ def _seconds(
     cluster: Cluster,
     of_units: tuple[Mapping[str, UnitEstimate], Mapping[str, tuple[float, float]]],
     ranks: list[quick_memory.Rank],
-    trained: float,
+    numbers: tuple[float, float],
 ) -> dict[str, float]:
     """Return the seconds of a step by what takes them, on the busiest rank of the pipeline.
 
-    ``of_units`` are the units and what :func:`_data` says of each. ``trained`` are the numbers that the
-    fullest rank trains.
+    ``of_units`` are the units and what :func:`_data` says of each. ``numbers`` are those of the fullest
+    rank, and those of them that it trains.
     """
     parallel, count = config.parallel, quick_memory.micro_batches(config)
-    units, data = of_units
+    (units, data), (own, trained) = of_units, numbers
     best: dict[str, float] = {}
     slowest = costs.slowest(cluster, parallel.ranks)
     issued = {unit: _issued(one, config, cluster) for unit, one in units.items()}
@@ -131,9 +132,10 @@ def _seconds(
         best["optimizer"] = max(best["optimizer"], costs.host_seconds(cluster, 8 * trained))
     if parallel.offload == "cpu":
         # Shards are copied for the forward and for the backward of a micro-batch, and gradients back.
-        copied = costs.host_seconds(cluster, trained * config.precision.master_dtype.itemsize)
+        there = costs.host_seconds(cluster, quick_memory.bytes_of_weights(config, own, trained))
+        back = costs.host_seconds(cluster, trained * config.precision.master_dtype.itemsize)
         best |= {
-            "offload": 3 * count * copied,
+            "offload": count * (2 * there + back),
             "optimizer": costs.processor_seconds(cluster, 28 * trained),
         }
     return best
@@ -202,10 +204,11 @@ def _data(
     for numbers, ranks, stride in (weights, (held - unit.dense, of_experts, parallel.ep)):
         if numbers:
             part = unit.trained * numbers * wide
-            gather += collective_seconds(cluster, "all_gather", numbers * width, ranks, stride)
-            reduce += collective_seconds(cluster, "reduce_scatter", part, ranks, stride)
+            message = partial(collective_seconds, cluster, world_size=parallel.ranks)
+            gather += message("all_gather", numbers * width, ranks, stride)
+            reduce += message("reduce_scatter", part, ranks, stride)
             own, others = part / ranks, ranks_of_stage // (ranks * stride)
-            replicas += collective_seconds(cluster, "all_reduce", own, others, ranks * stride)
+            replicas += message("all_reduce", own, others, ranks * stride)
     copies = sums = added = 0.0
     master = precision.master_dtype.itemsize
     if gather or width < master:

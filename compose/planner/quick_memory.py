@@ -198,10 +198,16 @@ def bytes_of_state(shape: ModelShape, config: Config) -> float:
 
 def host_bytes(config: Config, own: float, trained: float, state: float) -> float:
     """Return the bytes of host memory of a rank with so many numbers, and bytes of ``state``."""
-    precision = config.precision
     if config.parallel.offload == "cpu":
-        return _PINNED * (own + trained) * precision.master_dtype.itemsize + state
+        gradients = trained * config.precision.master_dtype.itemsize
+        return _PINNED * (bytes_of_weights(config, own, trained) + gradients) + state
     return _PINNED * state if config.optimizer.offload == "cpu" else 0.0
+
+
+def bytes_of_weights(config: Config, own: float, trained: float) -> float:
+    """Return the bytes of so many numbers between steps: frozen ones have no master (apply)."""
+    precision = config.precision
+    return trained * precision.master_dtype.itemsize + (own - trained) * precision.param_dtype.itemsize
 
 
 def copies_kept(config: Config, several: bool) -> int:
@@ -228,7 +234,7 @@ def peak_bytes(
     most, best = -1.0, {}
     for rank, (own, trained) in ranks:
         held = {"PipeDream": rank.flight, "PipeDream2BW": 2}.get(schedule, 1)  # versions
-        weights = own * precision.master_dtype.itemsize * here * held
+        weights = bytes_of_weights(config, own, trained) * here * held
         state = trained * bytes_of_state(shape, config) * with_state
         gradients = trained * precision.master_dtype.itemsize * here
         moment = max(_moments(shape, config, (units, sizes), rank, gradients), key=sum)

@@ -123,8 +123,15 @@ def units_of_rank(shape: ModelShape, config: Config, cluster: Cluster) -> dict[s
     """Return the units by name, as one rank has them."""
     parallel = config.parallel
     own = (
-        *(parallel.tp, parallel.cp, parallel.ep, parallel.cp_method, parallel.sequence, parallel.loss),
-        *(config.precision, config.train.micro_batch, config.compile.mode, cluster),
+        *(parallel.tp, parallel.cp, parallel.ep, parallel.ranks, parallel.cp_method),
+        *(
+            parallel.sequence,
+            parallel.loss,
+            config.precision,
+            config.train.micro_batch,
+            config.compile.mode,
+            cluster,
+        ),
     )
     recomputed = config.activation_checkpoint, config.train.loss_chunk
     key = *own, *recomputed, parallel.pp > 1, parallel.offload, shards(config)[0] > 1
@@ -363,10 +370,10 @@ def _unit(
 def _message(cluster: Cluster, parallel: Parallel, kind: str, axis: str, size: float) -> float:
     """Return the seconds of a message of tp, cp or ep."""
     if axis == "ep":
-        return costs.collective_seconds(cluster, kind, size, parallel.ep, 1)
+        return costs.collective_seconds(cluster, kind, size, parallel.ep, 1, parallel.ranks)
     ranks = math.prod(getattr(parallel, each) for each in axis.split("+") if hasattr(parallel, each))
     stride = 1 if "tp" in axis else parallel.tp
-    return costs.collective_seconds(cluster, kind, size, ranks, stride)
+    return costs.collective_seconds(cluster, kind, size, ranks, stride, parallel.ranks)
 
 
 def stream_bytes(config: Config) -> float:

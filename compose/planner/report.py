@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,20 @@ PHRASES = {
 }
 """Settings that have words of their own; others are shown as they are written."""
 _KINDS = {"F": "forward", "B": "backward", "I": "input-gradients", "W": "weight-gradients"}
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    candidates: list[Candidate]
+    """The recorded candidates, the best first."""
+    let_through: int
+    """Legal candidates that may fit by their quick estimates."""
+    capped: bool = False
+    """Whether a limit of time or Ctrl-C ended the search before its own end."""
+    certain: bool = True
+    """Whether it is sure that no candidate fits, if none of the recorded ones does."""
 
 
 def as_data(space: Space, recorded: Sequence[Candidate]) -> dict[str, Any]:
@@ -123,6 +138,24 @@ def _bytes(peak: RankPeak) -> dict[str, Any]:
         "reserved": peak.reserved,
         "by_category": {c: peak.by_category.get(c, 0) for c in CATEGORIES},
     }
+
+
+def describe(candidate: Candidate) -> str:
+    """Return a candidate in one line."""
+    parallel = candidate.config.parallel
+    parts = [f"{a} {getattr(parallel, a)}" for a in (*AXES, "ep") if getattr(parallel, a) > 1]
+    parts.append(f"zero {parallel.zero}")
+    if parallel.pp > 1:
+        parts.append(parallel.pp_schedule)
+    parts.append(f"recompute {candidate.config.activation_checkpoint.mode}")
+    parts.append(f"micro_batch {candidate.config.train.micro_batch}")
+    parts += [f"{key} {value}" for key, value in candidate.keys.items() if key in (*REFINED, *FREED)]
+    if parallel.offload != "none":
+        parts.append(f"offload {parallel.offload}")
+    text = ", ".join(parts)
+    if candidate.estimate:
+        text += f": {candidate.estimate.step_seconds:.3f} s, {candidate.reserved / 2**30:.1f} GiB"
+    return text
 
 
 def table(space: Space, recorded: Sequence[Candidate]) -> str:
@@ -217,7 +250,7 @@ def write_toml(
     base = os.path.relpath(source, target.parent) if source else ""
     why = reasons(space, best)
     tables: dict[str, list[str]] = {}
-    for name, value in {**overrides, **best.keys, **_of_islands(space)}.items():
+    for name, value in {**overrides, **best.keys, **_of_islands(space, best)}.items():
         head, _, key = name.partition(".")
         reason = f"  # {why[name]}" if name in why and name in best.keys else ""
         tables.setdefault(head, []).append(f"{key} = {toml_value(value)}{reason}")
@@ -226,8 +259,12 @@ def write_toml(
     return "\n".join([f"{head}extends = {toml_value(base)}\n" if base else head, *blocks])
 
 
-def _of_islands(space: Space) -> dict[str, int]:
-    return {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+def _of_islands(space: Space, best: Candidate) -> dict[str, int]:
+    """Return the keys of all islands, in place of those of the one that was planned."""
+    keys = {"parallel.dp_replicate": space.islands} if space.islands > 1 else {}
+    if keys and "train.global_batch" in best.keys:
+        keys["train.global_batch"] = space.islands * best.config.train.global_batch
+    return keys
 
 
 def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[str, Any]) -> str:
@@ -237,7 +274,7 @@ def command_line(space: Space, best: Candidate, file: str, overrides: Mapping[st
     changed = {key: value for key, value in best.keys.items() if value_of(space.config, key) != value}
     words = [
         shlex.quote(f"--{key}={value if isinstance(value, str) else toml_value(value)}")
-        for key, value in {**overrides, **changed, **_of_islands(space)}.items()
+        for key, value in {**overrides, **changed, **_of_islands(space, best)}.items()
     ]
     program = "train.py" if Path("train.py").exists() else "-m compose train"
     each, rest = min(ranks, node), ranks % node if ranks > node else 0

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from compose.config import rules
@@ -23,12 +23,14 @@ from compose.planner.candidates import (
     TEXTBOOK,
     Candidate,
     Space,
+    all_by_estimates,
     candidate_of,
     candidates,
     complexity,
-    describe,
+    dividing,
     fits,
     known_as,
+    least_short,
     order,
     shape_for,
     with_keys,
@@ -37,6 +39,7 @@ from compose.planner.estimate import estimate, estimate_of_kinds, estimates, spe
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_memory import micro_batches
 from compose.planner.quick_units import ModelShape, units_of_rank
+from compose.planner.report import SearchResult, describe
 
 MOST = 6
 """Candidates that are recorded."""
@@ -178,20 +181,6 @@ def _of_kinds(space: Space, candidate: Candidate, job: Job) -> Candidate:
     return replace(candidate, config=job.config, keys=keys, estimate=result)
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search."""
-
-    candidates: list[Candidate]
-    """The recorded candidates, the best first."""
-    let_through: int
-    """Legal candidates that may fit by their quick estimates."""
-    capped: bool = False
-    """Whether a limit of time or Ctrl-C ended the search before its own end."""
-    certain: bool = True
-    """Whether it is sure that no candidate fits, if none of the recorded ones does."""
-
-
 def record_all(space: Space, configs: Sequence[Config]) -> list[Candidate | ConfigError]:
     """Record several compositions, and return each as a candidate, or why it is not legal.
 
@@ -246,14 +235,11 @@ def search(
         if axis not in shape.axes and f"parallel.{axis}" in space.fixed and degree > 1:
             name = space.config.model.name
             raise ConfigError(f"parallel.{axis}: {degree}: the plan of {name} cannot cut {axis}; use 1")
-    every = sorted(candidates(space, shape), key=lambda c: order(space, c))
-    if not any(fits(space, c) for c in every) and "parallel.offload" not in space.fixed:
-        every = sorted([*candidates(space, shape, offload=True), *every], key=lambda c: order(space, c))
+    every = all_by_estimates(space, shape)
     offloads = [c for c in every if c.config.parallel.offload != "none"]
     let_through = len(every)
     if not every:  # the least short ones tell by how much
-        every = sorted(candidates(space, shape, anyway=True), key=lambda c: c.rough.memory)
-        most = min(most, _SHORT)
+        every, most = least_short(space, shape), min(most, _SHORT)
     if not every:  # a reason that has nothing to do with meshes is raised here
         one = {f"parallel.{axis}": 1 for axis in ("tp", "cp", "ep")}
         units_of_rank(shape, with_keys(space.config, one), space.cluster)
@@ -347,7 +333,7 @@ def _variants(space: Space, shape: ModelShape, base: Candidate) -> Iterator[dict
     train, parallel = config.train, config.parallel
     micros = [train.micro_batch]
     if "train.micro_batch" not in space.fixed:
-        micros = [m for m in (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2) if m]
+        micros = dividing(config, (train.micro_batch, train.micro_batch * 2, train.micro_batch // 2))
     layers = shape.count * min(3, micro_batches(config))
     mode, ways = "activation_checkpoint.mode", [dict[str, Any]()]
     # A pipeline would need a record of all layers of every rank.
@@ -379,16 +365,25 @@ def fewest(
     """Find the fewest devices that hold the model and see enough tokens in time.
 
     The search tries 1, 2, 4 ... devices, and all of the space. A number is searched if a quick
-    estimate says that it may do. The first number that does by its record is taken.
+    estimate says that it may do. The first number that does by its record is taken. Raises ConfigError
+    if no number holds the model, or all are refused.
     """
     needed, most = tokens / (days * 86400), space.world_size
     shape, train = shape_for(space), space.config.train
+    problem: ConfigError | None = ConfigError(
+        f"{most} devices of {space.cluster.name} do not hold the model; give more of --world-size"
+    )
     for ranks in dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]):
         here = replace(space, world_size=ranks, objective="time")
-        rough = [c for c in candidates(here, shape) if fits(here, c)]
+        rough = [c for c in all_by_estimates(here, shape) if fits(here, c)]
+        problem = None if rough else problem
         best = min((c.rough.step for c in rough), default=float("inf"))
         if here.islands * train.global_batch * train.seq_len / best >= needed / 2:
-            searched = search(here, most=4, progress=progress)
+            try:
+                searched = search(here, most=4, progress=progress)
+            except ConfigError as error:  # of so many ranks; others may do
+                problem = error
+                continue
             if searched.capped:  # by Ctrl-C
                 raise KeyboardInterrupt
             results = [c for c in searched.candidates if fits(here, c)]
@@ -397,4 +392,6 @@ def fewest(
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
                 if rate >= needed:
                     return here, results
+    if problem:
+        raise problem
     return space, []

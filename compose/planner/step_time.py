@@ -106,7 +106,7 @@ def action_seconds(
             axis = axis_of(work, degrees)
             if axis == "pp" or work.received:
                 continue
-            took = _message(cluster, work)
+            took = _message(cluster, work, degrees.ranks)
             host += issue[0]
             late = max(0.0, host - clock[work.stream])
             # NCCL runs what one communicator sends in the order of issue, whatever the streams.
@@ -233,7 +233,7 @@ def in_pieces(record: Record, cluster: Cluster, degrees: Parallel) -> None:
         beside = (work[i] for i in near)
         product = next((w for w in beside if isinstance(w, Operator) and w.kind == "product"), None)
         if product:
-            took, hides = _message(cluster, message), operator_seconds(cluster, product)
+            took, hides = _message(cluster, message, degrees.ranks), operator_seconds(cluster, product)
             message.bytes = round(message.bytes * max(1 / tp, 1 - (1 - 1 / tp) * hides / took))
 
 
@@ -297,7 +297,9 @@ def beside_messages(cluster: Cluster, alone: float, messages: float) -> float:
 
 def axis_of(message: RecordedMessage, degrees: Parallel) -> str:
     """Return the axes over which a message goes, joined by "+"; "ep" for what goes to experts."""
-    if message.kind == "all_to_all" and degrees.ep > 1 and degrees.cp_method != "ulysses":
+    # Gradients in few bytes go to all too, on a stream of their own.
+    to_all = message.kind == "all_to_all" and not message.stream
+    if to_all and degrees.ep > 1 and degrees.cp_method != "ulysses":
         return "ep"
     result, size = [], 1
     for axis in reversed(AXES):
@@ -308,10 +310,10 @@ def axis_of(message: RecordedMessage, degrees: Parallel) -> str:
     return "+".join(reversed(result)) or "other"
 
 
-def _message(cluster: Cluster, work: RecordedMessage) -> float:
+def _message(cluster: Cluster, work: RecordedMessage, world_size: int) -> float:
     ranks = len(work.ranks)
     stride = work.ranks[1] - work.ranks[0] if ranks > 1 else 1
-    return costs.collective_seconds(cluster, work.kind, work.bytes, ranks, stride)
+    return costs.collective_seconds(cluster, work.kind, work.bytes, ranks, stride, world_size)
 
 
 def joined(

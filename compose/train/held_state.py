@@ -82,7 +82,7 @@ def state_bytes(placed: Sequence[PlacedParameter], job: Job) -> dict[str, int]:
     lora = config.model.lora
     kept = config.precision.param if lora.rank else config.precision.master
     kept = kept if lora.base == "full" else lora.base
-    trained = [p for p in placed if p.trained]
+    trained, once = [p for p in placed if p.trained], zero >= 2 or job.micro_batches == 1
     local, whole = sum(p.local_bytes for p in trained), sum(p.whole_bytes for p in trained)
 
     def states(name: str) -> int:
@@ -94,8 +94,9 @@ def state_bytes(placed: Sequence[PlacedParameter], job: Job) -> dict[str, int]:
         held = {"older versions": more * local}
     return {
         f"weights ({kept})": sum(p.local_bytes for p in placed),
-        # Before the reduction, ZeRO-1 holds whole gradients. After it, and in ZeRO-2, they are sharded.
-        "gradients": local if zero >= 2 else max(local, whole // param_size * reduce_size),
+        # ZeRO-1 holds whole gradients until the last micro-batch, whose backward reduces them unit by
+        # unit. In ZeRO-2 each does.
+        "gradients": local if once else max(local, whole // param_size * reduce_size),
         f"optimizer ({config.optimizer.name})": sum(
             math.prod(p.local_shape) * state * states(p.name) for p in trained
         ),
@@ -113,9 +114,12 @@ def copied_bytes(placed: Sequence[PlacedParameter], job: Job) -> int:
 
 def _gathered(stage: Sequence[PlacedParameter], config: Config) -> int:
     """Return the bytes of gathered parameters kept for a step; zero 3 keeps those of neighbours."""
-    parallel = config.parallel
+    parallel, precision = config.parallel, config.precision
     if parallel.zero < 3:
-        return sum(p.whole_bytes for p in stage) if any(p.placements for p in stage) else 0
+        # Where nothing is sharded, copies in another type than the master weights stay all the same.
+        cast = not precision.param == precision.reduce == precision.master
+        sharded = any(p.placements.keys() - {"tp", "ep"} for p in stage)
+        return sum(p.whole_bytes for p in stage) if sharded or cast else 0
     if parallel.zero3_reshard in (0, parallel.dp_shard * parallel.cp):
         return 0
     experts = hpz_experts(parallel.zero3_reshard, parallel.tp, parallel.ep)

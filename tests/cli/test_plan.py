@@ -15,7 +15,7 @@ from compose.config.toml import load
 from compose.planner import answer, explain
 from compose.planner.candidates import Space
 from compose.planner.quick_units import ModelShape
-from compose.planner.search import SearchResult
+from compose.planner.report import SearchResult
 from tests.support.helpers import refusal
 from tests.support.planned import Records, recorded
 
@@ -252,7 +252,10 @@ def test_a_batch_that_no_mesh_divides_is_a_line(
     words = ["--model=llama:debug", "--gpus=16xa100_40gb", "--seq-len=64", "--batch=63,128,32"]
     assert command.plan(words) == 0
     shown = capsys.readouterr()
-    assert "batch 63: command line: no mesh of 16 ranks divides train.global_batch = 63" in shown.err
+    assert (
+        "batch 63: command line: no mesh of 16 ranks is legal: train.global_batch: 63 is not a multiple"
+        " of dp_replicate x dp_shard x train.micro_batch = 16 x 1 = 16; nearest: 64" in shown.err
+    )
     assert "128 samples a step" in shown.out.splitlines()[0]
 
 
@@ -326,3 +329,11 @@ def test_the_largest_size_that_fits(
 def test_the_largest_size_takes_no_model(words: list[str], line: str) -> None:
     text = refusal(command.plan, ["--objective=params", *words])
     assert text == f"command line: --objective: {line}"
+
+
+def test_degrees_that_leave_no_mesh_are_named() -> None:
+    words = ["--model=llama:debug", "--gpus=16xa100_40gb", "--seq-len=64", "--parallel.tp=3"]
+    assert refusal(command.plan, words) == (
+        "command line: no mesh of 16 ranks is legal: parallel: the degrees' product tp 3 does not"
+        " divide the world size 16; nearest: parallel.tp = 2"
+    )

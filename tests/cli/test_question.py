@@ -147,7 +147,8 @@ def test_a_folder_of_hugging_face(tmp_path: Path, file: str) -> None:
         (13e9, 4096, 16, 1024),
         (405e9, 4096, 16_384, 4096),
         (7e9, 4096, 24, 960),  # a multiple of 8 for each device
-        (7e9, 4096, 1536, 768),  # the largest that divides the devices
+        (7e9, 4096, 1536, 768),  # the nearest that divides the devices
+        (7e9, 4096, 1031, 1031),  # a prime number of them
         (7e9, 2**23, 8, 1),
     ],
 )

@@ -12,12 +12,13 @@ import torch.distributed as dist
 import compose.memory.float8 as float8
 import train
 from compose.build import build
+from compose.cli.train import _stage
 from compose.config.job import Job
 from compose.config.rules import check
 from compose.config.toml import load
-from compose.train.held_state import PlacedParameter, placements
+from compose.train.held_state import PlacedParameter, placements, state_bytes
 from tests.support.command_lines import answered
-from tests.support.helpers import ROOT, SMALL, make_job, parallel
+from tests.support.helpers import ROOT, SMALL, keys_in, make_job, parallel
 from tests.support.hugging_face import save_model
 from tests.support.pool import Pool, make_mesh
 
@@ -179,3 +180,24 @@ def test_a_short_warmup_is_said() -> None:
     whole = answered("train.py", "--dry-run", "--train.stop_after=2").stdout
     assert "warmup" not in whole
     assert not whole.endswith("\n\n")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "gathered", "whole"),
+    [
+        (1, "zero=2", 0, False),  # weights serve as they are
+        (1, "zero=2 precision.param=bfloat16", 2, False),
+        (1, "zero=3 precision.param=bfloat16", 0, False),
+        (2, "zero=2 tp=2", 0, False),
+        (2, "zero=1 train.global_batch=8", 4, True),
+        (2, "zero=1 train.global_batch=4", 4, False),
+    ],
+)
+def test_what_a_step_holds_besides(ranks: int, keys: str, gathered: int, whole: bool) -> None:
+    """Bytes of each number that stay gathered; whole gradients wait for the last of several batches."""
+    job = make_job(ranks, **keys_in(keys))
+    placed = _stage(job, 0)
+    numbers, sizes = sum(p.numel() for p in job.model.parameters()), state_bytes(placed, job)
+    assert sizes["gathered in a step"] == gathered * numbers
+    local = sum(p.local_bytes for p in placed)
+    assert sizes["gradients"] == (4 * numbers if whole else local)

@@ -77,6 +77,12 @@ def test_the_planner_needs_to_know_the_islands() -> None:
         "train.toml: outer.every makes islands of the ranks of parallel.dp_replicate; set that to 2 or"
         " more that divide 16; it is 1",
     ]
+    assert refused(
+        plan, [*PLAN, "--outer.every=30", "--parallel.dp_replicate=4", "--outer.offload=false"]
+    ) == [
+        "train.toml: outer.offload: false keeps outer weights on the device, which plan does not count;"
+        " plan with outer.offload = true",
+    ]
 
 
 def test_the_planner_plans_one_island(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -92,6 +98,14 @@ def test_the_planner_plans_one_island(capsys: pytest.CaptureFixture[str], tmp_pa
     # At 94% of 1 Gbit/s for a node of 8, and with 20 ms.
     seconds = sent / (0.94 * 0.015625e9) + 0.02
     assert lines[begin + 3].startswith(f"  a round takes {seconds:.3g} s between nodes; training waits")
+    # Two float32 for each number of its quarter.
+    kept = [
+        line for line in lines if line.startswith("outer weights and momentum, not counted above: ")
+    ]
+    assert len(kept) == 1
+    size = int(kept[0].partition(": ")[2].split()[0].replace(",", ""))
+    assert 1 < size / (8 * 1_009_280 / 4) < 1.001
+    assert kept[0].endswith(" GiB, in host memory")
     text = file.read_text()
     assert "# Planned for 16 ranks of internet_1g." in text
     assert "dp_replicate = 4" in text

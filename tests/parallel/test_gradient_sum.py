@@ -211,7 +211,7 @@ class _Changing(nn.Module):
         if self.draws:
             input = input + torch.randn_like(input)
         else:
-            self.mean.lerp_(input.mean(0), 0.5)
+            self.get_buffer("mean").lerp_(input.mean(0), 0.5)
         return self.down(self.up(input))
 
 

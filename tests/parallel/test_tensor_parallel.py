@@ -191,8 +191,8 @@ def test_replicated(pool: Pool) -> None:
 
 
 class _Several(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
-        y = super().forward(x)
+    def forward(self, input: torch.Tensor) -> Any:
+        y = super().forward(input)
         return y, {"twice": [2 * y, None]}
 
 

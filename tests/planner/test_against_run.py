@@ -4,12 +4,14 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compose.config.toml import dump
 from compose.planner.against_run import MeasuredFigure, against, corrected
 from compose.planner.cluster import MeasuredCopy, MeasuredProduct, Measurements, load_cluster
+from compose.planner.estimate import Estimate, estimate
 from compose.planner.measure import as_toml
 from tests.support.helpers import make_config, refusal
 
@@ -131,3 +133,17 @@ def test_each_kernel_of_attention_is_corrected() -> None:
     rows = [MeasuredFigure(name, 1.0, 2.0, "s") for name in ("step", "product", "attention", "other")]
     before, after = cluster.efficiencies, corrected(cluster, rows).efficiencies
     assert after.attention["cudnn"] == tuple(share / 2 for share in before.attention["cudnn"])
+
+
+def test_waits_for_the_host_are_no_communication(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile calls the device's waits for kernels that are issued late idle, and copies other."""
+    (made / "traces/step2-2_summary.json").write_text(summary_of())
+    real = estimate
+
+    def late(*given: Any, **named: Any) -> Estimate:
+        waits = {"dp_shard": 1.0, "pp": 2.0, "issue": 4.0, "copy": 8.0, "host": 16.0, "optimizer": 32.0}
+        return replace(real(*given, **named), exposed=waits)
+
+    monkeypatch.setattr("compose.planner.against_run.estimate", late)
+    rows = {row.name: row for row in against(made, load_cluster("cpu"))}
+    assert rows["exposed communication"].predicted == 3.0

@@ -204,7 +204,7 @@ def test_what_is_expected_is_tried_until_it_fits(monkeypatch: pytest.MonkeyPatch
             ],
         ),
         (
-            [],
+            ["parallel.pp"],
             1,
             [
                 "1 samples a step cannot be dealt to 16 devices",

@@ -236,3 +236,10 @@ def test_the_weakest_of_two_kinds() -> None:
     assert both.device.peak["bfloat16"] == min(c.device.peak["bfloat16"] for c in (a100, cards))
     assert "float8" not in both.device.peak
     assert both.between.usable == min(a100.between.usable, cards.between.usable)
+
+
+def test_the_slowest_kind_is_that_of_products() -> None:
+    """An L40S states a higher peak than an A100, and holds less of it."""
+    a100, l40s = (load_cluster(name) for name in ("a100_80gb", "l40s"))
+    whole = weakest([(a100, 8), (l40s, 8)])
+    assert (whole.within, whole.device.units) == (l40s.within, l40s.device.units)

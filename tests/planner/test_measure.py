@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from compose.planner.cluster import KINDS, Cluster, MeasuredCollective, cluster_names, load_cluster
-from compose.planner.costs import attention_seconds, collective_seconds, memory_seconds, product_seconds
+from compose.planner.costs import (
+    attention_seconds,
+    collective_seconds,
+    memory_seconds,
+    processor_seconds,
+    product_seconds,
+)
 from compose.planner.measure import Shape, _shapes, as_toml, measure
 from compose.planner.sweep import fit, kinds_of, link_of
 from tests.support.command_lines import answered, execute, launch
@@ -35,7 +41,8 @@ def _check_measured(cluster: Cluster) -> None:
     assert cluster.host_memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert cluster.host_cores == len(os.sched_getaffinity(0))
     if cluster.backend == "gloo":  # the device is the host
-        assert cluster.host_bandwidth == pytest.approx(cluster.node * cluster.device.bandwidth)
+        spread = dataclasses.replace(cluster, host_cores=0)  # whose cores do not limit it
+        assert processor_seconds(spread, 1e9) == pytest.approx(1e9 / cluster.device.bandwidth)
     else:
         assert 0 < cluster.host_bandwidth < cluster.device.bandwidth
     assert cluster.host_power == 0  # unknown

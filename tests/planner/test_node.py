@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from compose.config.toml import load
+from compose.parallel.mesh import group_in_nodes
 from compose.planner.candidates import Candidate, Space, fits, lack_of_node
 from compose.planner.cluster import Cluster, load_cluster
-from compose.planner.costs import for_ranks, host_seconds, processor_seconds
+from compose.planner.costs import collective_seconds, for_ranks, host_seconds, processor_seconds
 from compose.planner.estimate import Estimate, estimate, host_bytes, lack_of_host, step_kwh
 from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import shape_of
@@ -187,3 +188,21 @@ def test_energy_of_a_step() -> None:
     most = (RANKS * 700 + 2800) * result.step_seconds / 3.6e6
     assert result.kwh is not None
     assert 0.6 * most < result.kwh < most
+
+
+def test_a_group_has_the_nodes_of_its_job() -> None:
+    """A whole job on racks of 72 has 56 ranks in the last one, and of groups of 64 one has eight."""
+    gb200, size = load_cluster("gb200"), 1e11
+    whole = collective_seconds(gb200, "all_gather", size, 128, 1, 128)
+    assert whole == pytest.approx(127 / 128 * size / gb200.within.usable, rel=0.01)
+    parts = collective_seconds(gb200, "all_gather", size, 64, 1, 128)
+    assert parts == pytest.approx(63 / 64 * size / (8 * gb200.between.usable), rel=0.01)
+    # By hand: 0 to 7 and 8 to 15; 1, 4, 7 and 10, 13 and 16; 7 and 8 to 13; 8, 9 after 0 to 7.
+    for node, ranks, stride, world_size, places in (
+        (8, 16, 1, 16, (2, 8)),
+        (8, 8, 1, 16, (1, 8)),
+        (8, 6, 3, 18, (3, 1)),
+        (8, 7, 1, 14, (2, 1)),
+        (8, 10, 1, 40, (2, 2)),
+    ):
+        assert group_in_nodes(node, ranks, stride, world_size) == places

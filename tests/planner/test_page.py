@@ -380,3 +380,12 @@ def test_contrast(colours: dict[str, str]) -> None:
             assert contrast(colours[drawn], colours[ground]) >= 3, (drawn, ground)
     assert set(LIGHT) == set(DARK)
     assert [*COLOURS, OTHER] == [LIGHT[name] for name in (*(f"c{i}" for i in range(8)), "other")]
+
+
+def test_waits_are_not_called_communication() -> None:
+    """A device alone waits for no message, and its step of the optimizer is among its waits."""
+    alone = result_of(1, stages=1)
+    alone["candidates"][0]["exposed"] = {"optimizer": 0.5}
+    page = page_of(alone)
+    assert "communication that nothing hides" not in page
+    assert "and for the optimizer" in page

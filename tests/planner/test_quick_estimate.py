@@ -25,7 +25,7 @@ from compose.planner.probe_scaling import combined
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.quick_memory import sizes_of
 from compose.planner.quick_units import shards
-from tests.support.helpers import ROOT, tiered
+from tests.support.helpers import ROOT, keys_in, tiered
 
 TRAIN = str(ROOT / "train.toml")
 # `python benchmarks/planner_questions.py records --out benchmarks/results/planner_records.json`
@@ -207,3 +207,22 @@ def test_an_8b_has_the_recorded_memory(ranks: int) -> None:
     assert rough.memory == pytest.approx(max(peak.allocated for peak in recorded.peaks), rel=0.05)
     if ranks == 16:
         assert rough.step == pytest.approx(recorded.step_seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_frozen_weights_have_no_master(offload: str) -> None:
+    """They are in the type of the products; adapters and what is trained are in float32."""
+    cluster = load_cluster("h100_sxm")
+    words = "train.global_batch=16 parallel.dp_shard=8 precision.param=bfloat16 model.lora.rank=4"
+    keys = keys_in(f"{words} parallel.offload={offload}") | {"model__lora__targets": "all-linear"}
+    config = load(TRAIN, [(name.replace("__", "."), str(value)) for name, value in keys.items()])
+    shape = shape_for(Space(config, cluster, 8))
+    numbers = [(p.numel(), p.requires_grad) for p in shape.job.model.parameters()]
+    adapters, frozen = (sum(n for n, trained in numbers if trained is kind) for kind in (True, False))
+    rough, weights = quick(shape, config, cluster), (2 * frozen + 4 * adapters) / 8
+    if offload == "none":
+        assert rough.bytes["weights"] == pytest.approx(weights, rel=0.01)
+    else:  # gradients and the two means too
+        assert rough.host == pytest.approx(4 / 3 * (weights + adapters / 2) + adapters, rel=0.01)
+        passed = 2 * host_seconds(cluster, weights) + host_seconds(cluster, adapters / 2)
+        assert rough.seconds["offload"] == pytest.approx(passed, rel=0.01)

@@ -156,3 +156,13 @@ def test_amounts() -> None:
     assert [memory(value) for value in (0, 3 * 2**20, 71.25 * 2**30, 1234567 * 2**30)] == [
         *["0 GiB", "3.00 MiB", "71.2 GiB", "1,234,567 GiB"]
     ]
+
+
+def test_islands_share_a_batch_that_was_free(tmp_path: Path) -> None:
+    """One island was planned; the run has the samples of both."""
+    where = replace(space_of(4), islands=2)
+    one = recorded(where, 1.0, 1.0, train__global_batch=128)
+    assert "--train.global_batch=256" in command_line(where, one, "", {"train.global_batch": 128})
+    assert "\nglobal_batch = 256\n" in write_toml(where, one, "", {}, tmp_path)
+    plain = command_line(where, recorded(where, 1.0, 1.0), "", {"train.global_batch": 128})
+    assert "--train.global_batch=128" in plain

@@ -34,7 +34,8 @@ from compose.planner.cluster import load_cluster
 from compose.planner.estimate import Estimate, RankPeak, weakest
 from compose.planner.quick_estimate import QuickEstimate, quick
 from compose.planner.quick_memory import micro_batches
-from compose.planner.search import RecordQueue, SearchResult, fewest, search
+from compose.planner.report import SearchResult
+from compose.planner.search import RecordQueue, fewest, search
 from tests.support.command_lines import answered, execute
 from tests.support.helpers import ROOT, keys_in, refusal
 

@@ -394,6 +394,10 @@ def test_each_axis_has_its_own_ranks() -> None:
         ((0, 1, 2, 3), "dp_shard+tp"),
     ):
         assert axis_of(RecordedMessage(0, 0, "all_reduce", "", ranks, 8), degrees) == axis
+    experts = Parallel(dp_shard=4, ep=4)  # gradients in few bytes go to all on FSDP's stream
+    for stream, axis in ((0, "ep"), (3, "dp_shard")):
+        message = RecordedMessage(0, stream, "all_to_all", "", (0, 1, 2, 3), 8)
+        assert axis_of(message, experts) == axis
 
 
 def test_an_axis_across_nodes_costs_more() -> None:

@@ -469,7 +469,8 @@ def _with_another_weight(zero: Literal[0, 2, 3], shard: list[str]) -> str:
     batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
     loss = nn.CrossEntropyLoss(reduction="sum")
     said = refusal(forward_backward, composition, batch, loss_function=loss)
-    return said or str(all(p.grad is not None for p in composition.model.bias.parameters()))
+    bias = composition.model.get_submodule("bias")
+    return said or str(all(p.grad is not None for p in bias.parameters()))
 
 
 def test_a_functional_call_of_a_unit(pool: Pool) -> None:
