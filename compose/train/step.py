@@ -102,8 +102,8 @@ def forward_backward(
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
             total = _run(composition, batch, micro_batch, loss)
-    finish_step(model, mesh)
     check_gradients(model, composition.data, mesh, total.device)
+    finish_step(model, mesh)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
 

@@ -308,7 +308,7 @@ FAULTS: dict[str, tuple[tuple[str, str, str], Keys, dict[str, set[str]]]] = {
     "backward forgets what the loss is divided by": (
         (
             "compose.ops.cross_entropy:_KnownGradient.backward",
-            "torch.mul(gradient, grads[0], out=scaled)",
+            "torch.mul(gradient, factor, out=scaled)",
             "scaled.copy_(gradient)",
         ),
         {},

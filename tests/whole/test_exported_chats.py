@@ -112,11 +112,11 @@ def test_transformers_says_the_same(pool: Pool, tmp_path: Path, name: str) -> No
     run, exported = tmp_path / "run", tmp_path / "exported"
     more = {
         "checkpoint__load_hf": tmp_path / "base",
-        "checkpoint__interval": 40,
+        "checkpoint__interval": 60,
         "data__path": tmp_path / "set",
         "train__seq_len": 128,
-        "train__steps": 40,
-        "train__stop_after": 40,
+        "train__steps": 60,
+        "train__stop_after": 60,
         "train__global_batch": 2,
         "optimizer__lr": 1e-2,
         "optimizer__warmup": 2,

@@ -64,7 +64,7 @@ clipping scales a copy of what is in host memory | SHARDED parallel__offload=cpu
 [tensor]
 a rank's embedding counts from the first row | TP | loss
     in compose.parallel.vocabulary_parallel:_RowEmbedding.forward
-    at = input - each * self.over.get_local_rank() => at = input - 0
+    at = input - first => at = input
 the output's input is summed over nothing | PLAIN_TP | gradient | layers.*.attention.wq.weight
     in compose.parallel.vocabulary_parallel:LocalOutput._apply with untouched=gradient/output.weight
     ("keep", "sum") => ("keep", "keep")
