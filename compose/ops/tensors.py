@@ -279,9 +279,11 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
         for key, buffer in module._buffers.items()
         if buffer is not None and key not in module._non_persistent_buffers_set
     }
-    # A simulation has nothing to compare.
-    plain = {name: x for name, x in held.items() if type(x) is Tensor and not x.is_inference()}
-    return {name: (x, x._version) for name, x in plain.items() if not x.is_meta}
+    results = dict[str, tuple[Tensor, int]]()
+    for name, x in held.items():
+        if type(x) is Tensor and not (x.is_meta or x.is_inference()):  # a simulation compares nothing
+            results[name] = (x, x._version)
+    return results
 
 
 def _gathered(model: nn.Module) -> dict[str, tuple[int, int]]:
