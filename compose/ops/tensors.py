@@ -224,10 +224,10 @@ class _ArrivedTensor(torch.autograd.Function):
 
 
 class Changes:
-    """What a step's forwards change besides gradients, and ranks must change alike.
+    """A record of the state that a step's forwards change, which must be equal on several ranks.
 
-    These are the buffers that a checkpoint has, over the data axes, and the states of PyTorch's
-    generators, over tp. What was compared once is not compared again.
+    Buffers that a checkpoint has must be equal over the data axes, and the states of PyTorch's
+    generators over tp. Each is compared once.
     """
 
     def __init__(self) -> None:

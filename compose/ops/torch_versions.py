@@ -126,7 +126,7 @@ def before_fsdp_sends(model: nn.Module, call: Callable[[dict[str, bool]], None])
                         " parallel.zero = 0"
                     )
             enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            # What is gathered under torch.inference_mode could not be used in training afterwards.
+            # Weights gathered under torch.inference_mode could not be used in training afterwards.
             with torch.inference_mode(False), torch.set_grad_enabled(enabled):
                 return type(group).pre_forward(group, *given)
 

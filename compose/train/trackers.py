@@ -188,7 +188,7 @@ class Comet(Sink):
             ),
         )
         url = self.experiment.url
-        # What an archive of a killed run lacks is nowhere, nor has a new experiment any step.
+        # The archive of a killed run may lack steps, and a new experiment has none.
         self.last = done if url and known else 0
         say(f"comet: experiment {key} " + (f"at {url}" if url else f"in {folder / 'comet'}"))
         self.experiment.log_parameters(values_of(config))
