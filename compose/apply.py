@@ -29,10 +29,10 @@ from compose.ops.dropout import Masks, dropouts, refuse_functions
 from compose.parallel.context_parallel import Balance, ContextParallel, is_causal
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
-from compose.parallel.gradient_sum import end_own_forward
 from compose.parallel.hpz import hpz_groups
 from compose.parallel.mesh import AXES, axis_size, check_same_degrees
 from compose.parallel.output_projection import Output
+from compose.parallel.step_rules import end_own_forward
 from compose.parallel.tensor_parallel import Replicated, apply_tensor_parallel, sequence_ranks
 from compose.pipeline.schedules import Schedule
 from compose.pipeline.split import Stage

@@ -1,10 +1,8 @@
 """Tensors behind their wrappers: this rank's part, its place in the whole, arrival, and ties."""
 
-import gc
 import sys
 import traceback
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -19,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from compose.errors import ConfigError
-from compose.ops.torch_versions import fsdp_parameters
 
 T = TypeVar("T")
 
@@ -221,87 +218,6 @@ class _ArrivedTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
-
-
-class Changes:
-    """A record of the state that a step's forwards change, which must be equal on several ranks.
-
-    Buffers that a checkpoint has must be equal over the data axes, and the states of PyTorch's
-    generators over tp. Each is compared once.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, tuple[Tensor, int]] = {}
-        self.state, self.compared = 0, set[str]()
-        self.gathered: dict[str, tuple[int, int]] = {}
-
-    def begin(self, model: nn.Module) -> None:
-        """Note what there is before the forwards."""
-        self.buffers, self.state, self.gathered = _buffers(model), _generators(), _gathered(model)
-
-    def lost(self, model: nn.Module) -> str:
-        """Return the name of a parameter that was changed where FSDP had gathered it; empty if none."""
-        now = _gathered(model)
-        return next((name for name, was in self.gathered.items() if now.get(name) != was), "")
-
-    def end(self, model: nn.Module) -> tuple[dict[str, Tensor], int]:
-        """Return changed buffers by name, and a digest of the generators if they were drawn from."""
-        changed = dict[str, Tensor]()
-        for name, (buffer, version) in _buffers(model).items():
-            was, earlier = self.buffers.get(name, (None, 0))
-            if name not in self.compared and not (was is buffer and earlier == version):
-                changed[name] = buffer
-        drawn = self.state if "" not in self.compared and self.state != _generators() else 0
-        self.compared |= {*changed, *([""] if drawn else [])}
-        self.buffers = {}
-        return changed, drawn
-
-
-def held_by_optimizers(names: Mapping[int, str]) -> str:
-    """Return the name of a tensor, by its id, that an optimizer of this process has; empty if none."""
-
-    def held() -> str:
-        kinds = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
-        each = [id(p) for x in kinds for group in x.param_groups for p in group["params"]]
-        return next((names[key] for key in each if key in names), "")
-
-    if not names or not held():
-        return ""
-    gc.collect()  # it may be one that nobody has any more
-    return held()
-
-
-def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Return the buffers that a checkpoint has, with how often they were written to."""
-    held = {
-        f"{path}.{key}".lstrip("."): local_tensor(buffer)
-        for path, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key not in module._non_persistent_buffers_set
-    }
-    results = dict[str, tuple[Tensor, int]]()
-    for name, x in held.items():
-        if type(x) is Tensor and not (x.is_meta or x.is_inference()):  # a simulation compares nothing
-            results[name] = (x, x._version)
-    return results
-
-
-def _gathered(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return how often whole weights were written to, and where they are; FSDP's own is not counted."""
-    records = [(p._param_fqn, getattr(p, "_unsharded_param", None)) for p in fsdp_parameters(model)]
-    held = [(name, local_tensor(p)) for name, p in records if p is not None]
-    plain = [
-        (name, x) for name, x in held if type(x) in (Tensor, nn.Parameter) and not x.is_inference()
-    ]
-    return {name: (x._version, x.untyped_storage()._cdata) for name, x in plain}
-
-
-def _generators() -> int:
-    """Return a digest of the states of PyTorch's generators."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return sum(zlib.crc32(state.numpy().tobytes()) for state in states if type(state) is Tensor)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

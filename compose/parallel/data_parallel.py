@@ -34,18 +34,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from compose.ops.tensors import Changes, local_tensor
+from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import before_fsdp_sends, finish_fsdp_backward
-from compose.parallel.gradient_sum import (
-    DATA_AXES,
-    GradientSum,
-    cast_inputs,
-    has_shards,
-    lost,
-    without_gradient,
-)
+from compose.parallel.gradient_sum import DATA_AXES, GradientSum, cast_inputs, has_shards
 from compose.parallel.hpz import HpzGather, HpzGroups
 from compose.parallel.mesh import axis_size
+from compose.parallel.step_rules import Changes, lost, without_gradient
 
 
 class UnitMessages(Protocol):
@@ -136,6 +130,8 @@ class DataParallel:
         """Units that FSDP cuts, in the order of their forwards in this step and in the one before."""
         self.next_is_first, self.is_first, self.number, self.of_inputs = True, False, 0, False
         self.keeps_gathered, self.failed, self.is_new, self.changes = False, False, True, Changes()
+        self.exchanges_tokens, self.micro_batches = False, 0
+        """Whether ranks with other samples hold experts, and the micro-batches of the last step."""
 
     def note_forward(self, unit: int, *unused: Any) -> None:
         """Note that a unit's forward begins."""
@@ -306,6 +302,8 @@ def apply_data_parallel(
             expert_copies = expert_mesh["expert_replicate"] if hooked else None
             over = over if hooked else expert_mesh["expert_replicate", "expert_shard"]
         even = partial(_even_dim, axis_size(expert_mesh, "expert_shard"))
+        same = axis_size(mesh, "cp") * axis_size(mesh, "tp")  # neighbours that run the same samples
+        data.exchanges_tokens = same % axis_size(expert_mesh, "ep") > 0
         stay = hpz is not None and hpz.experts_stay
         for name in experts:
             module = model.get_submodule(name)

@@ -7,28 +7,20 @@ copied once, into the buffer that is sent; afterwards they are parts of it, as w
 of a unit travels while the units before it run backward.
 """
 
-import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.profiler import record_function
 
 from compose.errors import ConfigError
-from compose.ops.tensors import checksums, held_by_optimizers, local_tensor
-from compose.ops.torch_versions import fsdp_parameters
-from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
-
-if TYPE_CHECKING:
-    from compose.parallel.data_parallel import DataParallel
+from compose.ops.tensors import local_tensor
+from compose.parallel.mesh import BATCH_AXES
 
 DATA_AXES = (*BATCH_AXES, "cp")
 """The axes over which gradients are summed."""
@@ -229,166 +221,3 @@ def cast_inputs(
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return tuple(map(cast_one, args)), {name: cast_one(x) for name, x in kwargs.items()}
-
-
-@contextmanager
-def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
-    """Let gathered weights stay after a forward meanwhile, for what follows it.
-
-    Whole weights of before are freed, since the shards may have changed.
-    """
-    parts = [*parts]
-    if any(part.failed for part in parts):
-        raise ConfigError(
-            "composition: an error has ended an earlier step midway, and its gradients and gathered"
-            " weights would be a part of this one; make a new one by compose.apply"
-        )
-    try:
-        for part in parts:
-            part.order, part.keeps_gathered = [], True
-            free_gathered(part)
-            part.changes.begin(part.model)
-        yield
-    except Exception as error:
-        for part in parts:
-            part.failed = isinstance(part.model, FSDPModule) and not isinstance(error, ConfigError)
-        raise
-    finally:
-        for part in parts:
-            part.keeps_gathered = False
-
-
-def end_own_forward(part: "DataParallel", model: nn.Module, *unused: Any) -> None:
-    """Give a model its shards back after a forward of a caller's own, as it had them before.
-
-    Whole weights would be its parameters meanwhile: an optimizer that is made of them would train
-    nothing, and gradients, which are the shards', would neither be cleared nor clipped.
-    """
-    if not part.keeps_gathered and not torch.compiler.is_compiling():
-        _free(model)
-
-
-def _free(model: nn.Module) -> None:
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
-
-
-def free_gathered(part: "DataParallel") -> None:
-    """Free whole weights that a forward outside of steps has left, since the shards may have changed.
-
-    Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards.
-    """
-    model = part.model
-    if not isinstance(model, FSDPModule):
-        return
-    _free(model)
-    for name, p in model.named_parameters():
-        summed = isinstance(p, DTensor) or (part.sums is not None and not has_shards(p))
-        if p.requires_grad and not summed:
-            raise ConfigError(
-                f"model: the parameter {name} is new since compose.apply, and ranks would not sum its"
-                " gradient; add it before, or copy its values into the one that was there"
-            )
-
-
-def without_gradient(model: nn.Module) -> list[str]:
-    """Return the names of trained parameters that have no gradient."""
-    # A unit that stays whole over micro-batches shows no gradients: sums are with the shards.
-    shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in fsdp_parameters(model)}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, p in trained if shards.get(p, p).grad is None]
-
-
-def lost(name: str, zero: int) -> ConfigError:
-    """Return the error for a gradient that a sum over copies of shards would leave out."""
-    return ConfigError(
-        f"model: {name} has a gradient in some micro-batches of a step alone, and with"
-        f" parallel.dp_replicate and parallel.zero = {zero} it would be lost; use parallel.zero = 1, or"
-        " let each forward use every parameter, as by adding 0.0 * parameter.sum() to its output"
-    )
-
-
-def _refuse_optimizers(model: nn.Module, replaced: Iterable[tuple[str, Any]]) -> None:
-    here = {name for name, _ in model.named_parameters()}
-    if held := held_by_optimizers({id(old()): name for name, old in replaced if name in here}):
-        raise ConfigError(
-            f"optimizer: it has {held} as it was before compose.apply, and so would not train it; make"
-            " it afterwards, of model.parameters()"
-        )
-
-
-def check_gradients(
-    model: nn.Module, parts: Iterable["DataParallel"], mesh: DeviceMesh, device: torch.device
-) -> None:
-    """Raise ConfigError if ranks have gradients of different parameters in a step.
-
-    A message has the gradients that a rank has, without names. So another parameter's would be added.
-    It is also raised where forward used what a parameter was before it was cut.
-    """
-    parts = [*parts]
-    for part in parts:
-        # Most were let go. Gradients come to one that a closure, say, still uses.
-        part.replaced = [(name, old) for name, old in part.replaced if old() is not None]
-        if part.is_new and part.replaced:
-            _refuse_optimizers(model, part.replaced)
-        part.is_new = False
-        for name, old in part.replaced:
-            if getattr(old(), "grad", None) is not None:
-                raise ConfigError(
-                    f"model: forward uses {name} as it was before the model was cut, as a closure holds"
-                    " it, and so it is not trained; look it up in its module"
-                )
-    axes = (*DATA_AXES, "tp")  # tp sums gradients of weights that take a part of a sequence
-    if (ranks := math.prod(axis_size(mesh, axis) for axis in axes)) == 1:
-        return
-    lacking = [name for part in parts for name in part.lacking] + without_gradient(model)
-    changed = False
-    for part in parts:
-        # In stage 1 ranks may run unequal numbers of micro-batches, and send in the first and the last.
-        units, order = len({*part.order}), part.order
-        order = order if part.zero >= 2 else order[:units] + order[-units:]
-        changed |= order != part.former_order
-        part.order, part.former_order = [], order
-    both = f"{' '.join(lacking)} {[part.former_order for part in parts]}"
-    buffers, drawn = dict[str, Tensor](), 0
-    for part in parts:
-        if lost := part.changes.lost(part.model):
-            raise ConfigError(
-                f"model: forward changes the parameter {lost} where FSDP has gathered it, and the"
-                " change is lost; make it between two steps, or use parallel.zero = 0"
-            )
-        more, drawn = part.changes.end(part.model)
-        buffers |= more
-    digest = checksums([*buffers.values()]).sum() & 0xFFFFFFFF if buffers else 0
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    own, states = torch.stack([zero + zlib.crc32(both.encode()), zero + digest]), zero + drawn
-    total = sum_over(own, mesh, DATA_AXES)
-    over_tp = sum_over(torch.stack([total[0], states]), mesh, ("tp",))
-    # The host waits for a GPU only if a gradient is lacking or something is new. A simulation has no
-    # number to read.
-    waits = total.is_cuda and (bool(lacking) or changed or bool(buffers) or bool(drawn))
-    if type(total) is not Tensor or not (total.is_cpu or waits):
-        return
-    tp = axis_size(mesh, "tp")
-    (gradients, written), (all_gradients, all_states) = own.tolist(), over_tp.tolist()
-    if float(total[1]) != written * ranks / tp:
-        raise ConfigError(
-            f"model: forward changes {', '.join([*buffers][:3])}, and ranks of data change buffers"
-            " otherwise, so that each has a model of its own; use GroupNorm in place of BatchNorm,"
-            " nn.SyncBatchNorm, or eval() of that module"
-        )
-    if all_states != drawn * tp:
-        raise ConfigError(
-            "model: forward draws random numbers, and ranks of tp would draw others, each for its part"
-            " of one sample; give them one seed (torch.manual_seed) before the first step"
-        )
-    if all_gradients != gradients * ranks:
-        number = lacking[0].rpartition("/")[0] if lacking else ""
-        where = [f"{number}/{name}" if number else name for name, _ in model.named_parameters()]
-        name = next((name for name in where if name in lacking), "some parameter").rpartition("/")[2]
-        raise ConfigError(
-            f"model: {name} has a gradient on some ranks and not on others, or they run units of"
-            " plan.shard in another order, so that their sums are wrong; let each forward use every"
-            " parameter, as by adding 0.0 * parameter.sum() to its output, and in one order"
-        )

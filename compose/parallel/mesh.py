@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from compose.errors import ConfigError, LocalPath, NonNegative, Positive, Weight
-from compose.ops.tensors import checksums
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The axes over which samples differ.
@@ -335,26 +334,6 @@ def rows_of(mesh: DeviceMesh, batch: Mapping[str, torch.Tensor], share: Share | 
         raise ConfigError(f"batch: {max(sizes)} samples cannot be shared by {count} ranks")
     size = max(sizes) // count
     return share.rows if share else slice(index * size, (index + 1) * size)
-
-
-def same_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Raise ConfigError if ranks that run the same samples were given other ones; a collective.
-
-    They are those that differ in pp, cp and tp alone. The host waits for the device.
-    """
-    axes = [axis for axis in ("pp", "cp", "tp") if axis_size(mesh, axis) > 1]
-    given = [value for value in batch.values() if type(value) is torch.Tensor and not value.is_meta]
-    if not axes or not given:
-        return
-    own = (checksums(given).sum() & 0xFFFFFFFF).double().to(mesh.device_type)
-    total = sum_over(own, mesh, axes)
-    ranks = math.prod(axis_size(mesh, axis) for axis in axes)
-    if float(total) != float(own) * ranks:
-        raise ConfigError(
-            f"batch: ranks that differ in {' and '.join(axes)} alone run the same samples, and were"
-            " given others; give each rank of one share the same batch"
-            " (compose.parallel.mesh.batch_share)"
-        )
 
 
 def sum_over(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str]) -> torch.Tensor:

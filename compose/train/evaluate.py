@@ -17,13 +17,12 @@ from compose.data.samples import Samples
 from compose.memory.float8 import shared_scales
 from compose.ops.batch import targets_of
 from compose.ops.cross_entropy import LossFunction, count_for, cross_entropy
-from compose.parallel.gradient_sum import kept_gathered
 from compose.parallel.mesh import BATCH_AXES, batch_share, sum_over
 from compose.parallel.output_projection import step_loss
+from compose.parallel.step_rules import check_loss, check_micro_batches, kept_gathered
 from compose.train.heartbeat import report_phase
 from compose.train.step import (
     begun,
-    check_sum,
     local_batch,
     micro_batches,
     on_device,
@@ -58,9 +57,11 @@ def evaluate(
         ConfigError: As in ``forward_backward``, except for gradients.
     """
     mesh, targets = composition.mesh, targets_of(batch)
-    check_sum(loss_function)
+    check_loss(loss_function)
     micro_batch = samples_at_once(batch, micro_batch)
-    count = sum_over(count_for(loss_function, targets), mesh, BATCH_AXES)
+    own, runs = count_for(loss_function, targets), -(-len(targets) // micro_batch)
+    count, all_runs = sum_over(torch.stack([own, torch.full_like(own, runs)]), mesh, BATCH_AXES)
+    check_micro_batches(composition.data, runs, all_runs, mesh, zero=3)
     total = torch.zeros((), dtype=torch.float64, device=targets.device)
     local = local_batch(composition, batch)
     loss_function, local = begun(loss_function, composition, local, micro_batch)

@@ -1,13 +1,12 @@
 """One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -21,10 +20,17 @@ from compose.ops.tensors import local_tensor
 from compose.ops.torch_versions import begin_fsdp_backward_at
 from compose.parallel.context_parallel import chunk_count, chunk_starts, pad_sequence, shard_sequence
 from compose.parallel.expert_parallel import begin_step, finish_step
-from compose.parallel.gradient_sum import check_gradients, kept_gathered
 from compose.parallel.hpz import hpz_shards
-from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, same_rows, sum_over
+from compose.parallel.mesh import AXES, BATCH_AXES, Share, axis_size, batch_share, sum_over
 from compose.parallel.output_projection import StepLoss, step_loss
+from compose.parallel.step_rules import (
+    check_gradients,
+    check_loss,
+    check_micro_batches,
+    kept_gathered,
+    said_plainly,
+    same_rows,
+)
 
 
 def forward_backward(
@@ -67,7 +73,7 @@ def forward_backward(
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
-    check_sum(loss_function)
+    check_loss(loss_function)
     learned = loss_function.parameters() if isinstance(loss_function, nn.Module) else ()
     if any(parameter.requires_grad for parameter in learned):
         raise ConfigError(
@@ -81,8 +87,10 @@ def forward_backward(
     if any(part.is_new for part in composition.data):
         same_rows(batch, mesh)
     own = count_for(loss_function, targets)
-    counts = torch.stack([own, count_places(batch).to(own)])
-    count, places = sum_over(counts, mesh, BATCH_AXES).clamp(min=1)
+    runs = -(-(len(targets) + (share.padding if share else 0)) // micro_batch)
+    counts = torch.stack([own, count_places(batch).to(own), torch.full_like(own, runs)])
+    count, places, all_runs = sum_over(counts, mesh, BATCH_AXES).clamp(min=1)
+    check_micro_batches(composition.data, runs, all_runs, mesh, zero=2)
     begin_step(model, places, loss_scale)
 
     if share and share.padding:
@@ -97,7 +105,7 @@ def forward_backward(
     compressed = composition.compression
     sent = compressed.optimizer_step(loss_scale) if compressed else nullcontext()
     gathered = kept_gathered(composition.data)
-    with gathered, scales, loss_parallel(), hpz, sent, losses as loss, _said_plainly(mesh):
+    with gathered, scales, loss_parallel(), hpz, sent, losses as loss, said_plainly(mesh):
         if composition.pipeline:
             total = composition.pipeline.run(batch, micro_batch, loss)
         else:
@@ -106,61 +114,6 @@ def forward_backward(
     finish_step(model, mesh)
     axes = (*(() if composition.late else ("pp",)), *BATCH_AXES, "cp")
     return sum_over(total.double(), mesh, axes) / loss_scale
-
-
-def check_sum(function: Any) -> None:
-    """Raise ConfigError for a loss of PyTorch that ignores other targets, or that is a mean."""
-    if hasattr(function, "count"):
-        return
-    given: dict[str, Any] = {}
-    with suppress(TypeError, ValueError):  # it is not written in Python
-        given = {name: each.default for name, each in signature(function).parameters.items()}
-    given |= getattr(function, "__dict__", {})
-    if given.get("reduction") in ("mean", "batchmean"):
-        raise ConfigError(
-            "loss_function: it returns a mean, which is divided by the count of targets once more; give"
-            ' it reduction="sum"'
-        )
-    index = given.get("ignore_index", IGNORE)
-    if index != IGNORE:
-        raise ConfigError(
-            f"loss_function: it ignores the target {index}, and the sum is divided by the count of all"
-            f" targets but {IGNORE}; put {IGNORE} there, which ignore_index is by default"
-        )
-
-
-_SAID = {
-    "got mixed torch.Tensor and DTensor": "forward uses a weight outside of its module, where a rank"
-    " has a part of it; let its module do that, or a unit of plan.shard that holds it",
-    "storage of size 0": "backward needs a weight that FSDP has freed; let units of plan.shard return"
-    " tensors in lists, dicts or dataclasses, change none in place, and compute no gradients inside",
-    "RegisterPostBackwardFunction is a view": "a unit of plan.shard works in place on its input; let"
-    " it make a new tensor",
-    "a leaf Variable that requires grad": "a stage works in place on its input; let it make a new"
-    " tensor",
-    "When use_reentrant=True": "a checkpoint with use_reentrant=True has no backward in two parts; use"
-    " use_reentrant=False",
-}
-"""Parts of what PyTorch says of a model that does what a cut one may not, and what is meant."""
-_MIXED = (  # what the first means with tp
-    "a module computes with a weight that plan.tensor or plan.replicate has placed and with a plain"
-    " tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take one tensor"
-    " alone, by position, and make no other; or use parallel.tp = 1"
-)
-
-
-@contextmanager
-def _said_plainly(mesh: DeviceMesh) -> Iterator[None]:
-    """Turn what PyTorch says of such a model into a ConfigError; with tp it may be said of styles."""
-    try:
-        yield
-    except RuntimeError as error:
-        meant = [line for part, line in _SAID.items() if part in str(error)]
-        if axis_size(mesh, "tp") > 1:
-            meant = [_MIXED] if next(iter(_SAID)) in str(error) else []
-        if not meant:
-            raise
-        raise ConfigError(f"model: {meant[0]}") from error
 
 
 def begun(

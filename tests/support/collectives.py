@@ -20,8 +20,8 @@ NAMES = {
 
 def _count(real: Callable[..., Any], kind: str, counts: Counter[str]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
-        # One or two numbers are losses, or counts of targets and places, not gradients.
-        if kind != "reduce" or args[0].numel() > 2:
+        # Three numbers or fewer are losses or counts, not gradients.
+        if kind != "reduce" or args[0].numel() > 3:
             counts[kind] += 1
         return real(*args, **kwargs)
 

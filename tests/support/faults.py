@@ -69,8 +69,8 @@ def reduce_scatter_keeps_own_part(_: Any, group: dist.ProcessGroup, **named: Any
 
 @replaces(dist, "all_reduce")
 def all_reduce_of_gradients_is_skipped(real: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """dp_replicate's gradient is not summed. (One or two numbers, as metrics, still are.)"""
-    return real(tensor, *args, **kwargs) if tensor.numel() <= 2 else None
+    """dp_replicate's gradient is not summed. (Up to three numbers, as metrics, still are.)"""
+    return real(tensor, *args, **kwargs) if tensor.numel() <= 3 else None
 
 
 @contextmanager
