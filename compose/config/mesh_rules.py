@@ -175,6 +175,21 @@ def _mixing(setup: Setup) -> Iterator[str]:
 
 
 @MESH.add(
+    "with several ranks of data or cp, no nn.Embedding has scale_grad_by_freq",
+    "it counts how often a token is in one forward, and each rank has other tokens",
+)
+def _own_tokens(setup: Setup) -> Iterator[str]:
+    degrees = setup.degrees
+    several = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1
+    for name, module in setup.model.named_modules() if several else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+            yield (
+                f"model: {name} has scale_grad_by_freq, which counts how often a token is in one"
+                " forward, and each rank has others; leave it out, or use one rank of data and of cp"
+            )
+
+
+@MESH.add(
     "zero3_reshard, where it is not 0, goes with zero 3 and divides dp_shard x cp; it is not 1",
     "the ranks that share parameters are cut into equal groups; other stages free nothing between"
     " forward and backward, and nor would groups of one",

@@ -404,6 +404,20 @@ def test_modules_that_mix_tokens_need_a_style_with_cp(mixes: nn.Module) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("scale", [True, False])
+def test_an_embedding_that_counts_tokens_of_one_forward(kind: Any, scale: bool) -> None:
+    """Gradients were divided by each rank's own counts."""
+    model = nn.ModuleDict({"table": kind(3, 4, scale_grad_by_freq=scale)})
+    plan = resolve(Plan(context={"table": ContextParallel()}), model)
+    for axis, ranks in (("dp_replicate", 2), ("dp_shard", 2), ("cp", 2), ("cp", 1)):
+        degrees: dict[str, Any] = {"dp_shard": 1, axis: ranks}
+        setup = Setup(model, plan, Options(Parallel(**degrees)), ranks, "cpu")
+        line = "model: table has scale_grad_by_freq, which counts how often a token is in one forward,"
+        line += " and each rank has others; leave it out, or use one rank of data and of cp"
+        assert refusal(check_setup, setup) == (line if scale and ranks > 1 else "")
+
+
 def test_weights_and_buffers_of_odd_kinds_and_a_layer_twice() -> None:
     model = nn.Module()
     model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
