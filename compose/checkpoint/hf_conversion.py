@@ -109,7 +109,8 @@ def export(
 ) -> Converted:
     """Make a folder that transformers opens from a checkpoint.
 
-    Adapters in it are merged into the weights that they were trained with.
+    Adapters in it are merged into the weights that they were trained with. ConfigError if a weight is
+    infinite in ``dtype``.
     """
     known = _whole_state(source)
     model = config.model if config else _model_of(source, known)
@@ -144,8 +145,14 @@ def export(
                 (value_of if isinstance(tensor, nn.Parameter) else read)(ours, tensor)
                 for ours, _, tensor in group
             ]
-            for part in group[0][1].theirs(values):
-                yield part.to(planned[0].dtype)
+            for part, one in zip(group[0][1].theirs(values), planned, strict=True):
+                result = part.to(one.dtype)
+                if result.isinf().any() and not part.isinf().any():
+                    raise ConfigError(
+                        f"{source}: {one.name} holds {float(part.abs().max()):g}, which is infinite in"
+                        f" {str(one.dtype).removeprefix('torch.')}; use --dtype bfloat16"
+                    )
+                yield result
 
     kept = kept_tokenizer(source)
     unknown = "" if original or (kept / MODEL).exists() else known.hugging_face or ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compose.__main__ import main
 from compose.checkpoint.hf_conversion import _model_of, export
@@ -219,6 +220,25 @@ def test_what_was_trained_is_exported(pool: Pool, tmp_path: Path, name: str) -> 
     )
     assert_same(files, expected)
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_weight_that_is_infinite_in_the_type_of_an_export(tmp_path: Path) -> None:
+    """It was written as infinity."""
+    folder, run, out = tmp_path / "hf", tmp_path / "run", tmp_path / "out"
+    save_model(folder, {})
+    name = "model.layers.0.mlp.down_proj.weight"
+    path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    weights = load_file(path)
+    weights[name][1, 2] = -7e4
+    save_file(weights, path, {"format": "pt"})
+    assert main(["convert", str(folder), str(run)]) == 0
+    step = run / "checkpoints/step-00000000"
+    assert refused(main, ["convert", str(step), str(out), "--dtype", "float16"]) == [
+        f"{step}: {name} holds 70000, which is infinite in float16; use --dtype bfloat16"
+    ]
+    assert not out.exists()
+    assert main(["convert", str(step), str(out), "--dtype", "bfloat16"]) == 0
+    assert read_tensors(out)[name][1, 2] == -70144
 
 
 def test_a_run_begins_with_what_was_imported(pool: Pool, tmp_path: Path) -> None:
