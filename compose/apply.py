@@ -1,9 +1,11 @@
 """Applies a Plan to a model and a mesh: the one place where this happens, in a fixed order."""
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +28,7 @@ from compose.memory.compilation import apply_compile
 from compose.memory.float8 import Choice, apply_float8, float8_styles, select_layers
 from compose.memory.segments import apply_segments, segments_of
 from compose.ops.dropout import Masks, dropouts, refuse_functions
+from compose.ops.tensors import gathered_objects, on_first_rank
 from compose.parallel.context_parallel import Balance, ContextParallel, is_causal
 from compose.parallel.data_parallel import DataParallel, Sharding, apply_data_parallel
 from compose.parallel.expert_parallel import expert_mesh
@@ -230,11 +233,28 @@ def _broadcast(model: nn.Module, device_type: str) -> None:
             tensor.data = tensor.data.contiguous()
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # there are no weights yet, and buffers are the same on every rank
+    _check_same(model)
     for tensor in (*model.parameters(), *model.buffers()):
         # NCCL cannot send from host memory.
         sent = tensor.detach().to(device_type)
         dist.broadcast(sent.flatten().view(torch.uint8), src=0)  # gloo does not know all types
         tensor.detach().copy_(sent)
+
+
+def _check_same(model: nn.Module) -> None:
+    """Raise ConfigError if a rank has other parameters or buffers than the first one; a collective."""
+    own = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    digests = gathered_objects(zlib.crc32(repr(own).encode()))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+    if other:
+        both = (on_first_rank(lambda: own, first=rank) for rank in (0, other))
+        here, there = next(pair for pair in zip_longest(*both, fillvalue="none") if len({*pair}) > 1)
+        raise ConfigError(
+            f"model: rank 0 has {here} where rank {other} has {there}; make one model on all ranks"
+        )
 
 
 def _tensor(

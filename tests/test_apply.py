@@ -52,6 +52,31 @@ def test_weights_are_those_of_the_first_rank(pool: Pool, zero: int) -> None:
     assert pool.run(_of_the_first_rank, 2, zero) == [True, True]
 
 
+def _other_models() -> list[str]:
+    """What is said of models that differ on the second of three ranks, and on none."""
+    second, said = dist.get_rank() == 1, []
+    parts = nn.Linear(3, 2, bias=False), nn.Linear(3, 4), nn.BatchNorm1d(2), nn.Linear(3, 2)
+    for part in parts:
+        model = nn.Sequential(part if second else nn.Linear(3, 2))
+        parallel = Parallel(dp_replicate=3, dp_shard=1)
+        said.append(refusal(apply, model, Plan(), make_mesh(parallel), Options(parallel)))
+    return said
+
+
+def test_ranks_with_other_models(pool: Pool) -> None:
+    """It was an error of gloo's about sizes, or a wait for ever."""
+    line = "model: rank 0 has {} where rank 1 has {}; make one model on all ranks"
+    weight, bias = "0.weight (2, 3) torch.float32", "0.bias (2,) torch.float32"
+    assert pool.run(_other_models, 3) == 3 * [
+        [
+            line.format(bias, "none"),
+            line.format(weight, "0.weight (4, 3) torch.float32"),
+            line.format(weight, "0.weight (2,) torch.float32"),
+            "",
+        ]
+    ]
+
+
 class Closed(nn.Module):
     """Forward has a weight in a function too."""
 
