@@ -120,7 +120,7 @@ def check_micro_batches(
         part.micro_batches = own
     if not stages or type(total) is not Tensor or not (total.is_cpu or (total.is_cuda and is_new)):
         return
-    if float(total) != own * math.prod(axis_size(mesh, axis) for axis in BATCH_AXES):
+    if float(total - own * math.prod(axis_size(mesh, axis) for axis in BATCH_AXES)):
         degree = "parallel.ep = 1" if stages[0].exchanges_tokens else f"parallel.zero = {zero - 1}"
         raise ConfigError(
             f"batch: this rank's samples make {own} micro-batches, and other ranks' another number, so"
