@@ -94,9 +94,15 @@ class Nodes:
                 os.kill(victim, signal.SIGKILL)
 
     def end(self) -> list[int]:
-        """Let the run come to its last step; the codes of all nodes."""
+        """Let the run come to its last step; the codes of all nodes. A step may take 300 s."""
         self.gate.touch()
-        return [node.wait(300) for node in self.processes]
+        for node in self.processes:
+            while node.poll() is None:
+                before = self.steps()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    node.wait(300)
+                assert node.poll() is not None or self.steps() != before, self.said()[-5000:]
+        return [node.wait() for node in self.processes]
 
     def steps(self) -> list[int]:
         """The steps that the log of the run has."""
