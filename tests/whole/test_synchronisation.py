@@ -13,7 +13,7 @@ from tests.support.waits import waits_of
 ALLOWED = {
     "compose/parallel/expert_parallel.py, _exchange_counts": "the sizes of a layer's all-to-alls, once",
     "compose/parallel/expert_parallel.py, _row_counts": "no wait: they are in host memory by now",
-    "compose/parallel/step_rules.py, _buffers": "no wait: a buffer is compared once, if forward changes it",
+    "compose/parallel/step_rules.py, _buffers": "no wait: one that forward changes is compared once",
     "models/layers/moe.py, _has_kernel": "no wait: on meta the grouped product runs, as on a GPU",
     "compose/train/readings.py, read_step": "loss and norm, before the weights change",
     "compose/parallel/expert_parallel.py, __call__": "what routers and stages report, right after it",
