@@ -25,7 +25,7 @@ class Comm:
     """FSDP units (layers) that are gathered ahead of the one that runs, in forward and backward; 0:
     one, in backward, and with experts under ep or tp in forward too."""
     check_every: NonNegative = 0
-    """Steps between comparisons of what must be bitwise equal on ranks; 0 is never."""
+    """Steps between comparisons of tensors that must be bitwise equal on several ranks; 0 is never."""
     check_state: bool = False
     """Compare the bytes of weights and optimizer state, before each update and save, with those that
     the last update left, and gradients with those that were clipped."""
