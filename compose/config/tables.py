@@ -59,7 +59,7 @@ class Train:
     """Optimizer steps of the whole schedule."""
     epochs: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
     """In place of steps: how often all samples of data.path are used, such as 3 or 0.5; 0: steps
-    counts."""
+    is used."""
     stop_after: NonNegative = 0
     """End after this many steps, the learning-rate schedule unchanged; 0 runs all."""
     seq_len: Positive = 256
