@@ -149,7 +149,7 @@ class Checkpoint:
     interval: NonNegative = 0
     """Steps between checkpoints in run.dir, and one at the end; 0 is off."""
     resume: Literal["auto", "none"] = "auto"
-    """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
+    """auto: resume from the newest whole checkpoint in run.dir; none: run.dir must be new."""
     load_hf: ModelFolderPath = ""
     """Hugging Face folder (config.json, safetensors) with the weights to begin with, or the name of a
     model in the hub's local cache; empty: drawn."""
@@ -164,8 +164,8 @@ class Checkpoint:
     fail_after: NonNegative = 0
     """Stop the run after so many failed saves; 0 trains on."""
     memory: NonNegative = 0
-    """Steps between copies in shared memory (/dev/shm), from which a restart goes on without the disk;
-    with several nodes each also keeps those of another one; 0 is off."""
+    """Steps between copies of the state in shared memory (/dev/shm), from which a restart resumes
+    without the disk; with several nodes, each node also keeps the copies of another one; 0 is off."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class Model:
     name: str = "llama"
     """Folder under models/."""
     path: LocalPath = ""
-    """Folder of a model of one's own, in place of name: Config, Model, PRESETS and plan, in an
-    __init__.py or in model.py and plan.py; empty: none."""
+    """Folder of your own model, in place of name: Config, Model, PRESETS and plan, in an __init__.py or
+    in model.py and plan.py; empty: none."""
     preset: str = "debug"
     """Named shape of that model; any field of its config set here overrides the preset's. hf: model and
     shape are those of checkpoint.load_hf, and name may be left out."""

@@ -30,7 +30,7 @@ class Optimizer:
     """The table [optimizer]."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalized momentum for the matrices in layers, AdamW for all else."""
+    """muon: orthogonalized momentum for the matrices in layers, AdamW for all other parameters."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Implementation of torch's AdamW; read where weights and state are float32."""
     offload: Literal["none", "cpu", "nvme"] = "none"

@@ -60,8 +60,8 @@ class Parallel:
     ep: Positive = 1
     """Expert-parallel degree, over the innermost of the other axes except pp; it adds no ranks."""
     speeds: tuple[Weight, ...] | Literal["measure"] = ()
-    """How fast each data-parallel rank is, in any unit: a slow one gets fewer samples of the global
-    batch. With pp: the same for each pipeline rank in turn, by which layers are dealt to stages too.
+    """Relative speed of each data-parallel rank: a slow one gets fewer samples of the global batch.
+    With pp: the same for each pipeline rank in turn, and layers are balanced by these speeds too.
     measure: by the times of the first steps. Empty: equal shares."""
     sequence: bool = True
     """With tp: shard the sequence between layers (norms, residuals) over tp."""
