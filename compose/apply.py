@@ -1,4 +1,4 @@
-"""Applies a Plan to a model and a mesh: the one place where this happens, in a fixed order."""
+"""Applies a Plan to a model and a mesh. All techniques meet here, in a fixed order."""
 
 import weakref
 import zlib
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 def apply(
     model: nn.Module, plan: Plan | ResolvedPlan, mesh: DeviceMesh, options: Options | None = None
 ) -> Composition:
-    """Cut ``model`` over ``mesh`` in place, as ``plan`` says.
+    """Parallelize ``model`` over ``mesh`` in place, by ``plan``.
 
-    Make the optimizer afterwards: the parameters are new objects. In a pipeline the model keeps only
-    what this rank's stages run, under the same names. ``forward_backward`` and similar functions take
-    the returned composition. A ``backward()`` of one's own would leave gradients of the rank's samples,
-    or their sum over ranks, and not those of the global batch's mean.
+    Make the optimizer afterwards, because the parameters are new objects. In a pipeline the model keeps
+    only the modules of this rank's stages, under the same names. Train with ``forward_backward`` and
+    ``clip_grad_norm_``, which take the returned composition. If you call ``backward()`` yourself, the
+    gradients are not those of the global batch's mean loss: they are of this rank's samples, or a sum.
 
     Args:
-        model: A model on meta, which ``compose.init_weights`` fills afterwards. Or a model with float32
-            weights; then every rank gets those of rank 0, as in DistributedDataParallel.
+        model: A model on the meta device, which ``compose.init_weights`` fills afterwards. Or a model
+            with float32 weights; then every rank gets those of rank 0, as in DistributedDataParallel.
         plan: The model's parallelization, or the result of ``compose.plan.resolve`` for this model.
-        mesh: The mesh of ``compose.init_mesh``.
-        options: Further options, with the degrees that ``mesh`` was made of. None takes the defaults
-            with the degrees of ``mesh``.
+        mesh: A mesh that ``compose.init_mesh`` made.
+        options: Further options. Their degrees must be those of ``mesh``. None takes the defaults with
+            the degrees of ``mesh``.
 
     Returns:
-        The composition, which holds ``model``.
+        The composition, which holds ``model`` itself, not a wrapper.
 
     Raises:
         ConfigError: The plan does not fit the model, or the options do not fit the mesh.
@@ -80,19 +80,19 @@ def apply(
     _broadcast(model, mesh.device_type)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            # A frozen weight needs no master: each use would round it to the same value.
+            # A frozen weight needs no float32 master: each use would round it to the same value.
             kept = precision.master_dtype if parameter.requires_grad else precision.param_dtype
             parameter.data = parameter.data.to(kept)
     before = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p.grad is None]
-    # Choose from the whole model, so that every rank makes the same choice.
+    # Choose units from the whole model, so that every rank makes the same choice.
     recomputed = recomputed_units(model, resolved.checkpoint, recompute, options.sample)
-    # Read the whole plan: a stage without attention or norms cuts sequences like the others.
+    # Read the whole plan: also a stage without attention or norms must cut sequences like the others.
     rings = [(name, style) for name, style in resolved.context if isinstance(style, ContextParallel)]
     balance: Balance = rings[0][1].balance if rings else "headtail"
     causal = all(is_causal(model.get_submodule(name)) for name, _ in rings)
     shared_by = sequence_ranks(model, resolved.tensor, tp)
-    # All ranks make the groups of the expert mesh, also ranks whose stage has no experts. With tp,
-    # experts are not split like other weights: they lie on other axes, even if ep is 1.
+    # Making a process group is a collective, so ranks whose stage has no experts take part too. With
+    # tp, experts are not split like other weights: they lie on other axes, even if ep is 1.
     over = expert_mesh(mesh, ep) if ep > 1 or (tp > 1 and resolved.expert) else None
     drops = dropouts(model)
     runner: PipelineRunner | None = None
@@ -106,7 +106,7 @@ def apply(
         stages = runner.stages
         resolved = resolved.without(frozenset.intersection(*(stage.absent for stage in stages)))
     modules = [stage.module for stage in stages]
-    # A compiler would have to trace what finds the calls of functions.
+    # Calls of F.dropout are intercepted by a mode, which a compiler cannot trace.
     functions = "ignore" if options.compile.mode != "off" else "refuse" if tp > 1 else "tie"
     dropout = Masks(model, modules, drops, functions) if drops else None
     if not drops and functions != "ignore" and mesh.size() > 1:
@@ -138,7 +138,7 @@ def apply(
             activations.wrap(model.get_submodule(name))
     hpz = hpz_groups(mesh, parallel.zero3_reshard, over)
     data = [DataParallel(stage.module, zero) for stage in stages]
-    # A lone process in full precision has nothing to shard, reduce or cast.
+    # One process in full precision has nothing to shard, reduce or cast.
     if mesh.size() > 1 or precision.param != "float32" or offload:
         for number, stage in enumerate(stages):
             how = Sharding(
@@ -153,7 +153,7 @@ def apply(
                 compression.stage() if compression else None,
             )
             here = resolved.without(stage.absent)
-            # Without a mesh of their own they are in their layers' units.
+            # Without an expert mesh, experts belong to the units of their layers.
             experts = [name for name, _ in here.expert] if over is not None else []
             is_last = runner is None or runner.is_last(stage)
             data[number] = apply_data_parallel(stage.module, here.shard, mesh, how, experts, is_last)
@@ -161,7 +161,7 @@ def apply(
         runner.data = {stage.index: own for stage, own in zip(stages, data, strict=True)}
     elif isinstance(model, FSDPModule):
         model.register_forward_hook(partial(end_own_forward, data[0]))
-    # A closure of the model may still use a parameter as it was: check_gradients asks for it.
+    # A closure of the model may still use a former parameter: check_gradients looks for that.
     here_now = set(model.parameters())
     data[0].replaced = [(name, old) for name, old in before if old() not in here_now]
     output = None

@@ -1,6 +1,6 @@
-"""The options for carrying out a plan: the tables of train.toml that ``compose.apply`` takes.
+"""The options and the result of ``compose.apply``.
 
-The result of ``compose.apply``: the cut model, and what was done to it.
+``Options`` holds tables of train.toml. ``Composition`` holds the parallelized model and its parts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,20 +36,19 @@ class Options:
     """The options of ``compose.apply`` besides the plan. Each field is a table of train.toml."""
 
     parallel: Parallel = field(default_factory=Parallel)
-    """The degrees, which are those of the mesh; ZeRO, the pipeline's schedule and the like."""
+    """The degrees, which must be those of the mesh; the ZeRO stage, the schedule and other keys."""
     precision: Precision = field(default_factory=Precision)
     """Types of forward, backward, reduction and master weights."""
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    """The results that backward computes again, and those that wait for it in host memory."""
+    """The activations that backward computes again, and those that are offloaded to host memory."""
     compile: Compile = field(default_factory=Compile)
     """The parts that torch.compile makes graphs of."""
     comm: Comm = field(default_factory=Comm)
-    """When FSDP begins its gathers, and in how many bits it sends; the limits of time are the
-    trainer's."""
+    """When FSDP begins its gathers, and how messages are compressed. Its timeouts are not read."""
     seq_len: int = 2048
-    """Tokens of a sample. FLOPs and bytes, by which layers are shared out, depend on it."""
+    """Tokens of a sample. FLOPs and bytes of layers depend on it, and they balance the stages."""
     inputs: Callable[[], Mapping[str, Tensor]] | None = None
-    """Makes a model's inputs of one sample, on meta; None is token ids of seq_len tokens."""
+    """Makes the model's inputs for one sample, on meta; None means token ids of seq_len tokens."""
 
     @property
     def sample(self) -> Sample:
@@ -77,13 +76,13 @@ class Messages(Protocol):
 
 @dataclass(frozen=True)
 class Composition:
-    """A model that was cut over a mesh, with everything that running it needs.
+    """A model that was parallelized over a mesh, with everything that is needed to run it.
 
-    It holds the model and does not wrap it: ``model`` is the module that ``compose.apply`` was given.
+    It does not wrap the model: ``model`` is the module that ``compose.apply`` was given.
     """
 
     model: nn.Module
-    """The module; this rank keeps only its part of it."""
+    """The module, of which this rank keeps only its part."""
     mesh: DeviceMesh
     """The mesh of ``compose.init_mesh``."""
     zero: int = 3
@@ -91,13 +90,13 @@ class Composition:
     balance: Balance = "headtail"
     """How context parallel expects sequences to be cut."""
     causal: bool = True
-    """Whether attention to sequences that ranks share is causal, so that it sees no padding."""
+    """With cp: whether attention is causal, so that it does not see padding at the end."""
     sequence_ranks: int = 1
-    """Ranks of tp that share a sequence between layers; each holds an equal part of it."""
+    """Number of tp ranks over which the sequence is sharded between layers, in equal parts."""
     pipeline: "PipelineRunner | None" = None
-    """The runner of the stages; None if the model is not cut into stages."""
+    """The runner of this rank's stages; None without pipeline parallel."""
     output: Output | None = None
-    """The projection that Plan.output names, if any."""
+    """The output projection that Plan.output names, if any."""
     offload: bool = False
     """Whether parameters stay in host memory between their uses."""
     activations: ActivationOffload | None = None
@@ -105,26 +104,30 @@ class Composition:
     float8: Choice = NOTHING
     """The layers that compute in float8."""
     data: Sequence[DataParallel] = ()
-    """The work of data parallel around forward and backward, for each stage of this rank."""
+    """The state of data parallel (ZeRO), one for each stage of this rank."""
     compression: Messages | None = None
-    """The messages that an add-on sends in fewer bytes, if any are."""
+    """The compressed messages of an add-on, if any."""
     dropout: Masks | None = None
     """The masks of dropout, if the model has any."""
 
     @cached_property
     def routing(self) -> RoutingMetrics:
-        """The routers' report of a step."""
+        """The routers' report of a step: loads, losses and dropped rows."""
         return RoutingMetrics(self.model, self.mesh)
 
     @property
     def late(self) -> int:
-        """Steps after which all ranks can know the numbers of a step; 0: at its end."""
+        """The number of steps after which all ranks know a step's loss and norm; 0: at its end.
+
+        It is above 0 only in a pipeline without a flush (PipeDream).
+        """
         return self.pipeline.late if self.pipeline else 0
 
     def needed(self) -> range:
-        """Return which batches the next step needs, counted from its own; most need that one alone.
+        """Return the batches that the next step needs, counted from its own; most steps need only that.
 
-        A pipeline without a flush runs forwards of later ones. Call ``forward_backward`` for each.
+        A pipeline without a flush also runs forwards of later batches. Call ``forward_backward``
+        for each of these batches.
         """
         return self.pipeline.needed() if self.pipeline else range(1)
 
@@ -143,7 +146,7 @@ class Composition:
         return next((len(tied.holders) for tied in ties if tied.name == name), 1)
 
     def holding_ranks(self, name: str) -> int:
-        """Return how many ranks of pp hold the parameter ``name``; one may have several stages."""
+        """Return how many ranks of pp hold the parameter ``name``; a rank may have several stages."""
         if self.pipeline is None or self.holders(name) == 1:
             return 1
         stages = next(tied.holders for tied in self.pipeline.ties if tied.name == name)
@@ -151,5 +154,5 @@ class Composition:
 
 
 def module_of(whole: nn.Module | Composition) -> nn.Module:
-    """Return the module of a model that was not cut, or of what ``compose.apply`` returned."""
+    """Return the module of a Composition, or the module itself."""
     return whole.model if isinstance(whole, Composition) else whole

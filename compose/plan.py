@@ -1,9 +1,9 @@
 """The Plan: a model's whole parallelization as one value, and its strict resolution.
 
-A pattern names modules by their path, with ``*`` for one part of it: ``layers.*.attention.wq``. This
-is the notation of ``torch.distributed.tensor.parallel.parallelize_module``, which takes
-``Plan.tensor`` unchanged. That function only warns about mistakes. Here a pattern that matches nothing
-is an error, and so is a parameter that no pattern covers.
+A pattern names modules by their path, as in ``layers.*.attention.wq``, where ``*`` matches any text
+within one part. ``torch.distributed.tensor.parallel.parallelize_module`` has the same notation, and
+takes ``Plan.tensor`` unchanged. It only warns about mistakes. Here a pattern that matches nothing is an
+error, and so is a parameter that no pattern covers.
 """
 
 import re
@@ -39,27 +39,27 @@ _CURE = "; give its module a style, or list it in replicate if its input is the 
 class Pipeline:
     """A description of how a model can be cut into stages.
 
-    A stage is the model's own forward, with the missing modules replaced by the identity. Its first
-    argument is then the stream, which has one shape between all layers. Every stage gets the other
-    arguments too.
+    A stage runs the model's own forward, in which the identity replaces the modules of other stages. In
+    later stages the first argument is the residual stream. It must have the same shape between all
+    layers. Every stage also gets the model's other arguments.
     """
 
     first: Sequence[str]
     """Modules that only the stage before the layers runs."""
     layers: str
-    """The container (ModuleList, ModuleDict) of the layers, which the stages share out.
+    """The container (ModuleList, ModuleDict) of the layers, which are divided among the stages.
 
-    Its children run one after another, each on the stream that the one before returned.
+    Its children run one after another, each on the stream that the previous one returned.
     """
     last: Sequence[str]
     """Modules that only the stage after the layers runs."""
     two_parts: bool = True
-    """Whether backward can run in two parts, of inputs and of weights: no, where what is computed from
-    a weight alone enters the stream at several places, one behind another."""
+    """Whether backward can run in two parts, for inputs and then for weights. It cannot if a value that
+    is computed from a weight alone enters the stream at several successive places."""
     whole_forward: bool = False
-    """Whether each stage runs the whole forward on the token ids, and takes and hands on the stream at
-    its layers alone. Then forward may do more outside of modules: masks by a layer's number, positions
-    added to the embedding, a cap of the logits. A later stage has zeros in place of embeddings."""
+    """Whether each stage runs the whole forward on the token ids, and receives and sends the stream at
+    its layers. Then forward may do more outside of modules: masks by a layer's number, positions that
+    are added to the embedding, a cap of the logits. In later stages embeddings return zeros."""
 
 
 @dataclass(frozen=True)

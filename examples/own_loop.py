@@ -1,4 +1,4 @@
-"""A plain PyTorch loop of one's own, with a model and a plan of one's own.
+"""Your own PyTorch loop, without the trainer: a model, its plan, the proof, and training.
 
 torchrun --nproc-per-node 4 examples/own_loop.py
 """

@@ -25,8 +25,9 @@ class Usage(NamedTuple):
 
 
 _OF_FILES = """\
-FILE defaults to train.toml. With extends = "OTHER.toml" at its top, the keys of that file hold where it
-sets none. A value is parsed as TOML; a bare word is a string. --help TABLE lists the keys of one table.
+FILE defaults to train.toml. If it has extends = "OTHER.toml" at its top, it takes the keys that it does
+not set from OTHER.toml. On the command line a value is parsed as TOML; a bare word is a string.
+--help TABLE lists the keys of one table.
 """
 
 
@@ -46,7 +47,7 @@ TRAIN = Usage(
     "Train: [torchrun -m] compose train FILE.toml [--table.key=value ...].",
     _flags("--dry-run, --world-size N"),
     """\
-Trains what FILE describes, on one process or on the ranks that torchrun starts.
+Trains the model of FILE, on one process or on the ranks that torchrun starts.
 
   --dry-run     print mesh, plan, parameters and bytes per rank without starting a process group
   --world-size  with --dry-run: for how many ranks
@@ -60,8 +61,8 @@ COMMANDS = {
 compose init DIR
 
 Makes DIR with train.toml, train.py, a copy of models/llama to edit in model/, a recipe for a GPU, and
-train.schema.json, by which an editor completes and checks the TOML files. A file that is there already
-is not written over.
+train.schema.json, with which an editor completes and checks the TOML files. Existing files are not
+overwritten.
 """,
     ),
     "train": TRAIN,
@@ -71,8 +72,8 @@ is not written over.
         {},
         """\
 Runs a few steps of the composition that FILE describes, on the ranks that torchrun starts, and the same
-with the whole model in plain PyTorch on one process. Compares all results, and exits with 0 if they are
-equal.
+steps of the whole model in plain PyTorch on one process. Compares all results (docs/proof.md). Exits
+with 0 if they are equal, and with 1 if not.
 """,
     ),
     "schedule": Usage(
@@ -80,9 +81,10 @@ equal.
         "Draw the pipeline's timeline: python -m compose schedule FILE.toml [--out timeline.svg|.png].",
         _flags("--out FILE.svg or .png, --world-size N"),
         """\
-Draws which micro-batch each pipeline rank runs at what time, and prints what each rank waits and keeps.
+Prints which micro-batch each pipeline rank runs at which time, how long each rank waits, and the
+activations that it keeps.
 
-  --out         a picture of it
+  --out         file for a picture of it
   --world-size  ranks; default: as few as the degrees of FILE need
 """,
     ),
@@ -91,9 +93,9 @@ Draws which micro-batch each pipeline rank runs at what time, and prints what ea
         "List the legal meshes of N ranks: python -m compose legal FILE.toml --world-size N.",
         _flags("--world-size N"),
         """\
-Lists each mesh of N ranks that FILE can run on, and counts the others by the reason.
+Lists each mesh of N ranks that FILE can run on. Counts the other meshes by the rule that refuses them.
 
-  --world-size  ranks
+  --world-size  number of ranks
 """,
     ),
     "plan": Usage(
@@ -107,9 +109,9 @@ Lists each mesh of N ranks that FILE can run on, and counts the others by the re
             "--report FILE.html, --write FILE.toml"
         ),
         """\
-Looks for the best mesh and options of a model, or of FILE, on a cluster. Prints an answer in words and
-the best candidates, each with its memory and step time (docs/planning.md). No GPU is needed. A question
-in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T] [--seq-len 4096]
+Searches for the best mesh and options of a model, or of FILE, on a cluster. Prints an answer in words
+and the best candidates, each with its memory and step time (docs/planning.md). No GPU is needed. For
+example: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T] [--seq-len 4096]
 
   --model       a size (1b, 7b, 13b, 70b ... 405b), a preset as mixtral:8x7b, or a folder with Hugging
                 Face's config.json, in place of FILE; in bfloat16
@@ -119,8 +121,8 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
   --batch       samples of a step, or several as 256,512,1024; default with --model: as published
                 models of its size had
   --cluster     a cluster of clusters/, or a file like one
-  --world-size  ranks
-  --as-is       estimate FILE as it is, and look for nothing
+  --world-size  number of ranks
+  --as-is       estimate FILE as it is, without a search
   --explain     say what other compositions, half the batch and the next device cost
   --objective   what is made small: step time (default), memory, or the number of devices; or params:
                 the largest standard size that fits
@@ -144,16 +146,16 @@ in one line: python -m compose plan --model 13b --gpus 16xa100_40gb [--tokens 1T
 python -m compose convert SOURCE TARGET [--config FILE.toml] [--original FOLDER] [--dtype TYPE]
     [--merged] [--best]
 
-SOURCE is Hugging Face's folder (config.json and safetensors), and TARGET becomes the folder of a run
-that begins with its weights; or SOURCE is a checkpoint, or the folder of a run, whose newest is taken,
-and TARGET becomes a folder that transformers opens. Of a run with adapters (model.lora) it becomes one
-that peft opens, or with --merged one of whole weights, with the adapters added to them.
+Converts in two directions. If SOURCE is a Hugging Face folder (config.json and safetensors), TARGET
+becomes the folder of a run that begins with its weights. If SOURCE is a checkpoint, or the folder of a
+run (its newest checkpoint is taken), TARGET becomes a Hugging Face folder, for transformers. For a run
+with LoRA adapters (model.lora), TARGET has the adapters, for peft, or with --merged whole weights.
 
-  --config    FILE.toml whose [model] it is; default: what SOURCE says
-  --original  Hugging Face's folder with the tokenizer, to be copied to one
-  --dtype     float32 (the default), bfloat16 or float16, of the weights in Hugging Face's folder
+  --config    FILE.toml with the [model] of SOURCE; default: what SOURCE says
+  --original  a Hugging Face folder, from which the tokenizer is copied into TARGET
+  --dtype     type of the weights in a Hugging Face folder: float32 (default), bfloat16 or float16
   --merged    write whole weights, with the adapters of a run added to them
-  --best      of a run's checkpoints the one with the lowest validation loss (checkpoint.keep_best)
+  --best      take the checkpoint of a run with the lowest validation loss (checkpoint.keep_best)
 """,
     ),
     "tokenize": _without_file(
@@ -164,15 +166,15 @@ python -m compose tokenize --tokenizer tokenizer.json --out DIR [--field NAME] [
     [--shape NAME] [--fields NAME=FIELD,...] [--roles NAME=ROLE,...]
     [--end TOKEN] [--no-special-tokens] [--skip-bad] [--workers N] FILES...
 
-Makes DIR, which data.path and data.validation can name. A .jsonl file has a document on each line, a
-.json file may hold them as one list, a .parquet or .arrow file, or the folder of a dataset that
-`datasets` saved, has one in each row (pip install 'dtensor-compose[parquet]'); any other file is one
-document of UTF-8 text. Started again, it goes on where it was.
+Makes the folder DIR, for data.path and data.validation. A .jsonl file has a document on each line. A
+.json file may hold documents as one list. A .parquet or .arrow file, or the folder of a dataset that
+`datasets` saved, has one in each row (pip install 'dtensor-compose[parquet]'). Any other file is one
+document of UTF-8 text. If the command was stopped, start it again: it continues where it was.
 
   --tokenizer  a tokenizer.json, or a folder with one
   --out        folder to make
   --field      field or column with the text; default: text, and messages with --chat
-  --chat       rows are chats, written by the tokenizer's chat template; replies alone are learnt
+  --chat       rows are chats, written by the tokenizer's chat template; only replies are learnt
   --pairs      rows are chats with a chosen and a rejected reply, for dpo.beta
   --shape      of rows of chats: messages, sharegpt, alpaca, prompt (with completion), chosen (the
                chosen one of preference pairs), or plain (prompt and completion without a template);
@@ -182,9 +184,9 @@ document of UTF-8 text. Started again, it goes on where it was.
   --end        token that ends a document, and a reply after which the chat template writes nothing;
                default: the tokenizer's eos_token
   --no-special-tokens
-               a text has only the end token; else what the tokenizer adds to a text too, such as a
-               token at its start
-  --skip-bad   leave out rows that cannot be used, and say how many; else the first one ends the command
+               a text gets only the end token, and not the other tokens that the tokenizer adds, such as
+               a token at its start
+  --skip-bad   leave out rows that cannot be used, and say how many; by default the first one ends it
   --workers    processes; default: one for each core
 """,
     ),
@@ -196,27 +198,27 @@ python -m compose generate CHECKPOINT --prompt TEXT [--prompts FILE] [--chat] [-
     [--temperature T] [--top-p P] [--seed S] [--cache auto|on|off] [--no-special-tokens]
     [--tokenizer FILE] [--best] [--table.key=value ...]
 
-CHECKPOINT is a checkpoint, the folder of a run, whose newest whole one is taken, or Hugging Face's
-folder. Under torchrun all ranks hold the model together: parallel.dp_shard = -1 and zero = 3, if keys
-say nothing else. A text ends at any end token of the tokenizer, of generation_config.json, of
+CHECKPOINT is a checkpoint, the folder of a run (its newest whole one is taken), or a Hugging Face
+folder. Under torchrun the model is sharded over all ranks (parallel.dp_shard = -1 and zero = 3), unless
+keys say otherwise. A text ends at any end token of the tokenizer, of generation_config.json, of
 config.json and of the chat template. Standard output has the texts alone; standard error says how many
-tokens a prompt has. Keys and values are kept, so that each token runs once. Where that cannot be, as
-with pp or cp above 1 and experts with a capacity, every token runs the whole text again.
+tokens a prompt has. Keys and values are cached, so that each token runs once. Without a cache, for
+example with pp or cp above 1 or experts with a capacity, every token runs the whole text again.
 
   --prompt            TEXT to continue; may be given several times
   --prompts           FILE with one on each line; in .jsonl: a text, or an object with prompt or \
 messages
   --chat              the prompt is a user's message, in the model's chat template; the reply \
 alone is shown
-  --max-tokens        tokens after it, unless the text ends before; default 128
+  --max-tokens        maximum number of tokens after the prompt; default 128
   --temperature       divides the logits; default 0.8; 0: the likeliest token
-  --top-p             sample from the likeliest tokens, this much together; default 0.95
-  --seed              the same gives the same text, on every mesh; default 0
+  --top-p             sample from the fewest tokens with this probability together; default 0.95
+  --seed              the same seed gives the same text, on every mesh; default 0
   --cache             on, or off: every token runs the whole text again; default auto: on, where \
 it can be
-  --no-special-tokens encode the prompt as ordinary text, with nothing added or recognised in it
+  --no-special-tokens the prompt is ordinary text: special tokens are neither added nor recognised
   --tokenizer         tokenizer.json or bytes; default: the run's, or Hugging Face's folder's, or bytes
-  --best              of a run's checkpoints the one with the lowest validation loss
+  --best              take the checkpoint of a run with the lowest validation loss
 """,
     ),
     "migrate": _without_file(
@@ -226,12 +228,12 @@ it can be
 python -m compose migrate FILE... [--world-size N] [--steps N]
 
 Reads DeepSpeed's JSON, Accelerate's YAML, transformers' TrainingArguments (JSON, YAML, or a script's
-command line), torchtitan's TOML or a Megatron-LM script, and several that belong together. Prints a
-TOML file, in which each key says where it comes from. Standard error says of every key whether it is
-mapped, changes its meaning, is not needed or is refused. If one is refused there is no TOML, and the
-exit code is 2.
+command line), torchtitan's TOML or a Megatron-LM script. Files that belong together are given together.
+Prints a TOML file, in which each key has a comment on where it comes from. Standard error says of every
+key whether it is mapped, changes its meaning, is not needed or is refused. If a key is refused, no TOML
+is printed, and the exit code is 2.
 
-  --world-size  ranks, if no file says it
+  --world-size  number of ranks, if no file says it
   --steps       optimizer steps, if they follow from the data; needed for a warm-up that is a ratio
 """,
     ),
@@ -252,11 +254,11 @@ file, which `--cluster` takes.
         "Find what would stop or slow a run here: [torchrun] -m compose doctor [FILE.toml].",
         _flags("--cluster NAME or FILE.toml, --json FILE"),
         """\
-Looks at versions, devices and their other users, shared memory, limits, threads, and at the disk, locks
-and mount of run.dir. Under torchrun it times the links between all ranks too, within a minute. A line
-says ok, warn (it slows or harms a run) or fail (it stops one), and the cure. Exits with 2 after a fail.
+Checks versions, devices and their other users, shared memory, limits, threads, and the disk, locks and
+mount of run.dir. Under torchrun it also times the links between all ranks, within a minute. A line says
+ok, warn (this slows or harms a run) or fail (this stops a run), and the cure. Exits with 2 after fail.
 
-  --cluster  what links should reach, if not what is known of the device
+  --cluster  the cluster whose bandwidths the links should reach; default: what is known of the device
   --json     file for the lines
 """,
     ),
@@ -266,8 +268,8 @@ says ok, warn (it slows or harms a run) or fail (it stops one), and the cure. Ex
         """\
 compose schema > train.schema.json
 
-Prints every table and key with type, default and meaning. The first line of a TOML file,
-`#:schema ./train.schema.json`, names it to Even Better TOML and Taplo.
+Prints every table and key with type, default and meaning. Put `#:schema ./train.schema.json` into the
+first line of a TOML file, and Even Better TOML and Taplo use the schema.
 """,
     ),
     "completion": _without_file(

@@ -48,8 +48,8 @@ _SAMPLES_USAGE = """\
 python -m compose generate CHECKPOINT {flags} [--best]
     [--table.key=value ...]
 
-CHECKPOINT is a checkpoint, or the folder of a run, whose newest whole one is taken, or with --best the
-one with the lowest validation loss. Under torchrun all ranks hold the model together.
+CHECKPOINT is a checkpoint, or the folder of a run. Of a run the newest whole checkpoint is taken, or
+with --best the one with the lowest validation loss. Under torchrun the model is sharded over all ranks.
 """
 
 

@@ -36,18 +36,19 @@ class Run:
     """The table [run]."""
 
     dir: AnyPath = ""
-    """Folder that holds all a run leaves, here or in object storage (s3://, gs://, hf://); empty is
+    """Folder for all files of a run, local or in object storage (s3://, gs://, hf://); empty is
     runs/<timestamp>."""
     staging: LocalPath = ""
-    """Folder here for what is on its way to object storage; empty is ~/.cache/dtensor-compose."""
+    """Local folder for files that are to be uploaded to object storage; empty is
+    ~/.cache/dtensor-compose."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto is cuda where there is one."""
     elastic: bool = False
-    """At each start choose a mesh for the ranks that are there, as close to [parallel] as possible;
-    ranks that it cannot use wait."""
+    """At each start choose a mesh for the ranks that have started, as close to [parallel] as possible;
+    ranks without a place in it wait."""
     min_ranks: Annotated[NonNegative, _ELASTIC] = 0
-    """With elastic: the ranks of torchrun's fewest nodes; refuse to start if that many have no legal
-    mesh. 0: no check."""
+    """With elastic: the number of ranks with torchrun's fewest nodes. A run is refused at its start if
+    so few ranks have no legal mesh. 0: no check."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Train:
     steps: Positive = 250
     """Optimizer steps of the whole schedule."""
     epochs: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
-    """In place of steps: how often all samples of data.path are used, as 3 or 0.5; 0: steps says it."""
+    """In place of steps: how often all samples of data.path are used, such as 3 or 0.5; 0: steps
+    is used."""
     stop_after: NonNegative = 0
     """End after this many steps, the learning-rate schedule unchanged; 0 runs all."""
     seq_len: Positive = 256
@@ -99,22 +101,23 @@ class Metrics:
     sinks: tuple[Literal["wandb", "mlflow", "comet"], ...] = ()
     """Services that take the metrics too, each by its own library; needs dtensor-compose[NAME]."""
     project: Annotated[str, _SINKS] = ""
-    """Their project (MLflow: experiment) for the run; empty: the one that they are set to."""
+    """The services' project (MLflow: experiment) for the run; empty: the one in a service's own
+    settings."""
     console_every: Positive = 10
     """Steps between console lines; metrics.jsonl has one line for every step."""
     noise_scale: bool = False
-    """Measure the gradient noise scale: the batch size up to which a larger one pays."""
+    """Measure the gradient noise scale, which estimates up to which batch size a larger batch pays."""
     slow_rank: Annotated[float, Field(ge=0)] = 0.0
-    """Write each rank's seconds in its layers, and name one that takes so many times the median; 0: no
-    layer is timed."""
+    """Write each rank's seconds in its layers, and name a rank that takes this many times the median;
+    0: no layer is timed."""
     slow_steps: Annotated[Positive, _SLOW] = 10
-    """Steps in a row that a rank must be slow to be named."""
+    """Number of steps in a row after which a slow rank is named."""
     samples_every: NonNegative = 0
     """Steps between continuations of prompts, and one at the end; 0 is never."""
     prompts: Annotated[tuple[str, ...], _SAMPLES] = ()
     """The texts to continue; with chats, messages to reply to."""
     sample_tokens: Annotated[Positive, _SAMPLES] = 64
-    """Most tokens of a continuation."""
+    """Maximum number of tokens of a continuation."""
     sample_temperature: Annotated[float, Field(ge=0), _SAMPLES] = 0.0
     """Divides the logits, and a token is drawn by train.seed; 0 takes the likeliest token."""
 
@@ -127,7 +130,8 @@ class Data:
     """stdlib (the source text of Python's standard library), a text file or glob (read as bytes), a
     folder of compose tokenize, or a token file: .bin or .npy; several in a list are mixed."""
     weights: tuple[Weight, ...] = ()
-    """Share of each of a list in what is trained on, in any unit; empty: by their sizes."""
+    """Share of each data set of a list in the samples of training, in any unit; empty: by their
+    sizes."""
     validation: AnyPath = ""
     """Data of the validation loss, all of which is used; named as path is."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -145,7 +149,7 @@ class Checkpoint:
     interval: NonNegative = 0
     """Steps between checkpoints in run.dir, and one at the end; 0 is off."""
     resume: Literal["auto", "none"] = "auto"
-    """auto: go on from the newest checkpoint in run.dir that is whole; none: run.dir must be new."""
+    """auto: resume from the newest whole checkpoint in run.dir; none: run.dir must be new."""
     load_hf: ModelFolderPath = ""
     """Hugging Face folder (config.json, safetensors) with the weights to begin with, or the name of a
     model in the hub's local cache; empty: drawn."""
@@ -160,8 +164,8 @@ class Checkpoint:
     fail_after: NonNegative = 0
     """Stop the run after so many failed saves; 0 trains on."""
     memory: NonNegative = 0
-    """Steps between copies in shared memory (/dev/shm), from which a restart goes on without the disk;
-    with several nodes each also keeps those of another one; 0 is off."""
+    """Steps between copies of the state in shared memory (/dev/shm), from which a restart resumes
+    without the disk; with several nodes, each node also keeps the copies of another one; 0 is off."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,8 @@ class Model:
     name: str = "llama"
     """Folder under models/."""
     path: LocalPath = ""
-    """Folder of a model of one's own, in place of name: Config, Model, PRESETS and plan, in an
-    __init__.py or in model.py and plan.py; empty: none."""
+    """Folder of your own model, in place of name: Config, Model, PRESETS and plan, in an __init__.py or
+    in model.py and plan.py; empty: none."""
     preset: str = "debug"
     """Named shape of that model; any field of its config set here overrides the preset's. hf: model and
     shape are those of checkpoint.load_hf, and name may be left out."""

@@ -29,7 +29,7 @@ class Precision:
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are accumulated and reduced."""
     float8: Literal["off", "tensorwise", "rowwise", "rowwise_gw_hp"] = "off"
-    """How products of the plan's linear layers are scaled to 8 bits; needs torchao."""
+    """How matrix products of the plan's float8 layers are scaled to 8 bits; needs torchao."""
     master: Literal["float32", "bfloat16"] = "float32"
     """Type in which weights are kept between steps; bfloat16 is rounded stochastically."""
     optimizer_state: Literal["float32", "bfloat16"] = "float32"

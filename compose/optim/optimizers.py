@@ -30,9 +30,9 @@ class Optimizer:
     """The table [optimizer]."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: orthogonalized momentum for the matrices in layers, AdamW for all else."""
+    """muon: orthogonalized momentum for the matrices in layers, AdamW for all other parameters."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's AdamWs, where weights and state are float32."""
+    """Implementation of torch's AdamW; read where weights and state are float32."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where AdamW keeps its state: none: on the device; cpu: in host memory; nvme: in files."""
     offload_dir: LocalPath = ""

@@ -43,7 +43,7 @@ class Parallel:
     cp: int = 1
     """Context-parallel degree: ranks that share each sequence."""
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
-    """How attention reaches the other ranks' keys."""
+    """How attention gets the keys of other ranks."""
     cp_balance: Literal["headtail", "none"] = "headtail"
     """headtail: each rank holds a piece from the front and one from the back of a sequence."""
     tp: int = 1
@@ -58,10 +58,10 @@ class Parallel:
     pp_layers: tuple[NonNegative, ...] = ()
     """Layers of each stage, in order; empty: balanced by FLOPs, the output projection counted."""
     ep: Positive = 1
-    """Expert-parallel degree, laid over the innermost of the other axes but pp: no ranks of its own."""
+    """Expert-parallel degree, over the innermost of the other axes except pp; it adds no ranks."""
     speeds: tuple[Weight, ...] | Literal["measure"] = ()
-    """How fast each data-parallel rank is, in any unit: a slow one gets fewer samples of the global
-    batch. With pp: the same for each pipeline rank in turn, by which layers are dealt to stages too.
+    """Relative speed of each data-parallel rank: a slow one gets fewer samples of the global batch.
+    With pp: the same for each pipeline rank in turn, and layers are balanced by these speeds too.
     measure: by the times of the first steps. Empty: equal shares."""
     sequence: bool = True
     """With tp: shard the sequence between layers (norms, residuals) over tp."""

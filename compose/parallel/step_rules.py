@@ -1,8 +1,8 @@
-"""Rules of a step: what models, losses, batches and loops must keep to, so that no gradient is lost.
+"""Rules of a step that models, losses, batches and loops must obey, so that no gradient is lost.
 
-A step of one process allows more than one that is cut over ranks. Some of it cannot be seen before the
-first step. So each rule is checked in a step, and the model or loop that breaks it is refused in one
-line. Most checks need no message of their own, and make no host wait for its GPU.
+Some code works on one process, but not on several ranks. Not all of it can be seen before the first
+step. So each rule is checked in a step, and a model or loop that breaks it is refused in one line. Most
+checks need no message of their own, and do not make the host wait for its GPU.
 """
 
 import gc
@@ -63,8 +63,8 @@ _SAID = {
     "When use_reentrant=True": "a checkpoint with use_reentrant=True has no backward in two parts; use"
     " use_reentrant=False",
 }
-"""Parts of what PyTorch says of a model that does what a cut one may not, and what is meant."""
-_MIXED = (  # what the first means with tp
+"""Parts of PyTorch's errors for models that cannot run on several ranks, and their meaning."""
+_MIXED = (  # the meaning of the first one with tp
     "a module computes with a weight that plan.tensor or plan.replicate has placed and with a plain"
     " tensor, as nn.GRU, nn.LSTM and nn.MultiheadAttention do; one of replicate may take one tensor"
     " alone, by position, and make no other; or use parallel.tp = 1"
@@ -73,7 +73,7 @@ _MIXED = (  # what the first means with tp
 
 @contextmanager
 def said_plainly(mesh: DeviceMesh) -> Iterator[None]:
-    """Turn what PyTorch says of such a model into a ConfigError; with tp it may be said of styles."""
+    """Turn these errors of PyTorch into a ConfigError; with tp, styles too may cause them."""
     try:
         yield
     except RuntimeError as error:
@@ -86,9 +86,9 @@ def said_plainly(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def same_rows(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Raise ConfigError if ranks that run the same samples were given other ones; a collective.
+    """Raise ConfigError if ranks that must run the same samples got different ones; a collective.
 
-    They are those that differ in pp, cp and tp alone. The host waits for the device.
+    Such ranks differ in pp, cp and tp alone. The host waits for the device.
     """
     axes = [axis for axis in ("pp", "cp", "tp") if axis_size(mesh, axis) > 1]
     given = [value for value in batch.values() if type(value) is Tensor and not value.is_meta]
@@ -108,11 +108,11 @@ def same_rows(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 def check_micro_batches(
     parts: Iterable["DataParallel"], own: int, total: Tensor, mesh: DeviceMesh, zero: int
 ) -> None:
-    """Raise ConfigError if ranks that need one another in each micro-batch run unequal numbers of them.
+    """Raise ConfigError if ranks that must run equally many micro-batches run unequal numbers of them.
 
-    They do from the stage ``zero`` on, and where tokens go to experts on ranks with other samples.
-    ``total`` is the sum of ``own`` over the ranks of BATCH_AXES. The host waits for a GPU only if
-    ``own`` is not that of the last step.
+    They must from ZeRO stage ``zero`` on, and where tokens go to experts on ranks with other samples.
+    ``own`` is this rank's number, and ``total`` the sum over the ranks of BATCH_AXES. The host waits
+    for a GPU only if ``own`` differs from that of the last step.
     """
     stages = [part for part in parts if part.exchanges_tokens or _sends_each(part, zero)]
     is_new = any(part.micro_batches != own for part in stages)
@@ -134,9 +134,9 @@ def _sends_each(part: "DataParallel", zero: int) -> bool:
 
 @contextmanager
 def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
-    """Let gathered weights stay after a forward meanwhile, for what follows it.
+    """Keep weights that FSDP has gathered after a forward, as long as the step runs.
 
-    Whole weights of before are freed, since the shards may have changed.
+    Weights that were gathered before the step are freed, since the shards may have changed.
     """
     parts = [*parts]
     if any(part.failed for part in parts):
@@ -160,10 +160,10 @@ def kept_gathered(parts: Iterable["DataParallel"]) -> Iterator[None]:
 
 
 def end_own_forward(part: "DataParallel", model: nn.Module, *unused: Any) -> None:
-    """Give a model its shards back after a forward of a caller's own, as it had them before.
+    """Shard a model's parameters again after a forward that a caller ran outside of a step.
 
-    Whole weights would be its parameters meanwhile: an optimizer that is made of them would train
-    nothing, and gradients, which are the shards', would neither be cleared nor clipped.
+    Otherwise gathered weights would stay the model's parameters: an optimizer that is made of them
+    would train nothing, and the gradients of the shards would be neither cleared nor clipped.
     """
     if not part.keeps_gathered and not torch.compiler.is_compiling():
         _free(model)
@@ -176,9 +176,9 @@ def _free(model: nn.Module) -> None:
 
 
 def free_gathered(part: "DataParallel") -> None:
-    """Free whole weights that a forward outside of steps has left, since the shards may have changed.
+    """Free weights that a forward outside of steps has gathered, since the shards may have changed.
 
-    Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards.
+    Raise ConfigError for a parameter that was added after ``compose.apply``, if the others have shards.
     """
     model = part.model
     if not isinstance(model, FSDPModule):
@@ -206,7 +206,7 @@ class Changes:
         self.gathered: dict[str, tuple[int, int]] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Note what there is before the forwards."""
+        """Record the state before the forwards."""
         self.buffers, self.state, self.gathered = _buffers(model), _generators(), _gathered(model)
 
     def lost(self, model: nn.Module) -> str:
@@ -229,7 +229,7 @@ class Changes:
 
 def without_gradient(model: nn.Module) -> list[str]:
     """Return the names of trained parameters that have no gradient."""
-    # A unit that stays whole over micro-batches shows no gradients: sums are with the shards.
+    # Parameters of a unit that stays gathered have no gradients: the sums are those of the shards.
     shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in fsdp_parameters(model)}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [name for name, p in trained if shards.get(p, p).grad is None]
@@ -263,7 +263,7 @@ def held_by_optimizers(names: Mapping[int, str]) -> str:
 
     if not names or not held():
         return ""
-    gc.collect()  # it may be one that nobody has any more
+    gc.collect()  # it may be garbage
     return held()
 
 
@@ -272,12 +272,12 @@ def check_gradients(
 ) -> None:
     """Raise ConfigError if ranks have gradients of different parameters in a step.
 
-    A message has the gradients that a rank has, without names. So another parameter's would be added.
-    It is also raised where forward used what a parameter was before it was cut.
+    A message holds the gradients of a rank without names. So gradients of different parameters would be
+    added. It is also raised if forward used a parameter as it was before the model was cut.
     """
     parts = [*parts]
     for part in parts:
-        # Most were let go. Gradients come to one that a closure, say, still uses.
+        # Most former parameters are gone. One that a closure still uses gets gradients.
         part.replaced = [(name, old) for name, old in part.replaced if old() is not None]
         if part.is_new and part.replaced:
             _refuse_optimizers(model, part.replaced)
@@ -288,13 +288,13 @@ def check_gradients(
                     f"model: forward uses {name} as it was before the model was cut, as a closure holds"
                     " it, and so it is not trained; look it up in its module"
                 )
-    axes = (*DATA_AXES, "tp")  # tp sums gradients of weights that take a part of a sequence
+    axes = (*DATA_AXES, "tp")  # tp sums gradients of weights that are applied to a part of a sequence
     if (ranks := math.prod(axis_size(mesh, axis) for axis in axes)) == 1:
         return
     lacking = [name for part in parts for name in part.lacking] + without_gradient(model)
     changed = False
     for part in parts:
-        # In stage 1 ranks may run unequal numbers of micro-batches, and send in the first and the last.
+        # With ZeRO-1 ranks may run unequal numbers of micro-batches; only the first and last send.
         units, order = len({*part.order}), part.order
         order = order if part.zero >= 2 else order[:units] + order[-units:]
         changed |= order != part.former_order
@@ -314,8 +314,8 @@ def check_gradients(
     own, states = torch.stack([zero + zlib.crc32(both.encode()), zero + digest]), zero + drawn
     total = sum_over(own, mesh, DATA_AXES)
     over_tp = sum_over(torch.stack([total[0], states]), mesh, ("tp",))
-    # The host waits for a GPU only if a gradient is lacking or something is new. A simulation has no
-    # number to read.
+    # The host waits for a GPU only if a gradient is lacking or something is new. The planner's
+    # simulation has no number to read.
     waits = total.is_cuda and (bool(lacking) or changed or bool(buffers) or bool(drawn))
     if type(total) is not Tensor or not (total.is_cpu or waits):
         return
@@ -359,7 +359,7 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 
 def _gathered(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return how often whole weights were written to, and where they are; FSDP's own is not counted."""
+    """Return how often gathered weights were written to, except by FSDP, and where they are."""
     records = [(p._param_fqn, getattr(p, "_unsharded_param", None)) for p in fsdp_parameters(model)]
     held = [(name, local_tensor(p)) for name, p in records if p is not None]
     plain = [

@@ -1,4 +1,4 @@
-"""One optimizer step's forward, backward, clipping and reading, the same on every mesh."""
+"""Forward, backward and gradient clipping of one optimizer step, the same on every mesh."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -44,32 +44,35 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of the global batch's mean loss.
 
-    The loss is divided by the number of targets in the *global* batch, or by what ``count`` of the loss
-    returns. So the result does not depend on how samples, or masked targets, are dealt to ranks and
-    micro-batches. Routers (compose/parallel/expert_parallel.py) act on the counts of the whole batch.
+    The sum of losses is divided by the number of targets in the *global* batch, or by the result of
+    ``loss_function.count``. So the result does not depend on how samples and masked targets are spread
+    over ranks and micro-batches. Routers (compose/parallel/expert_parallel.py) use the counts of the
+    whole batch. After it call ``clip_grad_norm_``, and then the optimizer's ``step``.
 
     Args:
         composition: What ``compose.apply`` returned.
-        batch: This rank's share of the global batch, each tensor (samples, ...). ``targets`` goes to
-            ``loss_function``, all else to the model by name. With cp, each tensor of more dims is cut
-            along its second.
-        micro_batch: Samples in one forward; None is the whole share. Where ranks have unequal shares
-            (``compose.parallel.mesh.deal``), it is this rank's; then rows of padding are added here.
-        loss_function: Takes (output, targets) and returns a sum over targets: all elements, but
-            integers of IGNORE and floats of NaN (``count_targets``). With a CrossEntropy with
-            ``chunk`` the model's last projection computes the loss; this needs Plan.output.
-        loss_scale: Multiplies the gradients, not the returned loss. ``clip_grad_norm_`` divides by it.
+        batch: This rank's share of the global batch (``compose.parallel.mesh.batch_share``), each
+            tensor (samples, ...). ``targets`` goes to ``loss_function``, and all other tensors to the
+            model by name. With cp, give whole sequences: tensors of two or more dims are cut along
+            their second dim here.
+        micro_batch: Samples in one forward; None means the whole share. If ranks have unequal shares
+            (``compose.parallel.mesh.deal``), give this rank's Share; rows of padding are then added.
+        loss_function: Takes (output, targets) and returns a sum over targets, not a mean. All elements
+            are targets except integers of IGNORE and floats of NaN. With a CrossEntropy that has
+            ``chunk``, the output projection computes the loss; this needs Plan.output.
+        loss_scale: Multiplies the gradients, but not the returned loss. Give ``clip_grad_norm_`` the
+            same one, which divides by it.
         dropout: The step's number and the run's seed, for a model with dropout in training mode.
 
     Returns:
         The mean loss of the global batch, a float64 scalar, the same on every rank. In a pipeline
-        without a flush it is 0 but on the last stage (compose/pipeline/pipedream.py).
+        without a flush it is 0 except on the last stage (compose/pipeline/pipedream.py).
 
     Raises:
         ValueError: ``micro_batch`` is below 1.
-        ConfigError: The ranks cannot share the sequences, a model with dropout gets no key for it, the
+        ConfigError: The ranks cannot share the sequences, a model with dropout gets no DropoutKey, the
             ranks have gradients of different parameters, tensors of the batch have unequal numbers of
-            rows, or the loss ignores other targets, or is a mean.
+            rows, or the loss is a mean or ignores other targets than IGNORE.
     """
     model, mesh = composition.model, composition.mesh
     targets = targets_of(batch)
@@ -98,7 +101,7 @@ def forward_backward(
     batch = local_batch(composition, batch)
     loss_function, batch = begun(loss_function, composition, batch, micro_batch)
     batch = _with_masks(composition, batch, dropout, share)
-    # loss_parallel only changes what cross-entropy does with DTensors.
+    # loss_parallel only changes cross-entropy on DTensors.
     losses = step_loss(loss_function, count / loss_scale, composition.output)
     scales = shared_scales(model, composition.float8)
     hpz = hpz_shards([gather for data in composition.data for gather in data.gathers])
@@ -119,10 +122,10 @@ def forward_backward(
 def begun(
     function: LossFunction, composition: Composition, batch: Mapping[str, Any], micro_batch: int | None
 ) -> tuple[LossFunction, Mapping[str, Any]]:
-    """Return a loss and a batch of :func:`local_batch` as ``begin`` of the loss prepares them.
+    """Return the loss and the batch (of :func:`local_batch`) after ``function.begin``, if it exists.
 
-    A loss that compares the model with another one runs the other's forward there, and puts the result
-    into the targets. Without ``begin`` both are as they were.
+    A loss that compares the model with a reference model runs the reference's forward in ``begin``, and
+    puts the result into the targets.
     """
     begin = getattr(function, "begin", None)
     return begin(composition, batch, micro_batch) if begin else (function, batch)
@@ -138,10 +141,10 @@ def samples_at_once(batch: Mapping[str, Tensor], micro_batch: int | None) -> int
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return a batch on its device, without waiting for the copies.
+    """Return a batch on ``device``, without waiting for the copies.
 
-    ``document_ids`` stay in host memory: the boundaries of documents are found there
-    (:func:`local_batch`), so that no step waits for the device.
+    ``document_ids`` stay in host memory, where :func:`local_batch` computes where documents begin.
+    So no step waits for the device.
     """
     if device.type != "cuda":
         return {name: value.to(device) for name, value in batch.items()}
@@ -152,10 +155,10 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 
 def local_batch(composition: Composition, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """Return what this rank runs of its share of a batch: with cp, its part of each sequence.
+    """Return the tensors that this rank runs of its share of a batch: with cp, its part of sequences.
 
-    A model that sees a part of a sequence cannot count ``positions`` itself, so they are added. A model
-    that takes ``documents`` gets the documents (compose.Documents) of the whole sequences in place of
+    A rank with a part of a sequence cannot count ``positions`` itself, so they are added. A model that
+    takes ``documents`` gets the documents (compose.Documents) of the whole sequences in place of
     ``document_ids``. Raises ConfigError if the ranks of tp cannot share the sequences.
     """
     mesh, model = composition.mesh, composition.model
@@ -196,7 +199,7 @@ def _takes(model: nn.Module, name: str) -> bool:
 def _with_masks(
     composition: Composition, batch: Mapping[str, Any], key: DropoutKey | None, share: Share | None
 ) -> Mapping[str, Any]:
-    """Number the samples of a local batch, if the model has dropout."""
+    """Add the samples' numbers to a local batch, if the model has dropout: masks depend on them."""
     if composition.dropout is None:
         return batch
     mesh, (index, _), places = composition.mesh, batch_share(composition.mesh), None
@@ -214,14 +217,14 @@ def _with_masks(
 
 
 def _filled_up(model: nn.Module, batch: Mapping[str, Tensor], rows: int) -> Mapping[str, Tensor]:
-    """Add rows to a share of a batch from which nothing is learnt, and which routers do not count."""
+    """Add rows of padding to a share of a batch: without targets, and not counted by routers."""
     batch = _with_positions(model, batch)
     more = empty({name: value.new_empty((rows, *value.shape[1:])) for name, value in batch.items()})
     return {name: torch.cat([value, more[name]]) for name, value in batch.items()}
 
 
 def _padded(composition: Composition, batch: Mapping[str, Tensor], unit: int) -> Mapping[str, Tensor]:
-    """Pad the sequences of a batch. Attention that is not causal sees padding that is no document."""
+    """Pad sequences. For attention that is not causal, padding must be a document of its own."""
     first, model = next(value for value in batch.values() if value.ndim > 1), composition.model
     length, told = first.shape[1], _takes(model, "documents")
     if length % unit and told and "document_ids" not in batch:
@@ -270,10 +273,10 @@ def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: S
         output = model(**part)
         value = loss(output, targets)
         begin_fsdp_backward_at(value, model, output)
-        del output  # else its memory would stay during backward
+        del output  # otherwise its memory would stay during backward
         value.backward()
         data.end_micro_batch()
-        total = total + value.detach()  # the loss may be wider than float32
+        total = total + value.detach()  # not in place: the loss may be wider than float32
     return total
 
 
@@ -281,21 +284,21 @@ def _run(whole: Composition, batch: Mapping[str, Any], micro_batch: int, loss: S
 def clip_grad_norm_(composition: Composition, max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients in place so that their global 2-norm is at most ``max_norm``.
 
-    The norm counts every element of every parameter once, however it is sharded or replicated. The
-    formula is that of ``torch.nn.utils.clip_grad_norm_``.
+    The norm counts every element of every parameter once, on every mesh. The formula is that of
+    ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         composition: What ``compose.apply`` returned.
-        max_norm: The limit; 0 leaves the norm as it is.
-        loss_scale: The gradients are divided by it first.
+        max_norm: The limit; 0 turns clipping off.
+        loss_scale: The ``loss_scale`` of ``forward_backward``. The gradients are divided by it first.
 
     Returns:
         The norm before clipping and without the scale, a float64 scalar, the same on every rank. In a
-        pipeline without a flush it is the stage's own.
+        pipeline without a flush it is the norm of the stage's own gradients.
 
     Raises:
-        ValueError: A gradient has not been summed over ranks yet, or the pipeline has no flush, and
-            ``max_norm`` is not 0.
+        ValueError: A gradient has not been summed over ranks yet, or ``max_norm`` is not 0 in a
+            pipeline without a flush.
     """
     if composition.late and max_norm > 0:
         raise ValueError("max_norm: no stage of a pipeline without a flush waits for the others' norms")
@@ -322,7 +325,7 @@ def squared_norm_share(composition: Composition, part: nn.Module) -> Tensor:
 
 
 _Lists = dict[tuple[int, torch.dtype, torch.device], list[Tensor]]
-"""Gradients by the number of ranks that hold them, and by type and device: such need few launches."""
+"""Gradients by the number of ranks that hold them, and by type and device, for few kernel launches."""
 
 
 def _gradients(composition: Composition, part: nn.Module) -> _Lists:
