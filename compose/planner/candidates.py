@@ -46,6 +46,11 @@ class Space:
         return min(self.cluster.node, self.world_size)
 
     @property
+    def devices(self) -> Kinds:
+        """The kinds of device with the ranks of each, also if there is one."""
+        return self.kinds or ((self.cluster, self.world_size),)
+
+    @property
     def all_ranks(self) -> int:
         """Ranks of all islands."""
         return self.world_size * self.islands

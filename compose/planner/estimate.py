@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from compose.config.job import Job
+from compose.config.tables import TABLES, Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
@@ -65,6 +66,20 @@ class Estimate:
     def fullest(self) -> RankPeak:
         """The peak of the rank that has most from its device."""
         return max(self.peaks, key=lambda peak: peak.reserved)
+
+
+def check_counted(config: Config) -> None:
+    """Raise ConfigError for what no record has."""
+    if "dpo" in TABLES and config.dpo.beta:
+        raise ConfigError(
+            "dpo.beta: the second forward of DPO is not counted; plan with dpo.beta = 0, and add a"
+            " third to the time, and without model.lora the frozen copy"
+        )
+    if (base := config.model.lora.base) != "full":
+        raise ConfigError(
+            f'model.lora.base: "{base}" is not counted by plan; use model.lora.base = "full", which'
+            " takes more memory, or --dry-run for the bytes"
+        )
 
 
 def schedule_rows(job: Job) -> list[list[Action]]:

@@ -416,10 +416,20 @@ def test_measured_grouped_products(row: tuple[int, ...]) -> None:
     assert found == pytest.approx(rates, rel=0.14)
 
 
-def test_experts_before_hopper_run_in_turn() -> None:
-    cluster = load_cluster("a100_80gb")
-    one = product_seconds(cluster, 1024, 14336, 4096, 1, "bfloat16")
-    assert grouped_seconds(cluster, (8, 1024, 14336, 4096), "bfloat16", "m") == 8 * one
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("a100_80gb", "bfloat16"),
+        ("mi300x", "bfloat16"),
+        ("h100_sxm", "float16"),
+        ("h100_sxm", "float32"),
+    ],
+)
+def test_experts_without_a_kernel_of_theirs_run_in_turn(name: str, dtype: str) -> None:
+    """PyTorch's kernel is for bfloat16 on Hopper and Blackwell (ATen/native/cuda/GroupedBlas.cpp)."""
+    cluster = load_cluster(name)
+    one = product_seconds(cluster, 1024, 14336, 4096, 1, dtype)
+    assert grouped_seconds(cluster, (8, 1024, 14336, 4096), dtype, "m") == 8 * one
 
 
 def test_less_power_is_slower() -> None:
