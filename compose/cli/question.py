@@ -89,15 +89,9 @@ class Question:
 
 def read_question(given: ParsedWords) -> Question:
     """Return the model and the devices of a command line of plan."""
-    kinds = _devices(given)
-    if len(kinds) == 1:
-        return _read_question(given, *kinds[0])
-    ranks = sum(ranks for _, ranks in kinds)
-    return replace(_read_question(given, weakest(kinds), ranks), kinds=kinds)
-
-
-def _read_question(given: ParsedWords, cluster: Cluster, world_size: int) -> Question:
-    batches = _batches(given)
+    kinds, batches = _devices(given), _batches(given)
+    world_size = sum(ranks for _, ranks in kinds)
+    cluster, kinds = (weakest(kinds), kinds) if len(kinds) > 1 else (kinds[0][0], ())
     if "--model" not in given.flags:
         # These take the place of a file's keys.
         if seq_len := number_of(given, "--seq-len", "tokens"):
@@ -106,16 +100,10 @@ def _read_question(given: ParsedWords, cluster: Cluster, world_size: int) -> Que
             given.overrides.append(("train.global_batch", str(batches[0])))
         config, where = load(given.file, given.overrides), given.file
         origins = given_keys(where, given.overrides)
-        return Question(config, cluster, world_size, where, origins, batches=batches)
+        return Question(config, cluster, world_size, where, origins, batches=batches, kinds=kinds)
     if given.plain:
         raise flag_error("--model", f"takes the place of {given.plain[0]}; give one of them")
-    return question_of(given, given.flags["--model"], cluster, world_size, batches)
-
-
-def question_of(
-    given: ParsedWords, model: str, cluster: Cluster, world_size: int, batches: tuple[int, ...]
-) -> Question:
-    """Return the question for a model by its name."""
+    model = given.flags["--model"]
     keys = model_keys(model)
     if "bfloat16" in cluster.device.peak:
         keys.append(("precision.param", "bfloat16"))
@@ -130,7 +118,8 @@ def question_of(
     config = without_file([*keys, *given.overrides])
     words = question_words(model, count, config, bool(batches))
     origins = {key: COMMAND_LINE for key, _ in (*keys, *given.overrides)}
-    return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
+    named = COMMAND_LINE, origins, tuple(keys), batches, words
+    return Question(config, cluster, world_size, *named, kinds=kinds)
 
 
 def question_words(model: str, count: float, config: Config, batch_given: bool) -> str:
