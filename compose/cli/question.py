@@ -88,7 +88,8 @@ def read_question(given: ParsedWords) -> Question:
     """Return the model and the devices of a command line of plan."""
     kinds, batches = _devices(given), _batches(given)
     world_size = sum(ranks for _, ranks in kinds)
-    cluster, kinds = (weakest(kinds), kinds) if len(kinds) > 1 else (kinds[0][0], ())
+    cluster = weakest(kinds) if len(kinds) > 1 else kinds[0][0]
+    kinds = kinds if len(kinds) > 1 else ()
     if "--model" not in given.flags:
         # These take the place of a file's keys.
         if seq_len := number_of(given, "--seq-len", "tokens"):
