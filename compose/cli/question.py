@@ -87,9 +87,9 @@ class Question:
 def read_question(given: ParsedWords) -> Question:
     """Return the model and the devices of a command line of plan."""
     kinds, batches = _devices(given), _batches(given)
+    (first, _), *others = kinds
     world_size = sum(ranks for _, ranks in kinds)
-    cluster = weakest(kinds) if len(kinds) > 1 else kinds[0][0]
-    kinds = kinds if len(kinds) > 1 else ()
+    cluster, kinds = (weakest(kinds), kinds) if others else (first, ())
     if "--model" not in given.flags:
         # These take the place of a file's keys.
         if seq_len := number_of(given, "--seq-len", "tokens"):
