@@ -56,6 +56,7 @@ from compose.planner.candidates import (
     with_keys,
 )
 from compose.planner.cluster import load_cluster
+from compose.planner.estimate import check_counted
 from compose.planner.explain import explain, why_no_mesh
 from compose.planner.measure import as_toml
 from compose.planner.page import page_of
@@ -258,16 +259,8 @@ def _space(given: ParsedWords, question: Question) -> Space:
         )
     fixed = set(pinned(given, question))
     config, islands = question.config, 1
-    if "dpo" in TABLES and config.dpo.beta:
-        raise ConfigError(
-            f"{question.where}: dpo.beta: the second forward of DPO is not counted; plan with"
-            " dpo.beta = 0, and add a third to the time, and without model.lora the frozen copy"
-        )
-    if config.model.lora.base != "full":
-        raise ConfigError(
-            f'{question.where}: model.lora.base: "{config.model.lora.base}" is not counted by plan; use'
-            ' model.lora.base = "full", which takes more memory, or --dry-run for the bytes'
-        )
+    with refused_in(question.where):
+        check_counted(config)
     if "outer" in TABLES and config.outer.every:
         islands, all_ranks = config.parallel.dp_replicate, world_size
         if islands < 2 or world_size % islands:

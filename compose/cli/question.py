@@ -20,16 +20,15 @@ SEQ_LEN = 4096
 """Tokens of a sample, if a question names no other number."""
 
 
-def _sizes(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> dict[str, Any]:
-    return {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "hidden_dim": hidden_dim}
-
-
 def _llama(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> tuple[str, dict[str, Any]]:
     """Return a shape of Llama 1, which Llama 2's 7B and 13B share (arXiv:2302.13971, table 2)."""
-    more = {"n_kv_heads": n_heads, "vocab_size": 32_000, "rope_theta": 10_000.0}
-    return "llama", _sizes(dim, n_layers, n_heads, hidden_dim) | more
+    sizes = {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "hidden_dim": hidden_dim}
+    return "llama", sizes | {"n_kv_heads": n_heads, "vocab_size": 32_000, "rope_theta": 10_000.0}
 
 
+# GPT-3's sizes (arXiv:2005.14165, table 2.1), with the padded vocabulary of Narayanan et al. 2021
+# (arXiv:2104.04473, section 5).
+_GPT3 = {"dim": 12_288, "n_layers": 96, "n_heads": 96, "hidden_dim": 49_152, "vocab_size": 51_200}
 # Dense shapes by the size that people name, from small to large. A preset's sizes are Llama 3's
 # (arXiv:2407.21783, table 3).
 STANDARD: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -45,9 +44,7 @@ STANDARD: Mapping[str, tuple[str, dict[str, Any]]] = {
     "33b": _llama(6656, 60, 52, 17_920),
     "65b": _llama(8192, 80, 64, 22_016),
     "70b": ("llama", {"preset": "70b"}),
-    # GPT-3 (arXiv:2005.14165, table 2.1), with the padded vocabulary of Narayanan et al. 2021
-    # (arXiv:2104.04473, section 5).
-    "175b": ("gpt2", {**_sizes(12_288, 96, 96, 49_152), "vocab_size": 51_200, "max_seq_len": 2048}),
+    "175b": ("gpt2", {**_GPT3, "max_seq_len": 2048}),
     "405b": ("llama", {"preset": "405b"}),
 }
 # Tokens of a step by the least number of parameters: GPT-3's 125M to 760M took 0.5M, its 1.3B and 2.7B
@@ -89,15 +86,10 @@ class Question:
 
 def read_question(given: ParsedWords) -> Question:
     """Return the model and the devices of a command line of plan."""
-    kinds = _devices(given)
-    if len(kinds) == 1:
-        return _read_question(given, *kinds[0])
-    ranks = sum(ranks for _, ranks in kinds)
-    return replace(_read_question(given, weakest(kinds), ranks), kinds=kinds)
-
-
-def _read_question(given: ParsedWords, cluster: Cluster, world_size: int) -> Question:
-    batches = _batches(given)
+    kinds, batches = _devices(given), _batches(given)
+    (first, _), *others = kinds
+    world_size = sum(ranks for _, ranks in kinds)
+    cluster, kinds = (weakest(kinds), kinds) if others else (first, ())
     if "--model" not in given.flags:
         # These take the place of a file's keys.
         if seq_len := number_of(given, "--seq-len", "tokens"):
@@ -106,16 +98,10 @@ def _read_question(given: ParsedWords, cluster: Cluster, world_size: int) -> Que
             given.overrides.append(("train.global_batch", str(batches[0])))
         config, where = load(given.file, given.overrides), given.file
         origins = given_keys(where, given.overrides)
-        return Question(config, cluster, world_size, where, origins, batches=batches)
+        return Question(config, cluster, world_size, where, origins, batches=batches, kinds=kinds)
     if given.plain:
         raise flag_error("--model", f"takes the place of {given.plain[0]}; give one of them")
-    return question_of(given, given.flags["--model"], cluster, world_size, batches)
-
-
-def question_of(
-    given: ParsedWords, model: str, cluster: Cluster, world_size: int, batches: tuple[int, ...]
-) -> Question:
-    """Return the question for a model by its name."""
+    model = given.flags["--model"]
     keys = model_keys(model)
     if "bfloat16" in cluster.device.peak:
         keys.append(("precision.param", "bfloat16"))
@@ -130,7 +116,8 @@ def question_of(
     config = without_file([*keys, *given.overrides])
     words = question_words(model, count, config, bool(batches))
     origins = {key: COMMAND_LINE for key, _ in (*keys, *given.overrides)}
-    return Question(config, cluster, world_size, COMMAND_LINE, origins, tuple(keys), batches, words)
+    named = COMMAND_LINE, origins, tuple(keys), batches, words
+    return Question(config, cluster, world_size, *named, kinds=kinds)
 
 
 def question_words(model: str, count: float, config: Config, batch_given: bool) -> str:

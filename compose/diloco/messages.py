@@ -362,7 +362,7 @@ def as_lines(
         takes = [size / link.usable + link.latency for size in sent]
         waited = sum(max(0.0, seconds - outer.delay * step_seconds) for seconds in takes)
         lines.append(
-            f"  a round takes {sum(takes):.3g} s between nodes; training waits for {waited:.3g} s of"
+            f"  a round takes {sum(takes):.3g} s; training waits for {waited:.3g} s of"
             f" it, {waited / (outer.every * step_seconds):.1%} of its steps (outer.delay {outer.delay})"
         )
     kept, where = max(size for _, size in ranks), "in host memory" if outer.offload else "on the device"

@@ -61,6 +61,8 @@ class Problem:
         return self.width + -self.width % 8, self.values + -self.values % 8
 
 
+HOPPER_AND_BLACKWELL = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities of NVIDIA's data-center GPUs since Hopper; AMD's MI300X says (9, 4)."""
 LATENT = (192, 128)
 """Widths of DeepSeek's latent attention, for which cuDNN and FlashAttention 4 have kernels."""
 
@@ -77,7 +79,7 @@ def _activated(device: Gpu, problem: Problem) -> bool:
 
 
 def _cudnn(device: Gpu, problem: Problem) -> bool:
-    known = device.capability in ((9, 0), (10, 0), (10, 3)) and device.cudnn > 91500
+    known = device.capability in HOPPER_AND_BLACKWELL and device.cudnn > 91500
     one_mask = problem.square and problem.even and not (problem.documents or problem.window)
     fits = max(problem.widths) <= 128 or problem.widths == LATENT
     return problem.half and known and one_mask and fits and not device.deterministic
@@ -98,35 +100,20 @@ def _efficient(device: Gpu, problem: Problem) -> bool:
     return problem.dtype in (torch.float32, torch.float16)
 
 
-@dataclass(frozen=True)
-class KernelRule:
-    """A row of the table: a kernel, and when it is the one."""
-
-    kernel: Kernel
-    takes: Callable[[Gpu, Problem], bool]
-    """Whether the kernel is for this device and problem."""
-    why: str
-    """Why this kernel is chosen, if no row above fits."""
-
-
-TABLE = (
-    KernelRule("plain", lambda device, problem: problem.softcap, "no kernel of PyTorch has a soft cap"),
-    KernelRule("flash", _activated, "FlashAttention 3, 4 or another was activated, so it is wanted"),
-    KernelRule(
-        "cudnn", _cudnn, "the fastest that PyTorch has itself on Hopper and Blackwell; one mask only"
-    ),
-    KernelRule(
-        "flash", _flash, "FlashAttention-2 has windows, and documents as rows of several lengths"
-    ),
-    KernelRule("efficient", _efficient, "it takes float32, old GPUs, wide heads, and any mask"),
-    KernelRule("plain", lambda device, problem: True, "the rest, as float64"),
+TABLE: tuple[tuple[Kernel, Callable[[Gpu, Problem], bool]], ...] = (
+    ("plain", lambda device, problem: problem.softcap),  # no kernel of PyTorch has a soft cap
+    ("flash", _activated),  # FlashAttention 3, 4 or another was activated, so it is wanted
+    ("cudnn", _cudnn),  # the fastest that PyTorch has itself on Hopper and Blackwell; one mask only
+    ("flash", _flash),  # FlashAttention-2 has windows, and documents as rows of several lengths
+    ("efficient", _efficient),  # it takes float32, old GPUs, wide heads, and any mask
+    ("plain", lambda device, problem: True),  # the rest, as float64
 )
-"""From the top; the first row that takes a problem is chosen."""
+"""Kernels, and whether each is for a device and a problem; the first one that is, is chosen."""
 
 
 def kernel_of(device: Gpu, problem: Problem) -> Kernel:
     """Return the name of the kernel for a problem."""
-    return next(row.kernel for row in TABLE if row.takes(device, problem))
+    return next(kernel for kernel, takes in TABLE if takes(device, problem))
 
 
 def widths_of(kernel: Kernel, device: Gpu, problem: Problem) -> tuple[int, int]:

@@ -14,9 +14,17 @@ from pydantic import Field
 from compose.config import rules
 from compose.config.json_files import Count, read_json
 from compose.config.toml import load
-from compose.errors import ConfigError, Fraction, in_columns, or_say, read_own, refuse_link_out
+from compose.errors import (
+    ConfigError,
+    Fraction,
+    in_columns,
+    or_say,
+    read_own,
+    refuse_link_out,
+    refused_in,
+)
 from compose.planner.cluster import LEAST, MOST, Cluster, Rate
-from compose.planner.estimate import Estimate, estimate
+from compose.planner.estimate import Estimate, check_counted, estimate
 
 _FIRST = 2  # steps that start things up, and are left out
 # The names of a profile's shares by those of the planner.
@@ -89,9 +97,11 @@ class MeasuredFigure:
 
 def against(folder: Path, cluster: Cluster) -> list[MeasuredFigure]:
     """Predict a run that was made, and compare."""
-    config = load(str(folder / "config.toml"), alone=True)
-    ranks = config.parallel.ranks
-    job, rate = rules.check(config, ranks, cluster.target), _rate(folder)
+    file = str(folder / "config.toml")
+    config = load(file, alone=True)
+    with refused_in(file):
+        check_counted(config)
+    job, rate = rules.check(config, config.parallel.ranks, cluster.target), _rate(folder)
     tokens = config.train.global_batch * config.train.seq_len
     traces = folder / "traces"
     refuse_link_out(traces, folder)

@@ -55,8 +55,7 @@ class Alternative:
     @property
     def step(self) -> float | None:
         """Seconds of a step; None if there is no record."""
-        recorded = self.candidate and self.candidate.estimate
-        return recorded.step_seconds if recorded else None
+        return self.candidate and self.candidate.recorded.step_seconds
 
     def as_data(self, space: Space) -> dict[str, Any]:
         """Return the composition, its step and whether it fits, for JSON."""
@@ -205,9 +204,11 @@ def sensitivities(space: Space, best: Candidate) -> list[Alternative]:
         _variant("twice the devices", more, best, [c for one in wider for c in _around(space, one)]),
         _variant("twice the memory", roomy, best, _around(space, config)),
     ]
-    step = results[1].step
-    if fits(space, best) and step and step > best.recorded.step_seconds:
-        results[1] = Alternative("twice the memory", best)  # it runs with more memory too
+    if (larger := results[1].candidate) and fits(space, best):
+        # A composition that is slower, or that today's memory holds, is no gain of more memory.
+        here = not any(order(space, larger)[:2])
+        if here or larger.recorded.step_seconds > best.recorded.step_seconds:
+            results[1] = Alternative("twice the memory", best)
     if space.world_size > 1:
         name = f"links {'between nodes ' if over == 'between' else ''}twice as fast"
         results.append(_variant(name, replace(space, cluster=fast), best, [config]))
@@ -234,9 +235,9 @@ def further(space: Space, best: Candidate) -> list[Alternative]:
 
 def further_in_words(best: Candidate, other: Alternative) -> str:
     """Return one of those steps, with its tokens a second beside the best candidate's."""
-    one, now = other.candidate and other.candidate.estimate, best.estimate
-    if one is None or now is None:
+    if other.candidate is None:
         return f"with {other.name}: {other.note or 'this composition and its neighbours do not fit'}"
+    one, now = other.candidate.recorded, best.recorded
     rate = one.tokens_per_second_per_device / now.tokens_per_second_per_device
     return f"with {other.name}: {seconds(one.step_seconds)} a step, {rate:.2f} times the tokens/s"
 
@@ -295,7 +296,7 @@ def sentences(
         hours = took * space.all_ranks / 3600
         energy = ""
         if kwh := kwh_of(space, best, tokens[0]):
-            known = all(cluster.host_power for cluster, _ in space.kinds or ((space.cluster, 1),))
+            known = all(cluster.host_power for cluster, _ in space.devices)
             energy = f" and {kwh:,.0f} kWh"
             energy += "" if known else " of devices alone, as host_power is unknown"
         last = [f"{tokens[1]} take {span(took)}, {hours:,.0f} device-hours{energy}"]
@@ -310,24 +311,23 @@ def sentences(
 
 def kwh_of(space: Space, candidate: Candidate, tokens: float) -> float | None:
     """Return the kWh of a run of so many tokens; None if the power of a device is not known."""
-    of_step = candidate.estimate.kwh if candidate.estimate else None
-    train = candidate.config.train
+    of_step, train = candidate.recorded.kwh, candidate.config.train
     return of_step and of_step * tokens / (train.global_batch * train.seq_len)
 
 
 def _instead(space: Space, best: Candidate, other: Alternative) -> str:
-    candidate, now = other.candidate, best.estimate
-    if candidate is None or candidate.estimate is None or now is None:
+    candidate = other.candidate
+    if candidate is None:
         return f"{other.name} is not possible: {other.note}"
     if candidate.config == best.config:
         return f"{other.name} is this composition"
     if not fits(space, candidate):
         over = (candidate.reserved - capacity(space.cluster)) / GIB
         return f"{other.name} {lack_of_node(space, candidate) or f'lacks {over:.1f} GiB a device'}"
-    step = candidate.estimate.step_seconds
-    text = f"{other.name} takes {seconds(step)} ({step / now.step_seconds - 1:+.1%})"
+    step, now = candidate.recorded.step_seconds, best.recorded.step_seconds
+    text = f"{other.name} takes {seconds(step)} ({step / now - 1:+.1%})"
     full = candidate.reserved / capacity(space.cluster)
-    return text + f", but fills {full:.0%} of a device" * (step < now.step_seconds and full > TIGHT)
+    return text + f", but fills {full:.0%} of a device" * (step < now and full > TIGHT)
 
 
 def _to_buy(best: Candidate, whole: bool, variants: Sequence[Alternative]) -> str:
@@ -377,8 +377,8 @@ def batch_table(rows: Sequence[tuple[Space, Candidate]], tokens: float) -> str:
 
 def legend(space: Space) -> str:
     """Return what the columns of the table are."""
-    kind, kinds = space.config.precision.param, space.kinds or ((space.cluster, 1),)
-    rates = [cluster.device.peak[kind] / 1e12 for cluster, ranks in kinds for _ in range(ranks)]
+    kind = space.config.precision.param
+    rates = [cluster.device.peak[kind] / 1e12 for cluster, ranks in space.devices for _ in range(ranks)]
     peak = f"{sum(rates) / len(rates):,.0f} TFLOP/s of {kind}{' on average' if space.kinds else ''}"
     return (
         f"step s: an optimizer step; tokens/s: of a device; MFU: of {peak}, by the model's FLOPs;"

@@ -46,6 +46,11 @@ class Space:
         return min(self.cluster.node, self.world_size)
 
     @property
+    def devices(self) -> Kinds:
+        """The kinds of device with the ranks of each, also if there is one."""
+        return self.kinds or ((self.cluster, self.world_size),)
+
+    @property
     def all_ranks(self) -> int:
         """Ranks of all islands."""
         return self.world_size * self.islands
@@ -316,11 +321,9 @@ def _divides(config: Config, shape: ModelShape, few: bool = False) -> bool:
 
 def candidate_of(space: Space, shape: ModelShape, config: Config) -> Candidate:
     """Return a config with known degrees as a candidate."""
-    keys = {}
-    for name in (*DEGREES, *TRIED, *REFINED, *FREED, "parallel.offload"):
-        value = value_of(config, name)
-        if name in DEGREES or value != value_of(space.config, name):
-            keys[name] = value
+    names = (*DEGREES, *TRIED, *REFINED, *FREED, "parallel.offload")
+    values = {name: value_of(config, name) for name in names}
+    keys = {n: v for n, v in values.items() if n in DEGREES or v != value_of(space.config, n)}
     return Candidate(config, keys, quick(shape, config, space.cluster))
 
 

@@ -326,6 +326,9 @@ def _contradictions(cluster: Cluster) -> list[str]:
         for kernel in cluster.efficiencies.attention
         if kernel not in KERNELS
     ]
+    taken = device.context + cluster.nccl_bytes
+    if device.memory <= taken:
+        problems.append(f"device.memory: {device.memory} is not above context + nccl_bytes, {taken}")
     for key in ("power", "power_limit"):
         if getattr(device, key) <= device.power_idle:
             problems.append(f"device.{key}: {getattr(device, key)} is not above power_idle")

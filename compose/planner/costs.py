@@ -16,6 +16,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from compose.errors import ConfigError, did_you_mean
+from compose.ops.kernel_table import HOPPER_AND_BLACKWELL
 from compose.parallel.mesh import group_in_nodes
 from compose.planner.cluster import KINDS, Cluster, MeasuredCollective
 
@@ -142,11 +143,12 @@ def grouped_seconds(
 ) -> float:
     """Return the seconds of a product for each expert, (experts, m, n, k), by PyTorch's kernel for it.
 
-    From compute capability 9 on it has tiles of one size, of which two lie one above the other (128 x
-    256 in clusters of 2: ATen/native/cuda/GroupMM.cu). Experts have different loads, so that each
-    wastes half of such a pair where its rows are rows of the result (``rows_of`` is "m"), and half a
-    step where they are what is summed ("k"). On older devices PyTorch multiplies for one expert after
-    the other. A CPU's figures are those of equal products.
+    On Hopper and Blackwell it has tiles of one size, of which two lie one above the other (128 x 256 in
+    clusters of 2: ATen/native/cuda/GroupMM.cu). Experts have different loads, so that each wastes half
+    of such a pair where its rows are rows of the result (``rows_of`` is "m"), and half a step where
+    they are what is summed ("k"). On other devices, AMD's too, and in other types than bfloat16 and
+    float8, PyTorch multiplies for one expert after the other (ATen/native/cuda/GroupedBlas.cpp). A
+    CPU's figures are those of equal products.
     """
     experts, m, n, k = shape
     if min(shape) < 1:
@@ -154,7 +156,7 @@ def grouped_seconds(
     if cluster.backend != "nccl":
         return product_seconds(cluster, m, n, k, experts, dtype)
     device, known = cluster.device, cluster.efficiencies
-    if device.capability < (9, 0):
+    if device.capability not in HOPPER_AND_BLACKWELL or dtype not in ("bfloat16", "float8"):
         return experts * product_seconds(cluster, m, n, k, 1, dtype)
     rows, columns = device.tile
     pairs, deep = math.ceil(m / (2 * rows)), k + _STEP / 2

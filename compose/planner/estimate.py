@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from compose.config.job import Job
+from compose.config.tables import TABLES, Config
 from compose.errors import ConfigError
 from compose.parallel.mesh import Parallel
 from compose.pipeline.schedules import ASYNCHRONOUS, Action, build_table
@@ -67,6 +68,20 @@ class Estimate:
         return max(self.peaks, key=lambda peak: peak.reserved)
 
 
+def check_counted(config: Config) -> None:
+    """Raise ConfigError for what no record has."""
+    if "dpo" in TABLES and config.dpo.beta:
+        raise ConfigError(
+            "dpo.beta: the second forward of DPO is not counted; plan with dpo.beta = 0, and add a"
+            " third to the time, and without model.lora the frozen copy"
+        )
+    if (base := config.model.lora.base) != "full":
+        raise ConfigError(
+            f'model.lora.base: "{base}" is not counted by plan; use model.lora.base = "full", which'
+            " takes more memory, or --dry-run for the bytes"
+        )
+
+
 def schedule_rows(job: Job) -> list[list[Action]]:
     """Return the actions of each pipeline rank in order; without one, micro-batches in turn."""
     parallel, count = job.degrees, job.micro_batches
@@ -108,7 +123,9 @@ Kinds = Sequence[tuple[Cluster, int]]
 def weakest(kinds: Kinds) -> Cluster:
     """Return the cluster of the slowest device, with the least memory and slowest network of all."""
     clusters = [cluster for cluster, _ in kinds]
-    first = _common(clusters)[0]
+    peaks = [cluster.device.peak for cluster in clusters]
+    common = [dtype for dtype in peaks[0] if all(dtype in peak for peak in peaks)]
+    first = common[0]
     slowest = min(clusters, key=lambda c: c.device.peak[first] * c.efficiencies.products[first])
     between = min((c.between for c in clusters), key=lambda link: link.usable)
     return replace(
@@ -119,17 +136,11 @@ def weakest(kinds: Kinds) -> Cluster:
             memory=min(c.device.memory - c.device.context - c.nccl_bytes for c in clusters)
             + slowest.device.context
             + slowest.nccl_bytes,
-            peak={dtype: min(c.device.peak[dtype] for c in clusters) for dtype in _common(clusters)},
+            peak={dtype: min(peak[dtype] for peak in peaks) for dtype in common},
         ),
         between=replace(between, latency=max(c.between.latency for c in clusters)),
         host_memory=min(c.host_memory for c in clusters),
     )
-
-
-def _common(clusters: Sequence[Cluster]) -> list[str]:
-    """Return the types in which all devices can multiply."""
-    first, *others = clusters
-    return [dtype for dtype in first.device.peak if all(dtype in c.device.peak for c in others)]
 
 
 def _of_parts(parallel: Parallel, kinds: Kinds, dtype: str) -> tuple[list[Cluster], list[float]]:

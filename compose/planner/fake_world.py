@@ -4,7 +4,7 @@ Every change of PyTorch that this takes is in this file and in fake_host.py. The
 torch 2.11 to 2.15.
 
 FSDP gets streams that only tell the recorder what happens on them, all tensors are made on meta, and
-the objects that the first rank broadcast are handed in.
+the objects that the rank of the first stage broadcast are handed in.
 """
 
 import importlib

@@ -5,7 +5,6 @@ are percentages, so that a chart has the width of its page and text keeps its si
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from compose.planner.report import GIB, TIMES, digits, memory, mesh_of, seconds,
 HELD = "reserved, not in use"
 _WIDE = 1200  # pixels of a timeline that is not zoomed in
 COLOURS = ("#2a6fd0", "#d0551b", "#6a4fcf", "#0e8f6b", "#b07600", "#cf3b3a", "#c44a8a", "#4d7d1f")
-"""Colours on a light page; with text they have a contrast of 4.5 or more. "other" is grey."""
-OTHER = "#7d7c77"
+"""Colours on a light page; with text they have a contrast of 4.5 or more."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,9 @@ def memory_chart(stages: Sequence[Mapping[str, Any]], capacity: float) -> str:
     return f'{legend(entries)}<div class="bars">{"".join(rows)}{axis}</div>'
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of work that a name begins with: "forward" of "forward 3"."""
-    return re.split(r"[\s:#(\[./\d]", name, maxsplit=1)[0] or "other"
+def _kind_of(event: Mapping[str, Any]) -> str:
+    """Return the kind of work that an event's name begins with: "forward" of "forward 3"."""
+    return event["name"].partition(" ")[0]
 
 
 def _merged(events: Iterable[Mapping[str, Any]], shortest: float) -> list[list[Any]]:
@@ -150,14 +148,14 @@ def _merged(events: Iterable[Mapping[str, Any]], shortest: float) -> list[list[A
     """
     pieces: list[list[Any]] = []
     for event in sorted(events, key=lambda event: event["start"]):
-        name, start, end = str(event["name"]), event["start"], event["end"]
+        kind, start, end = _kind_of(event), event["start"], event["end"]
         last = pieces[-1] if pieces else ["", "", -math.inf, -math.inf, 0]
         short = min(end - start, last[3] - last[2]) < shortest
-        if last[0] == kind_of(name) and start - last[3] < shortest and short:
+        if last[0] == kind and start - last[3] < shortest and short:
             last[3], last[4] = max(last[3], end), last[4] + 1
             last[1] = f"{last[4]} times {last[0]}"
         else:
-            pieces.append([kind_of(name), name, start, end, 1])
+            pieces.append([kind, event["name"], start, end, 1])
     return pieces
 
 
@@ -177,21 +175,19 @@ def timeline_chart(events: Sequence[Mapping[str, Any]]) -> str:
     spent: dict[str, float] = defaultdict(float)
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for event in events:
-        spent[kind_of(str(event["name"]))] += event["end"] - event["start"]
-        rows.setdefault((str(event["rank"]), str(event["stream"])), []).append(event)
+        spent[_kind_of(event)] += event["end"] - event["start"]
+        rows.setdefault((event["rank"], event["stream"]), []).append(event)
     kinds = sorted(spent, key=lambda kind: -spent[kind])
-    colour = defaultdict(lambda: OTHER, zip(kinds, COLOURS, strict=False))
+    colour = dict(zip(kinds, COLOURS, strict=False))  # a schedule has four kinds at most
     bars = []
-    ranks = list(dict.fromkeys(rank for rank, _ in rows))
-    names = sorted(rows, key=lambda row: ranks.index(row[0]))
+    names = sorted(rows, key=lambda row: row[0])
     for row, (rank, stream) in enumerate(names):
         for kind, words, *times, _ in _merged(rows[rank, stream], length / 8000):
             first, last = (factor * (time - begin) for time in times)
             words += f": {seconds(times[1] - times[0])}, {digits(first)} to {digits(last)} {unit}"
             words += f" (rank {rank}, {stream})"
             bars.append(Bar(row, first, last, colour[kind], "", words))
-    shown = [([colour[kind]], kind) for kind in kinds[: len(COLOURS)]]
-    shown += [([OTHER], "other")] if len(kinds) > len(COLOURS) else []
+    shown = [([colour[kind]], kind) for kind in kinds]
     ticks = [(tick, f"{tick:,.9g}") for tick in Scale(0.0, length * factor).ticks(12)]
     title = f"Time in the step ({unit})"
     wide = _WIDE / (length * factor)

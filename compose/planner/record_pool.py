@@ -180,6 +180,8 @@ class JobRecords:
         self.job, self.runs = job, runs_of(job)
         runs, last = self.runs, max(action.stage for row in rows for action in row)
         self._stages = [sorted({action.stage for action in row}) for row in rows]
+        self.first = next(rank for rank, mine in enumerate(self._stages) if 0 in mine)
+        """The pipeline rank of the first stage; a table of a file may put it anywhere."""
         self._equal: dict[Any, list[int]] = {}
         for rank, mine in enumerate(self._stages):
             self._equal.setdefault(_kind(runs, mine, last), []).append(rank)
@@ -241,10 +243,10 @@ def costs_of_ranks(
             else:
                 pool.submit(name, _recorded, asked, files)
 
-        # The first rank of a pipeline tells others what they receive: they begin after it.
+        # The rank of the first stage tells others what they receive: they begin after it.
         for place in sorted(left, key=lambda place: -len(plans[place].kept)):
-            for number in range(len(plans[place].kept[0])):
-                submit(place, 0, number)
+            for number in range(len(plans[place].kept[plans[place].first])):
+                submit(place, plans[place].first, number)
         for name, result in pool.results():
             place, rank, number = name
             if place not in left:
@@ -255,8 +257,8 @@ def costs_of_ranks(
                 yield place, result
                 continue
             plan.made[rank, number], stream = result
-            if (rank, number) == (0, 0):  # it tells the other ranks what stages send
-                for other_rank in [r for r in plan.kept if r]:
+            if (rank, number) == (plan.first, 0):
+                for other_rank in [r for r in plan.kept if r != plan.first]:
                     for i in range(len(plan.kept[other_rank])):
                         submit(place, other_rank, i, stream)
             if len(plan.made) == sum(map(len, plan.kept.values())):  # all records are there
@@ -295,7 +297,7 @@ class RecordRequest(NamedTuple):
     pp_rank: int
     kept: LayerRuns | None
     stream: Any
-    """The messages between stages, as the first rank of the pipeline broadcast them."""
+    """The messages between stages, as the rank of the first stage broadcast them; None for it."""
 
 
 class _Files:
@@ -342,7 +344,7 @@ def step_of(asked: RecordRequest, micro_batches: int) -> "RankStep":
         rank=busiest_rank(job, asked.pp_rank),
         micro_batches=micro_batches,
         documents=asked.other is None,
-        objects=None if asked.pp_rank == 0 else [asked.stream],
+        objects=None if asked.stream is None else [asked.stream],
         **few,
         **_played(asked.cluster, asked.other),
     )

@@ -208,8 +208,7 @@ def short_name(key: str) -> str:
 def in_words(space: Space, best: Candidate) -> str:
     """Return the best candidate's memory and time in words."""
     estimate, room = best.recorded, capacity(space.cluster)
-    kinds = space.kinds or ((space.cluster, space.world_size),)
-    devices = " + ".join(f"{ranks} x {cluster.device.name}" for cluster, ranks in kinds)
+    devices = " + ".join(f"{ranks} x {cluster.device.name}" for cluster, ranks in space.devices)
     lines = [f"{devices}, {room / GIB:.1f} GiB of each for a process"]
     fullest = sorted(range(len(estimate.peaks)), key=lambda i: -estimate.peaks[i].reserved)[:_SHOWN]
     for rank in sorted(fullest):
@@ -238,7 +237,8 @@ def in_words(space: Space, best: Candidate) -> str:
 
 def between_islands(space: Space, outer: Any, best: Candidate) -> list[str]:
     """Return what islands send each other, and how long training waits for it."""
-    job, link = make_job(best.config, space.world_size), space.cluster.between
+    job, cluster = make_job(best.config, space.world_size), for_ranks(space.cluster, space.all_ranks)
+    link = cluster.between if space.all_ranks > cluster.node else cluster.within
     given = (job, outer, space.islands, link, best.recorded.step_seconds)
     return [line for _, lines in provided("between_workers") for line in lines(*given)]
 

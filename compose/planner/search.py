@@ -387,8 +387,8 @@ def fewest(
             if searched.capped:  # by Ctrl-C
                 raise KeyboardInterrupt
             results = [c for c in searched.candidates if fits(here, c)]
-            if results and results[0].estimate:
-                rate = results[0].estimate.tokens_per_second_per_device * here.all_ranks
+            if results:
+                rate = results[0].recorded.tokens_per_second_per_device * here.all_ranks
                 progress(f"{ranks} devices: {rate:,.0f} tokens/s of {needed:,.0f}")
                 if rate >= needed:
                     return here, results

@@ -22,6 +22,7 @@ from compose.ops import kernel_table
 from compose.ops.dropout import DropoutKey
 from compose.optim.optimizers import make_state
 from compose.parallel.mesh import init_mesh
+from compose.pipeline.schedules import placement
 from compose.plan import ResolvedPlan, resolve
 from compose.planner.fake_host import slots
 from compose.planner.fake_world import OnMeta, fake_world
@@ -57,7 +58,7 @@ class RankStep:
     float8: bool = True
     """Whether that device has products of 8 bits."""
     objects: list[Any] | None = None
-    """The objects that the first rank of the pipeline broadcast; None for that rank itself."""
+    """The objects that the rank of the first stage broadcast; None for that rank itself."""
 
 
 def trace(step: RankStep) -> TracedStep:
@@ -271,11 +272,12 @@ def sent_bytes(job: Job, rank: int) -> dict[tuple[str, str], int]:
 
 
 def _counted(job: Job, rank: int, micro_batches: int) -> dict[tuple[str, str], int]:
-    kernels = job.device_type
-    first = rank % (job.world_size // job.degrees.pp)
-    objects = None
-    if rank != first:
-        # The first rank of a pipeline tells the others what stages send.
+    kernels, parallel, first, objects = job.device_type, job.degrees, rank, None
+    if parallel.pp > 1:
+        each = job.world_size // parallel.pp
+        where = placement(parallel.pp_schedule, parallel.pp, parallel.pp_virtual_stages)
+        first = where[0] * each + rank % each
+    if rank != first:  # the rank of the first stage tells the others what stages send
         objects = trace(RankStep(job, first, micro_batches=0, device_type=kernels)).broadcast
     model = buffers_on_meta(copy.deepcopy(job.model))
     with fake_world(rank, job.world_size, Recorder(kernels), kernels, objects):

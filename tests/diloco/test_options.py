@@ -97,7 +97,7 @@ def test_the_planner_plans_one_island(capsys: pytest.CaptureFixture[str], tmp_pa
     assert 1 < sent / (3 * 1_009_280) < 1.001
     # At 94% of 1 Gbit/s for a node of 8, and with 20 ms.
     seconds = sent / (0.94 * 0.015625e9) + 0.02
-    assert lines[begin + 3].startswith(f"  a round takes {seconds:.3g} s between nodes; training waits")
+    assert lines[begin + 3].startswith(f"  a round takes {seconds:.3g} s; training waits")
     # Two float32 for each number of its quarter.
     kept = [
         line for line in lines if line.startswith("outer weights and momentum, not counted above: ")

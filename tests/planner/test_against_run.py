@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from compose.config.toml import dump
+from compose.config.toml import dump, load
 from compose.planner.against_run import MeasuredFigure, against, corrected
 from compose.planner.cluster import MeasuredCopy, MeasuredProduct, Measurements, load_cluster
 from compose.planner.estimate import Estimate, estimate
 from compose.planner.measure import as_toml
-from tests.support.helpers import make_config, refusal
+from tests.support.helpers import ROOT, make_config, overrides, refusal
 
 STEP = b'{"step": 1, "tokens_per_second": 2048.5, "grad_norm": NaN}\n'
 NESTED = b'{"a":' * 50000 + b"1" + b"}" * 50000 + b"\n"
@@ -105,6 +105,22 @@ def test_a_run_is_not_read_through_links_and_pipes(made: Path, tmp_path: Path) -
     (made / "metrics.jsonl").unlink()
     os.mkfifo(made / "metrics.jsonl")
     assert _refusal(made) == f"{made}/metrics.jsonl: cannot be read: is no file"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"dpo__beta": 0.1}, "dpo.beta: the second forward of DPO is not counted; "),
+        ({"model__lora__rank": 2, "model__lora__base": "int8"}, 'model.lora.base: "int8" is not '),
+    ],
+)
+def test_what_a_prediction_does_not_count_is_refused(
+    made: Path, keys: dict[str, object], words: str
+) -> None:
+    """A run with it would be called slow, and --write would write a slower device."""
+    config = load(str(ROOT / "train.toml"), overrides(keys))
+    (made / "config.toml").write_text(dump(config))
+    assert _refusal(made).startswith(f"{made}/config.toml: {words}")
 
 
 RATIOS = [(1e24, 1e-18), (1.0, 1e24), (1e-18, 1e24), (5e-324, 1e24), (0.0, 1.0), (1.0, 0.0)]

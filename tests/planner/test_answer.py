@@ -258,6 +258,16 @@ def test_more_memory_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (results["twice the devices"], results["twice the memory"]) == (2.5, 2.0)
 
 
+@pytest.mark.parametrize(("size", "step"), [(30.0, 2.0), (38.0, 1.0), (60.0, 1.0)])
+def test_more_memory_gains_what_todays_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, size: float, step: float
+) -> None:
+    """A faster neighbour that leaves 5% of today's 38.7 GiB free needs no other device."""
+    monkeypatch.setattr(answer, "record_all", Records(1.0, size))
+    results = {one.name: one.step for one in answer.sensitivities(SPACE, BEST)}
+    assert results["twice the memory"] == step
+
+
 @pytest.mark.parametrize("pinned", [[], ["train.micro_batch", "activation_checkpoint.mode"]])
 def test_what_could_be_bought(monkeypatch: pytest.MonkeyPatch, pinned: list[str]) -> None:
     made = Records(1.0, 10.0)
@@ -267,7 +277,7 @@ def test_what_could_be_bought(monkeypatch: pytest.MonkeyPatch, pinned: list[str]
     results = [*answer.sensitivities(where, best), *answer.further(where, best)]
     assert [(one.name, one.step) for one in results] == [
         ("twice the devices", 1.0),
-        ("twice the memory", 1.0),
+        ("twice the memory", 2.0),  # the record of 1.0 fits today's too
         ("links between nodes twice as fast", 1.0),
         ('compile.mode = "block"', 1.0),
         ("half the batch", 1.0),

@@ -158,6 +158,9 @@ WRONG = {
     ("cudnn = [0.60, 0.475]", "cudnn = 0.60"): [
         "efficiencies.attention.cudnn: expected a list, got 0.6"
     ],
+    ("memory = 84_943_716_352", "memory = 80"): [
+        "device.memory: 80 is not above context + nccl_bytes, 915000000"
+    ],
     ("message_units = 21", "message_units = 132"): ["device.message_units: 132 leaves none of 132"],
     ("power_limit = 700.0", "power_limit = 50.0"): ["device.power_limit: 50.0 is not above power_idle"],
     ("[host]", "[hosts]"): ["hosts: unknown key; did you mean host?", "host: missing table"],
@@ -416,10 +419,20 @@ def test_measured_grouped_products(row: tuple[int, ...]) -> None:
     assert found == pytest.approx(rates, rel=0.14)
 
 
-def test_experts_before_hopper_run_in_turn() -> None:
-    cluster = load_cluster("a100_80gb")
-    one = product_seconds(cluster, 1024, 14336, 4096, 1, "bfloat16")
-    assert grouped_seconds(cluster, (8, 1024, 14336, 4096), "bfloat16", "m") == 8 * one
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("a100_80gb", "bfloat16"),
+        ("mi300x", "bfloat16"),
+        ("h100_sxm", "float16"),
+        ("h100_sxm", "float32"),
+    ],
+)
+def test_experts_without_a_kernel_of_theirs_run_in_turn(name: str, dtype: str) -> None:
+    """PyTorch's kernel is for bfloat16 on Hopper and Blackwell (ATen/native/cuda/GroupedBlas.cpp)."""
+    cluster = load_cluster(name)
+    one = product_seconds(cluster, 1024, 14336, 4096, 1, dtype)
+    assert grouped_seconds(cluster, (8, 1024, 14336, 4096), dtype, "m") == 8 * one
 
 
 def test_less_power_is_slower() -> None:

@@ -25,6 +25,7 @@ from compose.planner.quick_estimate import quick
 from compose.planner.quick_units import _shape_of, shape_of
 from compose.planner.rank_costs import RankCosts
 from compose.planner.record_pool import RecordPool, RecordRequest, _recorded
+from compose.planner.trace import sent_bytes
 from tests.support.helpers import make_job, parallel, refusal
 
 SLOW = pytest.mark.slow
@@ -127,6 +128,23 @@ def test_float8_of_any_number_of_tokens(name: str, recipe: str) -> None:
     config = make_job(1, **parallel(dp_shard=1), **keys).config
     result = estimate(check(config, 1, cluster.target), cluster)
     assert result.step_seconds > 0
+
+
+def test_a_table_may_begin_on_any_rank(tmp_path: Path) -> None:
+    """Stage 0 tells the others what they receive, from wherever it is."""
+    rows, results, sent = ["0F0,0F1,,0B0,0B1", ",1F0,1B0,1F1,1B1"], [], []
+    for number, table in enumerate((rows, rows[::-1])):
+        file = tmp_path / f"{number}.csv"
+        file.write_text("\n".join(table) + "\n")
+        keys = {**parallel(pp=2, dp_shard=2), "parallel__pp_schedule": str(file)}
+        keys |= {"train__micro_batch": 1, "train__global_batch": 4, "comm__gradients": "int8"}
+        job = make_job(4, **keys, model__n_layers=2)
+        results.append(estimate(job, load_cluster("cpu")))
+        sent.append([sent_bytes(job, rank) for rank in (0, 2)])
+    one, other = results
+    assert one.step_seconds == other.step_seconds
+    assert [peak.allocated for peak in one.peaks] == [peak.allocated for peak in other.peaks[::-1]]
+    assert sent[0] == sent[1][::-1]
 
 
 def test_without_a_flush() -> None:

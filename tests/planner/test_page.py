@@ -10,10 +10,8 @@ import pytest
 from compose.planner.page import (
     CATEGORIES,
     COLOURS,
-    OTHER,
     STYLE,
     Scale,
-    kind_of,
     page_of,
     pareto_front,
     scale_for,
@@ -332,11 +330,6 @@ def test_what_is_too_short_is_one() -> None:
     assert all(f"<title>backward {i}: " in page for i in range(1, 10, 2))
 
 
-def test_kinds() -> None:
-    names = ["forward 3", "all_gather layers.3.mlp", "F12", "backward:2", "7"]
-    assert [kind_of(name) for name in names] == ["forward", "all_gather", "F", "backward", "other"]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_scales(seed: int) -> None:
     """Ticks are round, inside, and neither too few nor too many; values have their place."""
@@ -379,7 +372,7 @@ def test_contrast(colours: dict[str, str]) -> None:
         for drawn in [name for name in colours if re.fullmatch(r"c\d|other|held", name)]:
             assert contrast(colours[drawn], colours[ground]) >= 3, (drawn, ground)
     assert set(LIGHT) == set(DARK)
-    assert [*COLOURS, OTHER] == [LIGHT[name] for name in (*(f"c{i}" for i in range(8)), "other")]
+    assert [*COLOURS] == [LIGHT[f"c{i}"] for i in range(8)]
 
 
 def test_waits_are_not_called_communication() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from compose.config.toml import without_file
+from compose.planner import report
 from compose.planner.answer import composition_in_words
 from compose.planner.cluster import load_cluster
 from compose.planner.report import (
     as_data,
+    between_islands,
     command_line,
     in_words,
     memory,
@@ -156,6 +158,18 @@ def test_amounts() -> None:
     assert [memory(value) for value in (0, 3 * 2**20, 71.25 * 2**30, 1234567 * 2**30)] == [
         *["0 GiB", "3.00 MiB", "71.2 GiB", "1,234,567 GiB"]
     ]
+
+
+def test_islands_in_one_node_send_by_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = list[Any]()
+    monkeypatch.setattr(
+        report, "provided", lambda name: [("", lambda *given: [str(links.append(given[3]))])]
+    )
+    for islands in (2, 8):  # 4 of the 8 devices of a node, and 16
+        where = replace(space_of(2), islands=islands)
+        between_islands(where, None, recorded(where, 1.0, 1.0))
+    cluster = SPACE.cluster
+    assert links == [cluster.within, cluster.between]
 
 
 def test_islands_share_a_batch_that_was_free(tmp_path: Path) -> None:
