@@ -179,7 +179,8 @@ def _free(model: nn.Module) -> None:
 def free_gathered(part: "DataParallel") -> None:
     """Free whole weights that a forward outside of steps has left, since the shards may have changed.
 
-    Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards.
+    Raise ConfigError for a parameter that came after ``compose.apply``, if the others have shards, and
+    for one that was frozen there, and so rounded, and is trained now.
     """
     model = part.model
     if not isinstance(model, FSDPModule):
@@ -187,6 +188,11 @@ def free_gathered(part: "DataParallel") -> None:
     _free(model)
     for name, p in model.named_parameters():
         summed = isinstance(p, DTensor) or (part.sums is not None and not has_shards(p))
+        if p.requires_grad and part.master not in (None, p.dtype):
+            raise ConfigError(
+                f"model: {name} was frozen in compose.apply, and so is kept in {p.dtype}; let it be"
+                " trained there, and freeze it afterwards"
+            )
         if p.requires_grad and not summed:
             raise ConfigError(
                 f"model: the parameter {name} is new since compose.apply, and ranks would not sum its"
