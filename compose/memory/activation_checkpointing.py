@@ -300,10 +300,9 @@ def _recomputing(
 
     # A function, since torch.compile does not look into a partial of checkpoint, its own function.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
         again = prepare(forward) if prepare else forward
-        if not torch.compiler.is_compiling():  # a graph has its buffers as inputs
+        # A graph has its buffers as inputs.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             again = buffers.kept(again)
         return checkpoint(again, *args, **options, **kwargs)
 

@@ -38,13 +38,15 @@ class ChangedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.tables: list[dict[str, Tensor | None]] | None = None
+        self.tables: list[dict[str, Tensor | None]] = []
+        self.modes = set[bool]()  # those in which the unit has run
         self.changed = set[int]()  # numbers of tables of which copies are needed
 
     def kept(self, forward: Forward) -> Forward:
         """Return ``forward`` for one call, and for its repetitions in backward."""
-        first = self.tables is None
-        if self.tables is None:
+        first = self.module.training not in self.modes
+        if first:
+            self.modes.add(self.module.training)
             self.tables = [part._buffers for part in self.module.modules() if part._buffers]
         tables, before, again = self.tables, list[tuple[dict[str, Any], dict[str, Any]]](), False
 

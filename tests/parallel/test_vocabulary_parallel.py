@@ -167,7 +167,7 @@ def test_a_target_that_no_rank_has_makes_an_infinite_loss(pool: Pool) -> None:
 
 
 def _of_no_row(token: int) -> str:
-    """What a look-up raises; nothing is sent, since other ranks would wait."""
+    """The error of a look-up; nothing is sent, since other ranks would wait."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     embedding: Any = parallelize_module(nn.Embedding(7, 4), mesh, LocalEmbedding(Replicate()))
     embedding.send = lambda rows: rows

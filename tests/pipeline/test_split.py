@@ -303,7 +303,7 @@ def test_refused_on_every_rank(pool: Pool, kind: type[Model], tp: int, line: str
 
 
 class Steered(Model):
-    """What its layers get is an attribute, which a loop sets."""
+    """Its layers get an attribute, which a loop sets."""
 
     scale: Tensor | None = None
 
