@@ -345,7 +345,7 @@ def test_every_option_is_a_field_of_the_config() -> None:
 # Functions that raise ConfigError for what is no composition, by what they look at.
 OTHER_INPUT = {
     "the model": (
-        "apply._check_types weights.materialize"
+        "apply._check_types apply._check_same weights.materialize"
         " pipeline.stand_ins.try_first_stage pipeline.stand_ins._compare"
         " pipeline.stand_ins._not_by_number"
         " pipeline.stage.plain_stream pipeline.stage.check_detached pipeline.split._twin"
