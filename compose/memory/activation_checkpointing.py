@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from compose.errors import ConfigError, Fraction, Positive, ReadWith, did_you_mean, refused_if
-from compose.memory.segments import Forward, Prepare
+from compose.memory.segments import ChangedBuffers, Forward, Prepare
 from compose.ops.attention import attention_forward
 from compose.ops.batch import Sample, on_meta
 from compose.ops.tensors import held_tensors
@@ -290,13 +290,21 @@ def apply_activation_checkpointing(
         if kept:
             options["context_fn"] = partial(_contexts, kept)
         # Only forward is wrapped, so that hooks and names stay where they are.
-        module.forward = _recomputing(module.forward, prepare, options)
+        module.forward = _recomputing(module, module.forward, prepare, options)
 
 
-def _recomputing(forward: Forward, prepare: Prepare | None, options: Mapping[str, Any]) -> Forward:
+def _recomputing(
+    module: nn.Module, forward: Forward, prepare: Prepare | None, options: Mapping[str, Any]
+) -> Forward:
+    buffers = ChangedBuffers(module)
+
     # A function, since torch.compile does not look into a partial of checkpoint, its own function.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(prepare(forward) if prepare else forward, *args, **options, **kwargs)
+        again = prepare(forward) if prepare else forward
+        # A graph has its buffers as inputs.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            again = buffers.kept(again)
+        return checkpoint(again, *args, **options, **kwargs)
 
     return recomputed
 

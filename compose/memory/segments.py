@@ -29,6 +29,64 @@ Forward = Callable[..., Any]
 Prepare = Callable[[Forward], Forward]
 
 
+class ChangedBuffers:
+    """The buffers that a unit's forward changes, as running means.
+
+    Where forward runs again in backward, it takes the values that it took the first time, and changes
+    nothing. Otherwise a mean would move twice, and a result that depends on it would be another one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tables: list[dict[str, Tensor | None]] = []
+        self.modes = set[bool]()  # those in which the unit has run
+        self.changed = set[int]()  # numbers of tables of which copies are needed
+
+    def kept(self, forward: Forward) -> Forward:
+        """Return ``forward`` for one call, and for its repetitions in backward."""
+        first = self.module.training not in self.modes
+        if first:
+            self.modes.add(self.module.training)
+            self.tables = [part._buffers for part in self.module.modules() if part._buffers]
+        tables, before, again = self.tables, list[tuple[dict[str, Any], dict[str, Any]]](), False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal again
+            if again:
+                now = [(table, dict(table)) for table, _ in before]
+                for table, values in before:
+                    table.update(_copied(values))
+                try:
+                    return forward(*args, **kwargs)
+                finally:  # a repetition may end early, by an exception
+                    for table, values in now:
+                        table.update(values)
+            again = True
+            held = [dict(table) for table in tables]
+            versions = [_versions(table) for table in held]
+            copies = {i: _copied(held[i]) for i in (range(len(held)) if first else self.changed)}
+            result = forward(*args, **kwargs)
+            # A kernel of BatchNorm changes means without a count, and its module counts batches. So a
+            # module that changes one buffer has changed all.
+            changed = [i for i, was in enumerate(versions) if _versions(tables[i]) != was]
+            before.extend((tables[i], copies.get(i, dict(tables[i]))) for i in changed)
+            self.changed.update(changed)
+            return result
+
+        return run
+
+
+def _copied(table: dict[str, Any]) -> dict[str, Any]:
+    # A simulation has no values.
+    return {key: x if x is None or x.is_meta else x.detach().clone() for key, x in table.items()}
+
+
+def _versions(table: dict[str, Tensor | None]) -> list[tuple[int, int]]:
+    """Return for each buffer of a module which tensor it is, and how often that was written to."""
+    held = [x for x in table.values() if x is not None and not x.is_inference()]
+    return [(id(x), x._version) for x in held]
+
+
 def segments_of(units: Sequence[str], length: int) -> list[list[str]]:
     """Return ``units``, in the order in which they run, in segments of ``length``.
 
@@ -129,11 +187,13 @@ class _LayerSegment:
 
     def recomputed(self, place: int, forward: Forward, prepare: Prepare | None) -> Forward:
         """Return ``forward`` of the layer at ``place``, recomputed in backward."""
+        buffers = ChangedBuffers(self.modules[place])
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return self._run(place, prepare(forward) if prepare else forward, args, kwargs)
+            kept = buffers.kept(prepare(forward) if prepare else forward)
+            return self._run(place, kept, args, kwargs)
 
         return run
 

@@ -120,6 +120,8 @@ class DataParallel:
         """Called when the gradients of a step's first micro-batch, if it has several, are sums."""
         self.replaced: list[tuple[str, Any]] = []
         """Names of parameters, and weak references to what they were before the model was cut."""
+        self.master: torch.dtype | None = None
+        """Type of trained weights between steps, if it may be another than that of frozen ones."""
         self.lacking: list[str] = []
         """Parameters without a gradient where a step's gradients were sent, by "number/name"."""
         self.sums_copies_last = False
@@ -248,7 +250,7 @@ def apply_data_parallel(
     if scalars:
         over = [mesh.get_group(axis) for axis in DATA_AXES if axis_size(mesh, axis) > 1]
         data.sums = GradientSum(model, (), over, scalars=True)
-    data.sums_copies_last = copies is not None and zero >= 2
+    data.sums_copies_last, data.master = copies is not None and zero >= 2, how.master_dtype
     data_mesh = shards
     messages = data.messages = how.messages
     if messages:

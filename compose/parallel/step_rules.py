@@ -25,6 +25,7 @@ from compose.ops.tensors import checksums, local_tensor
 from compose.ops.torch_versions import fsdp_parameters
 from compose.parallel.gradient_sum import DATA_AXES, has_shards
 from compose.parallel.mesh import BATCH_AXES, axis_size, sum_over
+from compose.parallel.name_patterns import parent
 
 if TYPE_CHECKING:
     from compose.parallel.data_parallel import DataParallel
@@ -178,7 +179,8 @@ def _free(model: nn.Module) -> None:
 def free_gathered(part: "DataParallel") -> None:
     """Free weights that a forward outside of steps has gathered, since the shards may have changed.
 
-    Raise ConfigError for a parameter that was added after ``compose.apply``, if the others have shards.
+    Raise ConfigError for a parameter that was added after ``compose.apply``, if the others have shards,
+    and for one that was frozen there, and so rounded, and is trained now.
     """
     model = part.model
     if not isinstance(model, FSDPModule):
@@ -186,6 +188,11 @@ def free_gathered(part: "DataParallel") -> None:
     _free(model)
     for name, p in model.named_parameters():
         summed = isinstance(p, DTensor) or (part.sums is not None and not has_shards(p))
+        if p.requires_grad and part.master not in (None, p.dtype):
+            raise ConfigError(
+                f"model: {name} was frozen in compose.apply, and so is kept in {p.dtype}; let it be"
+                " trained there, and freeze it afterwards"
+            )
         if p.requires_grad and not summed:
             raise ConfigError(
                 f"model: the parameter {name} is new since compose.apply, and ranks would not sum its"
@@ -216,11 +223,14 @@ class Changes:
 
     def end(self, model: nn.Module) -> tuple[dict[str, Tensor], int]:
         """Return changed buffers by name, and a digest of the generators if they were drawn from."""
-        changed = dict[str, Tensor]()
-        for name, (buffer, version) in _buffers(model).items():
+        now, written = _buffers(model), set[str]()
+        for name, (buffer, version) in now.items():
             was, earlier = self.buffers.get(name, (None, 0))
-            if name not in self.compared and not (was is buffer and earlier == version):
-                changed[name] = buffer
+            if not (was is buffer and earlier == version):
+                written.add(parent(name))
+        # A kernel of BatchNorm writes its means without a count; the module itself counts batches.
+        new = [name for name in now if parent(name) in written and name not in self.compared]
+        changed = {name: now[name][0] for name in new}
         drawn = self.state if "" not in self.compared and self.state != _generators() else 0
         self.compared |= {*changed, *([""] if drawn else [])}
         self.buffers = {}

@@ -87,14 +87,20 @@ class _RowEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         weight = local_tensor(self.weight)
         each = -(-self.num_embeddings // self.over.size())  # the rule of Tensor.chunk
-        first = each * self.over.get_local_rank()
+        rank, ranks = self.over.get_local_rank(), self.over.size()
+        first = each * rank
         at = input - first
-        elsewhere = (at < 0) | (at >= len(weight))
         padding = -1 if self.padding_idx is None else self.padding_idx - first
         padding = padding if 0 <= padding < len(weight) else None
+        if ranks == 1:
+            return F.embedding(at, weight, padding)
+        # A token that is a row of no rank is left: its look-up fails, as on one process.
+        elsewhere = at < 0 if rank else at >= len(weight)
+        if 0 < rank < ranks - 1:
+            elsewhere |= at >= len(weight)
         result = F.embedding(at.masked_fill(elsewhere, 0), weight, padding)
         result = result.masked_fill(elsewhere[..., None], 0.0)
-        return result if self.over.size() == 1 else self.send(result)
+        return self.send(result)
 
 
 class _ColumnOutput(nn.Linear):

@@ -91,6 +91,7 @@ class AsynchronousRunner(PipelineRunner):
         """Take up a batch; run a step once there are enough of them, and return this stage's loss."""
         samples, last = len(batch["targets"]), self.rank == self.pp - 1
         check_whole(samples, micro_batch)
+        self.attributes.bring()
         inputs = dict(batch)
         targets, first = inputs.pop("targets"), self._first(inputs)
         self.form = self.stream(

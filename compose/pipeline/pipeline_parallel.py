@@ -30,8 +30,8 @@ from compose.parallel.data_parallel import DataParallel
 from compose.parallel.mesh import begin_messages, wait_for
 from compose.parallel.output_projection import StepLoss
 from compose.pipeline.schedules import ASYNCHRONOUS, Schedule, build_table, forwards, placement
-from compose.pipeline.split import Stage, Tied, balanced, split
-from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, plain_stream
+from compose.pipeline.split import Attributes, Stage, Tied, balanced, split
+from compose.pipeline.stage import PlainStage, Runtime, RuntimeStage, check_detached, plain_stream
 from compose.pipeline.stand_ins import CutTrial, outputs_of_layers, try_first_stage
 
 if TYPE_CHECKING:
@@ -50,12 +50,13 @@ def apply_pipeline_parallel(
     layers = schedule.layers or balanced(model, pipeline, len(ranks), seq_len)
     mine = [stage for stage, rank in enumerate(ranks) if rank == mesh.get_local_rank()]
     stages, ties, trial = split(model, pipeline, layers, mine)
+    attributes = Attributes(model, [*(stage.module for stage in stages), trial.shell])
     model.forward = _not_whole
     model.train = partial(_train, weakref.ref(model), [stage.module for stage in stages])
     kind = PipelineRunner
     if schedule.name in ASYNCHRONOUS:
         from compose.pipeline.pipedream import AsynchronousRunner as kind
-    return kind(stages, ties, ranks, schedule, mesh, trial)
+    return kind(stages, ties, ranks, schedule, mesh, trial, attributes)
 
 
 def _train(
@@ -76,7 +77,7 @@ class PipelineRunner:
     """Runs this rank's stages, in step with those of the other ranks of the pp axis.
 
     ``placement`` is the pp rank of every stage. ``ties`` are the parameters that stages share, the same
-    list on every rank. ``trial`` is what tries the cut.
+    list on every rank. ``trial`` is what tries the cut, and ``attributes`` are those of the model.
     """
 
     loss: StepLoss
@@ -92,13 +93,14 @@ class PipelineRunner:
         schedule: Schedule,
         mesh: DeviceMesh,
         trial: CutTrial,
+        attributes: Attributes,
     ) -> None:
         self.stages, self.ties = stages, ties
-        self.trial = trial
+        self.trial, self.attributes = trial, attributes
         self.placement, self.schedule = placement, schedule
         self.data: dict[int, DataParallel] = {}
         """The work of data parallel around forward and backward, by the numbers of the stages."""
-        self.device_type = mesh.device_type
+        self.device_type, self.is_new = mesh.device_type, True
         self.group, self.pp, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.first_argument = next(iter(inspect.signature(stages[0].module.forward).parameters))
         # The runtime for the last batch's shapes; it holds buffers for every micro-batch.
@@ -147,6 +149,7 @@ class PipelineRunner:
         """Run forward and backward of all micro-batches."""
         samples = len(batch["targets"])
         check_whole(samples, micro_batch)
+        self.attributes.bring()
         inputs = dict(batch)
         targets, first = inputs.pop("targets"), self._first(inputs)
         key = (samples // micro_batch, *_forms(first, inputs))
@@ -168,6 +171,10 @@ class PipelineRunner:
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None  # PyTorch's own error holds the whole schedule
+        if self.is_new and not targets.is_meta and type(targets) is Tensor:
+            tied = {parameter for tied in self.ties for parameter in self._held(tied).values()}
+            check_detached(self.runtime[1].stages, tied, self.group)
+        self.is_new = False
         self._sum_tied_gradients(earlier)
         total = torch.zeros((), device=targets.device)
         return total + sum(x.detach() for x in losses)
@@ -193,6 +200,7 @@ class PipelineRunner:
         ``each`` is called with the last stage's output and the part, on the rank of the last stage, and
         ``before`` with the part before that stage runs. All parts have the same samples.
         """
+        self.attributes.bring()
         inputs = [{k: v for k, v in part.items() if k != "targets"} for part in parts]
         firsts = [self._first(part) for part in inputs]
         check_whole(sum(map(len, firsts)), len(firsts[0]))
@@ -254,7 +262,7 @@ class PipelineRunner:
             stage.data = self.data[stage.stage_index]
         # The last stage has computed the loss itself.
         runtime = Runtime(stages, count, loss_fn=lambda loss, targets: loss, scale_grads=False)
-        runtime.micro_batch = micro_batch
+        runtime.micro_batch, runtime.stages = micro_batch, stages
         runtime._prepare_schedule_with_comms(
             {
                 rank: [_Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]

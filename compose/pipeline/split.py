@@ -5,7 +5,7 @@ computes what the model does is tried before the first step (stand_ins.py).
 """
 
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,38 @@ class Stage:
     """The model without what other stages run; its modules are the model's own."""
     absent: frozenset[str]
     """The names of the modules that it lacks."""
+
+
+_OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "train", "_compiled_call_impl"}
+"""Attributes of nn.Module itself, and those of which each stage has its own."""
+
+
+class Attributes:
+    """Brings what a loop sets on a model to its stages, which copy the modules around the layers."""
+
+    def __init__(self, model: nn.Module, stages: Iterable[nn.Module]) -> None:
+        """Take a model as it was cut."""
+        whole = dict(model.named_modules())
+        self.pairs = [
+            (whole[name], part)
+            for stage in stages
+            for name, part in stage.named_modules()
+            if name in whole and whole[name] is not part and type(whole[name]) is type(part)
+        ]
+        self.known = [_attributes(module) for module, _ in self.pairs]
+
+    def bring(self) -> None:
+        """Set on stages what is another object on the model than it was the last time."""
+        for number, (module, part) in enumerate(self.pairs):
+            now, before = _attributes(module), self.known[number]
+            for name, value in now.items():
+                if name not in before or before[name] is not value:
+                    setattr(part, name, value)
+            self.known[number] = now
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 @dataclass(frozen=True)
@@ -284,6 +316,13 @@ def _remove(model: nn.Module, names: Set[str], pipeline: "Pipeline") -> None:
 def _twin(module: nn.Module, path: str, changing: set[str]) -> nn.Module:
     """Return a second ``module`` with the same children, except those on the way to ``changing``."""
     # It has its own hooks and children, and shares parameters and buffers with the original.
+    if "forward" in vars(module):
+        name = path.rstrip(".") or type(module).__name__
+        raise ConfigError(
+            f"plan.pipeline: the forward of {name} was set on that object, and stages run that of its"
+            f" class; write it as a method of a subclass of {type(module).__name__}, or use parallel.pp"
+            " = 1"
+        )
     twin = _copy_of(module, ("_parameters", "_buffers"))
     for name, child in module.named_children():
         full = f"{path}{name}."

@@ -1,9 +1,10 @@
 """The form of a stage for PyTorch's pipeline runtime, and what goes from one stage to the next."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
@@ -64,6 +65,8 @@ class Runtime(_PipelineScheduleRuntime):
     """The runtime, which cuts all that has rows into micro-batches; PyTorch's cuts tensors alone."""
 
     micro_batch: int = 1
+    stages: "Sequence[RuntimeStage]" = ()
+    """This rank's own."""
 
     def _split_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -81,6 +84,8 @@ class RuntimeStage(StageOverrides, PipelineStage):
     """A stage that reduces gradients, and gathers and frees parameters, as its ZeRO stage says."""
 
     data: DataParallel
+    gives_gradient = False
+    """Whether a backward has given the stage's input a gradient."""
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -90,6 +95,7 @@ class RuntimeStage(StageOverrides, PipelineStage):
             self.data.prepare_micro_batch(last=last_backward)
             grads, rest = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             self.data.end_micro_batch()
+            self.gives_gradient |= any(x is not None for x in grads or ())
             return tree_map_only(Tensor, Tensor.contiguous, grads), rest
         # The two halves look up the parameters themselves, and set gradients without FSDP's hooks.
         self.data.gather()
@@ -102,12 +108,37 @@ class RuntimeStage(StageOverrides, PipelineStage):
         else:
             ends = [get_gradient_edge(x) for x in bwd_kwargs["stage_output"] if x.requires_grad]
             grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            self.gives_gradient |= any(x is not None for x in grads or ())
             grads = tree_map_only(Tensor, Tensor.contiguous, grads)
             result = grads, _disjoint(groups or [], list(self.submod.parameters()))
             if ends and not groups:  # a detached stream: no group is behind the stage's input
                 _weights_backward(self.submod, ends, bwd_kwargs["output_grads"])
         self.data.finish_backward(last=last_backward, of_inputs=backward_type == "input")
         return result
+
+
+def check_detached(
+    stages: Sequence[RuntimeStage], tied: Container[Tensor], group: dist.ProcessGroup
+) -> None:
+    """Raise ConfigError if a stage gives trained weights of stages before it no gradient; a collective.
+
+    They would have gradients of 0, by which an optimizer decays them, where one process has none.
+    ``tied`` are weights that have other gradients too. The host waits for the device.
+    """
+    flags = torch.zeros(2, stages[0].num_stages, device=stages[0].device)
+    for stage in stages:
+        trained = [p for p in stage.submod.parameters() if p.requires_grad and p not in tied]
+        flags[0, stage.stage_index] = not (stage.is_first or stage.gives_gradient)
+        flags[1, stage.stage_index] = bool(trained)
+    dist.all_reduce(flags, group=group)
+    detached, trained_at = flags.tolist()
+    for number, is_detached in enumerate(detached):
+        if is_detached and any(trained_at[:number]):
+            raise ConfigError(
+                f"plan.pipeline: stage {number} gives its input no gradient, as x.detach() does, and"
+                " stages before it would get zeros, by which an optimizer decays weights; freeze their"
+                " weights by requires_grad_(False), or use parallel.pp = 1"
+            )
 
 
 @torch.no_grad()

@@ -239,6 +239,20 @@ def test_buffers_that_ranks_change_otherwise(pool: Pool, zero: Literal[0, 3]) ->
     ]
 
 
+def _batch_norm(zero: Literal[0, 3]) -> str:
+    torch.manual_seed(0)
+    model, parallel = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), Parallel(dp_shard=2, zero=zero)
+    composition = apply(model, Plan(), make_mesh(parallel), Options(parallel))
+    batch = {"input": torch.eye(3) + dist.get_rank(), "targets": torch.eye(3)}
+    return refusal(forward_backward, composition, batch, loss_function=nn.MSELoss(reduction="sum"))
+
+
+def test_means_that_a_kernel_writes_without_a_count(pool: Pool) -> None:
+    """The means of a BatchNorm differed, of which PyTorch counts no changes."""
+    for line in pool.run(_batch_norm, 2, 3):
+        assert line.startswith("model: forward changes 1.running_mean, 1.running_var, 1.num_batches")
+
+
 def test_random_numbers_that_ranks_of_tp_draw(pool: Pool) -> None:
     """Each computed its part of another sample."""
     parallel = Parallel(dp_shard=1, tp=2)

@@ -18,6 +18,7 @@ from compose import (
     Parallel,
     Pipeline,
     Plan,
+    Precision,
     apply,
     clip_grad_norm_,
     evaluate,
@@ -507,3 +508,25 @@ def test_unequal_numbers_of_micro_batches(
                 f" parallel.{cures.get(name)}"
             )
             assert said == ["", line if name in cures else ""]
+
+
+def _thawed(before: bool) -> list[str]:
+    """Refusals of two steps; a weight is trained in the second, and was frozen ``before`` or later."""
+    parallel, precision = Parallel(dp_shard=1), Precision(param="bfloat16")
+    model, plan = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), Plan()
+    model[0].weight.requires_grad_(not before)
+    composition = apply(model, plan, make_mesh(parallel), Options(parallel, precision))
+    batch = {"input": torch.eye(3), "targets": torch.eye(3)}
+    said = []
+    for trained in (False, True):
+        model[0].weight.requires_grad_(trained)
+        loss = nn.MSELoss(reduction="sum")
+        said.append(refusal(forward_backward, composition, batch, loss_function=loss))
+    return said
+
+
+def test_a_weight_that_was_frozen_in_apply(pool: Pool) -> None:
+    """PyTorch failed in backward, at the type of its gradient."""
+    assert pool.run(_thawed, 1, False) == [["", ""]]
+    line = "model: 0.weight was frozen in compose.apply, and so is kept in torch.bfloat16; let it be"
+    assert pool.run(_thawed, 1, True) == [["", f"{line} trained there, and freeze it afterwards"]]

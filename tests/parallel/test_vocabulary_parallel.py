@@ -166,6 +166,25 @@ def test_a_target_that_no_rank_has_makes_an_infinite_loss(pool: Pool) -> None:
     assert pool.run(_of_no_rank, 2) == [float("inf")] * 2
 
 
+def _of_no_row(token: int) -> str:
+    """The error of a look-up; nothing is sent, since other ranks would wait."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    embedding: Any = parallelize_module(nn.Embedding(7, 4), mesh, LocalEmbedding(Replicate()))
+    embedding.send = lambda rows: rows
+    try:
+        embedding(torch.tensor([[0, token]]))
+    except IndexError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("token", "rank"), [(-1, 0), (7, 2)])
+def test_a_token_that_no_rank_has_fails(pool: Pool, token: int, rank: int) -> None:
+    """Its row was zeros."""
+    said = pool.run(_of_no_row, 3, token)
+    assert said == ["index out of range in self" if each == rank else "" for each in range(3)]
+
+
 def _refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     pairs = [

@@ -41,6 +41,7 @@ from tests.support.helpers import (
     prove_step,
     proved,
     ranks_in,
+    refusal,
     refused,
     tiered,
 )
@@ -376,11 +377,13 @@ class Cut(Layer):
         return super().forward(x.detach())
 
 
-def _cut(schedule: str) -> float:
+def _cut(schedule: str, frozen: bool = True) -> float:
     """The greatest error of a gradient against plain PyTorch."""
     torch.manual_seed(0)
     model = Shared()
     model.layers[3] = Cut(nn.LayerNorm(6))
+    for part in (model.into, *model.layers[:3]) if frozen else ():
+        part.requires_grad_(False)
     plan = Plan(pipeline=Pipeline(["into"], "layers", ["head"]))
     options, mesh = Options(Parallel(pp=2, pp_schedule=schedule)), make_mesh(Parallel(pp=2))
     return _error(model, plan, mesh, options)
@@ -389,6 +392,20 @@ def _cut(schedule: str) -> float:
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "DualPipeV"])
 def test_a_detached_stream_loses_no_gradient_behind_it(pool: Pool, schedule: str) -> None:
     assert max(pool.run(_cut, 2, schedule)) < 1e-6
+
+
+def _cut_and_trained(schedule: str) -> str:
+    return refusal(_cut, schedule, frozen=False)
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1F1B", 1), ("InterleavedZeroBubble", 2)])
+def test_weights_behind_which_the_stream_is_detached(pool: Pool, schedule: str, stage: int) -> None:
+    """They had gradients of 0, by which weight decay moved them."""
+    assert pool.run(_cut_and_trained, 2, schedule) == 2 * [
+        f"plan.pipeline: stage {stage} gives its input no gradient, as x.detach() does, and stages"
+        " before it would get zeros, by which an optimizer decays weights; freeze their weights by"
+        " requires_grad_(False), or use parallel.pp = 1"
+    ]
 
 
 def _modes() -> list[set[bool]]:

@@ -1,5 +1,7 @@
 """A model whose forward does more than call the modules of its stages cannot be cut."""
 
+import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
 from compose import Options, Parallel, Pipeline, Plan, Trial, apply, forward_backward, verify
 from compose.parallel.output_projection import CrossEntropy
-from compose.pipeline.split import balanced
+from compose.pipeline.split import balanced, split
 from compose.proof.report import Report
 from tests.support.helpers import proved, refusal
 from tests.support.pool import Pool, make_mesh
@@ -298,3 +300,43 @@ def _refused(kind: type[Model], tp: int) -> str:
 def test_refused_on_every_rank(pool: Pool, kind: type[Model], tp: int, line: str) -> None:
     result = pool.run(_refused, 2 * tp, kind, tp)
     assert result == [f"plan.pipeline: {line}"] * 2 * tp
+
+
+class Steered(Model):
+    """Its layers get an attribute, which a loop sets."""
+
+    scale: Tensor | None = None
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, self.scale
+
+
+def _steered() -> float:
+    """The greatest error of three losses, of steps before which the loop sets the attribute, or not."""
+    torch.manual_seed(0)
+    model, parallel, batch = Steered(), Parallel(pp=2), _batch()
+    plain = copy.deepcopy(model)
+    composition = apply(model, Plan(pipeline=PIPELINE), make_mesh(parallel), Options(parallel))
+    error = 0.0
+    for scale in (None, torch.full((1,), 3.0), torch.full((1,), 9.0)):
+        model.scale = plain.scale = scale
+        loss = forward_backward(composition, batch, micro_batch=1)
+        logits = plain(batch["tokens"]).flatten(0, 1)
+        wanted = nn.functional.cross_entropy(logits, batch["targets"].flatten())
+        error = max(error, float((loss - wanted).detach().abs()))
+    return error
+
+
+def test_stages_get_what_a_loop_sets_on_the_model(pool: Pool) -> None:
+    assert max(pool.run(_steered, 2)) < 1e-6
+
+
+def test_a_forward_of_the_object_is_refused() -> None:
+    model: Any = Model()
+    model.forward = partial(Model.forward, model)
+    whole = replace(PIPELINE, whole_forward=True)
+    for pipeline in (PIPELINE, whole):
+        assert refusal(split, model, pipeline, (2, 2), [0]) == (
+            "plan.pipeline: the forward of Model was set on that object, and stages run that of its"
+            " class; write it as a method of a subclass of Model, or use parallel.pp = 1"
+        )
