@@ -4,7 +4,7 @@ A run attaches them to the steps that ``comm.measure_every`` measures, and a pro
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -279,8 +279,8 @@ class ActivationLoss:
 
     def plus(self, other: "ActivationLoss") -> "ActivationLoss":
         """Return the loss of both."""
-        *sums, _ = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
-        return ActivationLoss(*sums, max(self.worst, other.worst))
+        both = ActivationLoss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(both, worst=max(self.worst, other.worst))
 
 
 class ActivationAccount:
