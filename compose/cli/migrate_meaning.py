@@ -274,12 +274,13 @@ def _batch(facts: KnownValues, world: int) -> None:
 
 def _steps(facts: KnownValues, given: int) -> None:
     batch = facts.get(BATCH)
-    for key in ("train.steps", "train.steps~schedule", "optimizer.warmup~warmup"):
+    whole = {"train.steps~schedule": "schedule", "optimizer.decay~schedule": "decay"}
+    for key in ("train.steps", "optimizer.warmup~warmup", *whole):
         samples = facts.pop(f"{key}~samples" if "~" not in key else f"{key}_samples")
         if samples and batch:
             count = samples // batch if key == "train.steps" else samples / batch
-            if key == "train.steps~schedule" and count != int(count):
-                text = f"the schedule of {samples} samples has {count:g} steps, and ours are whole:"
+            if key in whole and count != int(count):
+                text = f"the {whole[key]} of {samples} samples has {count:g} steps, and ours are whole:"
                 count = max(1, round(count))
                 facts.changed(f"{text} {count}")
             facts.put(key, int(count) if count == int(count) else count, text=f"{samples} samples")
@@ -305,7 +306,11 @@ def _schedule(facts: KnownValues) -> None:
     if "optimizer.warmup~off" in facts:
         facts.put("optimizer.warmup~warmup", 0, "optimizer.warmup~off")
         facts.pop("optimizer.warmup~ratio")
-    if facts.pop("optimizer.decay~wsd") and not facts.pop("optimizer.decay~linear"):
+    wsd = facts.pop("optimizer.decay~wsd")
+    if kind == "megatron" and not wsd and "optimizer.decay~schedule" in facts:
+        facts.changed("is read with --lr-decay-style WSD alone", "optimizer.decay~schedule")
+        facts.pop("optimizer.decay~schedule")
+    if wsd and not facts.pop("optimizer.decay~linear"):
         text = "the decay at the end is exponential by default, and linear here; nearest:"
         facts.note("refused", f"{text} --lr-wsd-decay-style linear", "optimizer.schedule")
     if not kind or facts.waiting.keys() & {"optimizer.warmup", "optimizer.schedule", "train.steps"}:

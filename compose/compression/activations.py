@@ -138,6 +138,10 @@ class Activations:
         return result
 
 
+Encoded = tuple[Tensor, Callable[[Tensor], Tensor]]
+"""Rows that this rank sent in a code, and what sends such rows plainly."""
+
+
 class ModuleMessages:
     """The messages of one module."""
 
@@ -155,17 +159,16 @@ class ModuleMessages:
         self,
         result: Tensor,
         gradient: bool,
-        plain: Callable[[], Tensor],
-        encoded: list[Tensor],
+        encoded: list[Encoded],
         times: int = 1,
     ) -> Tensor:
         """Return ``result``, which compressed messages brought, or an observer's result in its place.
 
-        ``plain`` sends plain messages. ``encoded`` was sent by this rank to ``times`` ranks.
+        ``encoded`` was sent by this rank to ``times`` ranks. The first of it is the whole message.
         """
         if self.owner.observer is None:
             return result
-        return self.owner.observer(self, result, gradient, plain, encoded, times)
+        return self.owner.observer(self, result, gradient, encoded, times)
 
 
 # An operator takes strings and no objects. The composition holds the values.
@@ -202,7 +205,7 @@ def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Te
     """Return the result of a message whose rows (..., D) travel in a code."""
     module, ranks = _BY_KEY[key], _resolve_process_group(group).size()
     tensor = tensor.contiguous()
-    encoded = [tensor]
+    encoded: list[Encoded] = [(tensor, lambda x: send_plain(x, kind, group))]
     if kind == "gather":
         result = _gather(module, tensor, group)
     elif kind == "scatter":
@@ -210,12 +213,15 @@ def _send(tensor: Tensor, kind: Any, group: Any, key: str, gradient: bool) -> Te
     else:
         rows = tensor.flatten(0, -2)
         own = _sum(module, F.pad(rows, (0, 0, 0, -len(rows) % ranks))[None], group)
-        encoded.append(own)
-        result = _gather(module, own, group)[0, : len(rows)].view(tensor.shape)
+
+        def unpadded(every: Tensor) -> Tensor:
+            return every[0, : len(rows)].view(tensor.shape)
+
+        encoded.append((own, lambda x: unpadded(send_plain(x, "gather", group))))
+        result = unpadded(_gather(module, own, group))
     # The loss of one rank's codes reaches the others with each part that is gathered.
     times = 1 if kind == "scatter" else ranks
-    plain = partial(send_plain, tensor, kind, group)
-    return module.brings(result.to(tensor.dtype), gradient, plain, encoded, times)
+    return module.brings(result.to(tensor.dtype), gradient, encoded, times)
 
 
 @operator("compose::send_compressed")
@@ -298,4 +304,4 @@ def _exchange_rows(
     codes, others = code.encode(rows), len(rows) - sent[group.rank()]
     module.count(others * codes.shape[1], others * rows.shape[1] * rows.itemsize)
     result = code.decode(send(codes), rows.shape[1]).to(rows.dtype)
-    return module.brings(result, gradient, partial(send, rows), [rows])
+    return module.brings(result, gradient, [(rows, send)])

@@ -3,15 +3,15 @@
 A run attaches them to the steps that ``comm.measure_every`` measures, and a proof to all of its steps.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compose.compression.activations import LARGEST_FLOAT8, ModuleMessages, RowCode
+from compose.compression.activations import LARGEST_FLOAT8, Encoded, ModuleMessages, RowCode
 from compose.compression.codec import Blocks, block_scales, block_steps, top_code
 from compose.compression.gather import QuantizedGather, Sender, gathered
 from compose.compression.packing import Packing
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _FLOAT8_MANTISSA, _FLOAT8_EXPONENT = 3, -6
 """The bits of a number in e4m3 behind the leading one, and the exponent of its least normal number."""
+_NOTHING = 2 * LARGEST_FLOAT8 * torch.finfo(torch.float32).tiny
+"""Smaller elements may be sent as zeros, since the inverse of their scale may be infinite."""
 
 
 def expected_of_blocks(code: Blocks, x: Tensor) -> Tensor:
@@ -52,6 +54,20 @@ def expected_of_rows(code: RowCode, rows: Tensor) -> Tensor:
         exponents = (exponents - 1).clamp(min=_FLOAT8_EXPONENT)
         steps = torch.exp2(exponents - float(_FLOAT8_MANTISSA)) * scales
     return steps.double().square().sum() / 12
+
+
+def most_of_rows(code: RowCode, rows: Tensor) -> Tensor:
+    """Return the most that each element of rows (..., D) may lose, half of its step, float64.
+
+    The code rounds scales by up to 2^-9, which may move an element to the next power of two.
+    """
+    x, more = code.cut(rows).double().abs(), 1 + 2.0**-8
+    scales = x.amax(-1, keepdim=True) / (127 if code.kind == "int8" else LARGEST_FLOAT8) * more
+    steps = scales.expand_as(x)
+    if code.kind == "float8":
+        _, exponents = torch.frexp(more**2 * x / scales.clamp(min=_NOTHING))
+        steps = torch.exp2((exponents - 1).clamp(min=_FLOAT8_EXPONENT) - _FLOAT8_MANTISSA) * scales
+    return steps.flatten(-2)[..., : rows.shape[-1]] / 2 + _NOTHING
 
 
 class Losses:
@@ -258,10 +274,13 @@ class ActivationLoss:
     expected: float = 0.0
     whole: float = 0.0  # the square of the norm of what plain messages bring
     elements: int = 0
+    worst: float = 0.0
+    """The largest loss of an element, as a part of the most that it may lose."""
 
     def plus(self, other: "ActivationLoss") -> "ActivationLoss":
         """Return the loss of both."""
-        return ActivationLoss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        both = ActivationLoss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(both, worst=max(self.worst, other.worst))
 
 
 class ActivationAccount:
@@ -279,16 +298,23 @@ class ActivationAccount:
         module: ModuleMessages,
         result: Tensor,
         gradient: bool,
-        plain: Callable[[], Tensor],
-        encoded: Sequence[Tensor],
+        encoded: Sequence[Encoded],
         times: int,
     ) -> Tensor:
         """Note what a message lost, and return what it brings."""
-        right = plain()
-        expected = torch.stack([expected_of_rows(module.owner.code, part) for part in encoded]).sum()
+        code, (first, plain) = module.owner.code, encoded[0]
+        right = plain(first)
+        expected = torch.stack([expected_of_rows(code, part) for part, _ in encoded]).sum()
         own = self.by_module.setdefault((module.name, gradient), ActivationLoss())
         own.loss += float((result.double() - right.double()).square().sum())
         own.expected += float(times * expected)
         own.whole += float(right.double().square().sum())
         own.elements += right.numel()
+        if result.numel():
+            # A result is rounded to its type.
+            wide, kind = result.double(), torch.finfo(result.dtype)
+            most = torch.stack([send(most_of_rows(code, part)) for part, send in encoded]).sum(0)
+            most += kind.eps * wide.abs().clamp(min=kind.tiny)
+            parts = ((wide - plain(first.double())).abs() / most).nan_to_num(nan=torch.inf)
+            own.worst = max(own.worst, float(parts.max()))
         return right if self.exact else result

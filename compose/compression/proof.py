@@ -213,11 +213,12 @@ def compare_losses(
     """
     comparison, model = messages.subject.comparison, messages.subject.model
     for (name, gradient), total in sorted(messages.of_activations().items()):
-        what = "lost of activations' gradients" if gradient else "lost of activations"
+        what = ("activations' gradients" if gradient else "activations") + messages.label
         size, expected = total.whole**0.5, total.expected**0.5
         if size:
             limit = allowed(expected, total.elements)
-            comparison.value(f"{what}{messages.label}", name, total.loss**0.5 / size, limit / size)
+            comparison.value(f"lost of {what}", name, total.loss**0.5 / size, limit / size)
+            comparison.value(f"rounding of {what}", name, max(0.0, total.worst - 1), 0.0)
     if not messages.compression.stages:
         return {}
     received = messages.received()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from compose.ops.tensors import at_least_float32, local_region
 from compose.optim.rounding import (
+    FixedGroups,
     Region,
     check_named,
     chunks,
@@ -214,7 +215,7 @@ def product_dtype(device_type: str) -> torch.dtype:
     return torch.float32 if device_type == "cpu" else torch.bfloat16
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(FixedGroups):
     """Muon (Jordan et al. 2024), with the scale of Moonlight (Liu et al. 2025, arXiv:2502.16982).
 
     For a matrix W (R, C) with gradient G, momentum m and weight decay w:
@@ -265,9 +266,7 @@ class Muon(torch.optim.Optimizer):
         self.layouts: list[MatrixLayout] = []
         known: dict[Any, MatrixLayout] = {}  # many layers have the same layout
         for _, parameter, _ in self.matrices:
-            key: tuple[Any, ...] = (parameter.shape,)
-            if isinstance(parameter, DTensor):
-                key += (parameter.placements, parameter.device_mesh)
+            key = tuple(getattr(parameter, x, None) for x in ("shape", "placements", "device_mesh"))
             if key not in known:
                 known[key] = layout_of(parameter, self.group, mesh)
             self.layouts.append(known[key])

@@ -21,7 +21,7 @@ from compose.memory.precision import Precision
 from compose.optim.adamw import AdamW
 from compose.optim.muon import Muon
 from compose.optim.offload import OffloadedAdamW
-from compose.optim.rounding import load_state, steps
+from compose.optim.rounding import FixedGroups, load_state, steps
 from compose.parallel.mesh import axis_size
 
 
@@ -192,7 +192,7 @@ def grouped(
     return list(groups.values())
 
 
-class CombinedOptimizer(torch.optim.Optimizer):
+class CombinedOptimizer(FixedGroups):
     """Several optimizers as one: their groups, their state, one step after another."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:

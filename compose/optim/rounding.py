@@ -11,7 +11,7 @@ resumed run. Places are regions: boxes of the whole parameter, with one slice fo
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -69,6 +69,25 @@ def check_named(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless the parameters of an optimizer's groups have names, for random bits."""
     if not all("param_names" in group for group in groups):
         raise ValueError("the parameters have no names; give model.named_parameters()")
+
+
+class FixedGroups(torch.optim.Optimizer):
+    """An optimizer that deals with its parameters once, when it is made."""
+
+    made = False
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made; raise ValueError later: it would not be trained."""
+        if self.made:
+            raise ValueError(
+                f"add_param_group: {type(self).__name__} would not train parameters that are added to"
+                " it later; make a new one with all of them"
+            )
+        super().add_param_group(param_group)
 
 
 def steps(update: Callable[[Any], None]) -> Callable[..., Any]:

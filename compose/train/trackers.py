@@ -58,7 +58,7 @@ class BackgroundSink(Sink):
                         sink.write(metrics)
                 sink.close()
             self.over = True
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which would end this thread without a word
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self._give_up(lines[0])
 

@@ -157,6 +157,7 @@ ADAPTERS = ["alpha = 32.0", "dropout = 0.05", 'targets = "all-linear"']
 TRAIN = "train.py --per_device_train_batch_size 2 --learning_rate 1e-4 --max_steps 10"
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 4 --recompute-method"
 SAMPLES = MEGATRON.replace("--train-iters 100", "--train-samples 1000000 --global-batch-size 512")
+WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear"
 # Files, lines of the TOML that they give, and words of a note on them.
 GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"a.json": AUTOS, "b.json": LEFT}, ["lr = 5e-05", 'schedule = "linear"', "beta2 = 0.999"], ""),
@@ -195,6 +196,8 @@ GIVES: list[tuple[dict[str, str], list[str], str]] = [
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 300"}, ["warmup = 1", "warmup_from = 0"], "warm-up is 0.585938 steps"),
     ({"a.sh": f"{SAMPLES} --lr-warmup-samples 183105 --lr-decay-samples 900000"}, ["warmup = 358", "decay_end = 1758"], "has 1757.81 steps"),
     ({"a.sh": f"{MEGATRON} --global-batch-size 8 --lr-warmup-fraction 0.07"}, ["warmup = 7"], ""),
+    ({"a.sh": f"{SAMPLES} {WSD} --lr-wsd-decay-samples 51200"}, ['schedule = "constant"', "decay = 100"], ""),
+    ({"a.sh": f"{SAMPLES} {WSD} --lr-wsd-decay-samples 51000"}, ["decay = 100"], "the decay of 51000 samples has 99.6094 steps"),
 ]  # fmt: skip
 
 
@@ -221,6 +224,7 @@ def test_what_files_give(
     ("name", "text", "key"),
     [
         ("a.sh", f"{MEGATRON} --global-batch-size 8 {RECOMPUTE} block", "segment"),
+        ("a.sh", f"{MEGATRON} --global-batch-size 8 --lr-decay-style cosine --lr-wsd-decay-iters 5", "decay"),
         ("b.json", f'{ARGUMENTS}, "stage": "dpo", "finetuning_type": "lora", "lora_dropout": 0.1}}', "dropout"),
     ],
 )  # fmt: skip

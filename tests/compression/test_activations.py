@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compose.compression.activations import Activations, ModuleMessages, RowCode, send_rows, send_stream
 from compose.compression.gather import Traffic
-from compose.compression.losses import ActivationAccount, expected_of_rows
+from compose.compression.losses import ActivationAccount, expected_of_rows, most_of_rows
 from compose.parallel.stream_messages import send_plain
 from tests.support.pool import Pool
 
@@ -30,6 +30,9 @@ def test_rows_lose_what_is_expected(kind: Any, width: int) -> None:
     if width >= 100:
         assert lost > expected_of_rows(code, rows).sqrt() / 1.05
         assert lost < 1.1 * STATED[kind] * rows.norm()
+        result, most = code.decode(codes, width), most_of_rows(code, rows)
+        assert 0.9 < float(((result - rows).abs() / most).max()) <= 1
+        assert float(((1.02 * result - rows).abs() / most).max()) > 1.1
     # A row's codes do not depend on the other rows.
     assert torch.equal(code.encode(rows[3:4, 1:]), codes[3:4, 1:])
 
@@ -110,6 +113,7 @@ def _messages(kind: Any) -> None:
         assert torch.equal(noted, plain)
         (lost,) = account.by_module.values()
         assert lost.loss == pytest.approx(float((expected - plain).double().square().sum()), rel=1e-4)
+        assert 0.5 < lost.worst <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

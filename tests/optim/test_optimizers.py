@@ -100,6 +100,17 @@ def test_state_that_there_is_stays() -> None:
             assert torch.equal(optimizer.state[parameter][key], value), key
 
 
+def test_parameters_added_later_are_refused() -> None:
+    one, other = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(3, 2))
+    matrices = Muon([("one", one)])
+    both = CombinedOptimizer([matrices, AdamW([("other", other)])])
+    for optimizer in (matrices, both):
+        before = list(optimizer.param_groups)
+        with pytest.raises(ValueError, match=r"add_param_group: .* make a new one with all of them"):
+            optimizer.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(2, 2)))]})
+        assert optimizer.param_groups == before
+
+
 def test_several_go_on_from_one_state_dict() -> None:
     """That of other groups is refused."""
 

@@ -282,6 +282,16 @@ def test_what_fails_is_said_once(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 49
 
 
+def test_a_sink_that_exits_is_said(
+    tmp_path: Path, own: type[_Failing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread sys.exit ends the thread alone, without a word."""
+    monkeypatch.setattr(own, "write", lambda self, metrics: sys.exit("no licence"))
+    said: list[str] = []
+    _run(tmp_path, range(1, 4), _config(), said.append)
+    assert said[-1] == "mine gets no more metrics: no licence; training goes on"
+
+
 def test_what_hangs_stops_no_step(
     tmp_path: Path, own: type[_Failing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
