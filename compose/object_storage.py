@@ -70,8 +70,9 @@ class Remote(PosixPath):
                 raise FileNotFoundError(errno.ENOENT, words, url) from None
             except Exception as error:
                 kind, code = type(error).__name__, getattr(error, "errno", None)
-                refused = code in _FINAL or re.search("Credential|Permission|Validation", kind)
                 words = getattr(error, "strerror", None) or " ".join(str(error).split()) or kind
+                refused = code in _FINAL or re.search("Credential|Permission|Validation", kind)
+                refused = refused or words.startswith("Forbidden")  # gcsfs has no class of it
                 if wait is None or refused or isinstance(error, (ImportError, TypeError, ValueError)):
                     raise StoreError(code or errno.EIO, words, url) from None
                 if wait == _WAITS[1]:

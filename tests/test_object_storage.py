@@ -122,6 +122,7 @@ class NoCredentialsError(Exception):
         (PermissionError("Access Denied"), "Access Denied"),
         (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials"),
         (OSError(22, "The specified bucket is not valid."), "The specified bucket is not valid."),
+        (OSError("Forbidden: b/x\nno access to it"), "Forbidden: b/x no access to it"),
     ],
 )
 def test_what_is_refused_is_asked_once(error: Exception, words: str) -> None:
