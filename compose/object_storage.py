@@ -53,6 +53,11 @@ class Remote(PosixPath):
         """The suffix of the name; a query after it, such as ?download=true, is no part of it."""
         return PosixPath(self.name.partition("?")[0]).suffix
 
+    def with_suffix(self, suffix: str) -> "Remote":
+        """Return the path with another suffix; a query stays behind it."""
+        name, mark, query = self.name.partition("?")
+        return self.with_name(f"{PosixPath(name).with_suffix(suffix)}{mark}{query}")
+
     def _ask(self, question: Callable[[Any, str], T]) -> T:
         """Return what a store answers about its own name of this path, asked again for a while."""
         import fsspec

@@ -70,6 +70,8 @@ def test_a_url_is_a_path(store: Path) -> None:
     assert isinstance(file.parent.parent, Remote)
     assert file.parent.parent == store
     assert as_path(str(file)) == file
+    asked = store / "t.bin?name=b.c"  # Megatron's index has the same query
+    assert (asked.suffix, asked.with_suffix(".idx")) == (".bin", store / "t.idx?name=b.c")
     assert str(Path("x") / file.relative_to(store)) == "x/a/b.txt"
     assert list(store.glob("*")) == [store / "a"]
     assert files_at(f"{store}/*/*.txt") == files_at(f"{store}/**/b*") == files_at(str(file)) == [file]
