@@ -420,8 +420,8 @@ def test_where_the_weights_of_adapters_have_been_is_said(tmp_path: Path) -> None
     known = store.State(0, 0, 0, model=store.ModelFields(name="llama"), lora=lora)
     given = known, nn.Linear(1, 1), Plan(), str, lambda name, like: like
     assert refused(merged_weights, tmp_path / "step", *given) == [
-        f"{tmp_path}/step: holds adapters of the weights in {tmp_path}/gone, which is no folder now; put"
-        " them there again, or a link to them"
+        f"{tmp_path}/step: holds adapters of the weights in {tmp_path}/gone, which is no folder now;"
+        " put them there again, or a link to them"
     ]
 
 
