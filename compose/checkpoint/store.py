@@ -332,7 +332,7 @@ def prune(
     """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``.
 
     In object storage a folder without one is the rest of an upload, or of a deletion. Checkpoints after
-    ``newest`` or of the steps ``passed`` were passed over: they stay, beside the last ones.
+    ``newest`` or of the steps ``passed`` were passed over: they stay, and are not counted.
     """
     known = [each for each in newest_first(root) if step_of(each) not in passed]
     older = [each for each in known if step_of(each) <= step_of(newest)]
