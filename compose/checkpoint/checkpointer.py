@@ -342,7 +342,7 @@ class Checkpointer:
             best = [step for step in store.best_first(progress.validations) if step in held]
             kept = best[: keep.keep_best]
             self.passed.discard(progress.step)  # now there is a whole one of this step
-            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, kept, self.passed)
+            store.prune(newest, keep.keep_last, keep.keep_every, before, kept, self.passed)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {loading.cause_of(error)}"
             self.peers.say(f"{self.kept}: {problem}", own=True)
