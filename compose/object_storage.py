@@ -53,6 +53,11 @@ class Remote(PosixPath):
         """The suffix of the name; a query after it, such as ?download=true, is no part of it."""
         return PosixPath(self.name.partition("?")[0]).suffix
 
+    def with_suffix(self, suffix: str) -> "Remote":
+        """Return the path with another suffix; a query stays behind it."""
+        name, mark, query = self.name.partition("?")
+        return self.with_name(f"{PosixPath(name).with_suffix(suffix)}{mark}{query}")
+
     def _ask(self, question: Callable[[Any, str], T]) -> T:
         """Return what a store answers about its own name of this path, asked again for a while."""
         import fsspec
@@ -70,8 +75,9 @@ class Remote(PosixPath):
                 raise FileNotFoundError(errno.ENOENT, words, url) from None
             except Exception as error:
                 kind, code = type(error).__name__, getattr(error, "errno", None)
-                refused = code in _FINAL or re.search("Credential|Permission|Validation", kind)
                 words = getattr(error, "strerror", None) or " ".join(str(error).split()) or kind
+                refused = code in _FINAL or re.search("Credential|Permission|Validation", kind)
+                refused = refused or words.startswith("Forbidden")  # gcsfs has no class of it
                 if wait is None or refused or isinstance(error, (ImportError, TypeError, ValueError)):
                     raise StoreError(code or errno.EIO, words, url) from None
                 if wait == _WAITS[1]:

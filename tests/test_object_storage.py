@@ -70,6 +70,8 @@ def test_a_url_is_a_path(store: Path) -> None:
     assert isinstance(file.parent.parent, Remote)
     assert file.parent.parent == store
     assert as_path(str(file)) == file
+    asked = store / "t.bin?name=b.c"  # Megatron's index has the same query
+    assert (asked.suffix, asked.with_suffix(".idx")) == (".bin", store / "t.idx?name=b.c")
     assert str(Path("x") / file.relative_to(store)) == "x/a/b.txt"
     assert list(store.glob("*")) == [store / "a"]
     assert files_at(f"{store}/*/*.txt") == files_at(f"{store}/**/b*") == files_at(str(file)) == [file]
@@ -122,6 +124,7 @@ class NoCredentialsError(Exception):
         (PermissionError("Access Denied"), "Access Denied"),
         (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials"),
         (OSError(22, "The specified bucket is not valid."), "The specified bucket is not valid."),
+        (OSError("Forbidden: b/x\nno access to it"), "Forbidden: b/x no access to it"),
     ],
 )
 def test_what_is_refused_is_asked_once(error: Exception, words: str) -> None:

@@ -96,6 +96,7 @@ class Checkpointer:
         self.stage: dict[str, LocalShard] | None = None  # the last copy, whose memory is used again
         self.reads_files = False  # saves do, of state that is in files
         self.only_in_memory = False  # the step that was resumed has no checkpoint yet
+        self.passed = set[int]()  # steps whose checkpoints were damaged when the run began
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint; print what was loaded, changed and passed over."""
@@ -126,6 +127,7 @@ class Checkpointer:
                 problems = on_first_rank(self.peers.damage, damaged, group=self.group)
             if problems:
                 self.peers.say(f"{folder}: damaged and passed over: {'; '.join(problems)}")
+                self.passed.add(store.step_of(folder))
                 continue
             model = self.config, self.composition, self.group, self.optimizer
             known = loading.load(folder, *model, reader)
@@ -339,7 +341,8 @@ class Checkpointer:
             held = {*map(store.step_of, store.sent(self.kept))} if keep.keep_best else set()
             best = [step for step in store.best_first(progress.validations) if step in held]
             kept = best[: keep.keep_best]
-            store.prune(self.kept, keep.keep_last, keep.keep_every, newest, before, kept)
+            self.passed.discard(progress.step)  # now there is a whole one of this step
+            store.prune(newest, keep.keep_last, keep.keep_every, before, kept, self.passed)
         except OSError as error:
             problem = f"an old checkpoint could not be removed: {loading.cause_of(error)}"
             self.peers.say(f"{self.kept}: {problem}", own=True)

@@ -6,6 +6,7 @@ One tensor at a time is in memory.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -34,8 +35,8 @@ from compose.config.tables import Config, Model
 from compose.config.toml import dump
 from compose.data.generation_config import generation_values
 from compose.data.special_tokens import GENERATION, MODEL, read_beside
-from compose.data.tokenizer import TOKENIZER, copy_tokenizer, copy_with_config
-from compose.errors import ConfigError, there, write_whole
+from compose.data.tokenizer import FILE, TOKENIZER, copy_tokenizer, copy_with_config
+from compose.errors import ConfigError, read_file, there, write_whole
 from compose.object_storage import Remote
 from compose.ops.tensors import persistent_buffers
 from compose.parallel.expert_parallel import routers
@@ -87,6 +88,8 @@ def import_(source: Path, target: Path, config: Config) -> Converted:
         "ranks": 1,
         "hugging_face": str(source.resolve()),
     }
+    if (source / FILE).exists():
+        state["data"] = {"tokenizer": hashlib.sha256(read_file(source / FILE)).hexdigest()}
     with _new_folder(target) as aside:
         folder = store.begin(aside / "checkpoints", 0)
         parts = {key: _whole(tensor, "meta") for key, tensor in tensors.items()}

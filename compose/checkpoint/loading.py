@@ -257,7 +257,7 @@ def data_changes(folder: Path, known: store.State, now: Mapping[str, Any]) -> st
     changed = [key for key in was if key in now and was[key] != now[key]]
     if "tokenizer" in changed and None not in (was["tokenizer"], now["tokenizer"]):
         raise ConfigError(f"{folder}: was trained on ids of another tokenizer than data.path is of")
-    if not changed:
+    if not changed or "samples" not in was:  # what was imported has a tokenizer alone
         return ""
     pairs = ", ".join(f"{key} {was[key]}, now {now[key]}" for key in changed)
     return f"{folder}: the data are not what they were ({pairs}); samples are counted on"

@@ -228,6 +228,11 @@ def merged_weights(
     """
     assert known.lora is not None
     lora, base = known.lora, known.lora.load_hf
+    if base and not as_path(base).is_dir():
+        raise ConfigError(
+            f"{folder}: holds adapters of the weights in {base}, which is no folder now; put them there"
+            " again, or a link to them"
+        )
     files = TensorFiles(as_path(base)) if base else None
     if files and (problems := differences(files, model, hf_name)):
         raise ConfigError(*problems)

@@ -321,19 +321,20 @@ def with_best_first(folders: Sequence[Path]) -> list[Path]:
 
 
 def prune(
-    root: Path,
+    newest: Path,
     keep_last: int,
     keep_every: int,
-    newest: Path,
     before: float = math.inf,
     best: Collection[int] = (),
+    passed: Collection[int] = (),
 ) -> None:
-    """Delete old checkpoints, but no folder without a manifest, and none of the steps ``best``.
+    """Delete checkpoints up to ``newest``, but no folder without a manifest, and no step of ``best``.
 
     In object storage a folder without one is the rest of an upload, or of a deletion. Checkpoints after
-    ``newest`` were passed over: they stay, and do not count among the last ones.
+    ``newest`` or of the steps ``passed`` were passed over: they stay, and are not counted.
     """
-    older = [each for each in newest_first(root) if step_of(each) <= step_of(newest)]
+    known = [each for each in newest_first(newest.parent) if step_of(each) not in passed]
+    older = [each for each in known if step_of(each) <= step_of(newest)]
     whole = [each for each in older if not each.is_symlink() and (each / MANIFEST).exists()]
     for folder in older:
         kept = folder in whole[:keep_last] or (keep_every and step_of(folder) % keep_every == 0)

@@ -316,6 +316,9 @@ def encode_prompts(
     With ``chat`` the tokenizer's chat template writes them, and a text is the message of a user.
     ``special``: special tokens are added to a prompt, and recognised in it.
     """
+    if chat and not special:
+        template = "is for text; a chat has the tokens that its template writes"
+        raise flag_error("--no-special-tokens", template)
     if not chat:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if len(texts) < len(prompts):

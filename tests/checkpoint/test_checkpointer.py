@@ -204,6 +204,16 @@ def test_damage_is_named_and_passed_over(pool: Pool, tmp_path: Path) -> None:
     assert [shards_of(p.with_name(f"{p.name}.damaged-1")) for p in folders] == damaged
 
 
+def test_a_damaged_one_takes_the_place_of_none_that_is_kept(alone: None, tmp_path: Path) -> None:
+    """Nor does it once the run has passed its step."""
+    keys = keys_for(tmp_path, **(SAVING | {"checkpoint__keep_last": 2}))
+    trainer_of(keys | {"train__stop_after": 6}).run()
+    root = tmp_path / "checkpoints"
+    _damage(root / store.name_of(6), "truncated")
+    trainer_of(keys | {"train__stop_after": 7, "checkpoint__interval": 7}).run()
+    assert [store.step_of(p) for p in store.newest_first(root)] == [7, 6, 4]
+
+
 def shards_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("__*")}
 

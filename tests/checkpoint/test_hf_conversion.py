@@ -28,7 +28,7 @@ from tests.support.hugging_face import FOLDERS, MODELS, assert_same, read_tensor
 from tests.support.pool import Pool
 from tests.support.small_models import DEEPSEEK, QWEN
 from tests.support.tokenizer_kinds import save_kind
-from tests.support.tokenizers_made import CHATML
+from tests.support.tokenizers_made import CHATML, save_tokenizer
 from tests.support.training import keys_for, lines, train
 from tests.support.transformers_models import (
     DEEPSEEK_V2,
@@ -253,6 +253,27 @@ def test_a_run_begins_with_what_was_imported(pool: Pool, tmp_path: Path) -> None
     assert [line["step"] for line in imported] == [1, 2]
     for a, b in zip(loaded, imported, strict=True):
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_what_was_imported_learns_ids_of_its_own_tokenizer(pool: Pool, tmp_path: Path) -> None:
+    """As a run does that loads the same folder itself."""
+    folder, run = tmp_path / "hf", tmp_path / "run"
+    save_model(folder, {"model__vocab_size": 300})
+    save_tokenizer(folder)
+    assert main(["convert", str(folder), str(run)]) == 0
+    documents = tmp_path / "a.jsonl"
+    documents.write_text('{"text": "def add(a, b): return a + b"}\n' * 40)
+    keys: Keys = {"model__vocab_size": 300, "train__seq_len": 16, "train__stop_after": 1}
+    for number, size in enumerate((300, 280)):
+        own = save_tokenizer(tmp_path / f"tokenizer{number}", vocab_size=size)
+        words = ["--tokenizer", str(own), "--out", str(tmp_path / str(number)), "--workers", "1"]
+        assert main(["tokenize", *words, str(documents)]) == 0
+    other, own = ({**keys, "data__path": str(tmp_path / n)} for n in "10")
+    assert pool.run(refusal, 1, train, keys_for(run, **other)) == [
+        f"{run}/checkpoints/step-00000000: was trained on ids of another tokenizer than data.path is of"
+    ]
+    pool.run(train, 1, keys_for(run, **own))
+    assert [line["step"] for line in lines(run)] == [1]
 
 
 def test_convert_says_what_is_wrong(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from compose.__main__ import main
 from compose.build import fill_weights
+from compose.checkpoint import store
 from compose.checkpoint.dcp_storage import PartsReader
 from compose.checkpoint.hf_folder import checkpoints, name_of
 from compose.checkpoint.hf_stored import stored
@@ -21,6 +22,7 @@ from compose.checkpoint.peft import (
     ADAPTER_CONFIG,
     KEYS,
     adapter_problems,
+    merged_weights,
     named_adapters,
     taken_for_experts,
     target_modules,
@@ -31,6 +33,7 @@ from compose.cli.commands import convert
 from compose.cli.generate import job_of, open_model
 from compose.memory.lora import is_adapter
 from compose.ops.dropout import DropoutKey, Masks, dropouts
+from compose.plan import Plan
 from compose.proof.one_process import Widened
 from tests.support.checkpoints import assert_bitwise, resume
 from tests.support.command_lines import execute
@@ -410,6 +413,16 @@ def test_how_adapters_began_changes_nothing_or_is_refused(
     plain = logits()
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | {"init_lora_weights": weights}))
     assert torch.equal(logits(), plain) == (not KEYS.problems({"init_lora_weights": weights}))
+
+
+def test_where_the_weights_of_adapters_have_been_is_said(tmp_path: Path) -> None:
+    lora = store.Adapters(1, 2.0, "all-linear", "sha256 1", load_hf=str(tmp_path / "gone"))
+    known = store.State(0, 0, 0, model=store.ModelFields(name="llama"), lora=lora)
+    given = known, nn.Linear(1, 1), Plan(), str, lambda name, like: like
+    assert refused(merged_weights, tmp_path / "step", *given) == [
+        f"{tmp_path}/step: holds adapters of the weights in {tmp_path}/gone, which is no folder now;"
+        " put them there again, or a link to them"
+    ]
 
 
 @pytest.mark.slow

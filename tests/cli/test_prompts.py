@@ -61,6 +61,9 @@ def test_chats_that_cannot_be_asked(tmp_path: Path) -> None:
     assert refusal(encode_prompts, ByteTokenizer(), ["a"], chat=True) == (
         "command line: --chat: bytes have no chat template"
     )
+    assert refusal(encode_prompts, ByteTokenizer(), ["a"], chat=True, special=False) == (
+        "command line: --no-special-tokens: is for text; a chat has the tokens that its template writes"
+    )
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen"))
     assert "has no chat template" in refusal(encode_prompts, tokenizer, ["a"], chat=True)
     tokenizer = open_tokenizer(save_kind(tmp_path, "qwen", chat_template="{{ raise_exception('no') }}"))

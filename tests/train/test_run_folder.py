@@ -298,7 +298,7 @@ def test_the_newest_whole_checkpoint_is_spared(tmp_path: Path) -> None:
         folder = tmp_path / store.name_of(step)
         folder.mkdir()
         (folder / store.MANIFEST).write_text("")
-    store.prune(tmp_path, keep_last=2, keep_every=0, newest=tmp_path / store.name_of(6))
+    store.prune(tmp_path / store.name_of(6), keep_last=2, keep_every=0)
     assert [store.step_of(each) for each in store.newest_first(tmp_path)] == [12, 10, 8, 6, 4]
 
 

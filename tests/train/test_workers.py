@@ -334,6 +334,7 @@ def _at_island(index: int, shared: dist.Store, folder: Path = Path(), last: int 
     """A checkpointer that has only what it needs to prune and to speak."""
     one = Checkpointer.__new__(Checkpointer)
     one.kept, one.config = folder, Config(checkpoint=Checkpoint(keep_last=last))
+    one.passed = set()
     one.peers = WorkerCheckpoints(Worker(index, 2, shared))
     return one
 
