@@ -308,7 +308,7 @@ def chosen(
     def kernel_of(of: kernel_table.Gpu, problem: kernel_table.Problem) -> str:
         result = kernel or kernel_table.kernel_of(of, problem)
         ran.add(result)
-        if not any(row.kernel == result and row.takes(of, problem) for row in kernel_table.TABLE):
+        if not any(name == result and takes(of, problem) for name, takes in kernel_table.TABLE):
             raise Skipped(f"the {result} kernel is not for this")
         return result
 

@@ -159,7 +159,7 @@ def _takes(kernel: Kernel, kind: torch.dtype, widths: tuple[int, int]) -> bool:
     """Whether this GPU's table has a row by which the kernel takes a whole causal attention."""
     device = kernel_table.device_of(torch.empty(0, device="cuda"))
     asked = Problem(kind, *widths)
-    return any(row.kernel == kernel and row.takes(device, asked) for row in TABLE)
+    return any(name == kernel and takes(device, asked) for name, takes in TABLE)
 
 
 @pytest.mark.parametrize("causal", [True, False])
