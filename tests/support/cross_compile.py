@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -119,7 +119,8 @@ def on_cuda(module: fx.GraphModule, inputs: Sequence[Any], codes: list[str]) -> 
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": CUDA}
     module.recompile()
-    with FakeTensorMode() as mode:
+    # The numbers of rows that a graph does not know are symbols of the mode that has traced it.
+    with detect_fake_mode(inputs) or FakeTensorMode() as mode:
         given = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
             if isinstance(x, Tensor)
