@@ -176,16 +176,21 @@ def test_a_weight_outside_of_its_module_is_said_plainly(pool: Pool) -> None:
     assert pool.run(_order, 2, "weights", 3) == [line] * 2
 
 
-def _after_a_forward(zero: Literal[0, 1, 3]) -> list[float]:
-    """The loss, the one after weights have changed since a forward of one's own, and one evaluated."""
+def _two_layers(zero: Literal[0, 1, 2, 3]) -> tuple[nn.Sequential, dict[str, Any]]:
+    """A model on two ranks of data, and the arguments of a step of it."""
     torch.manual_seed(0)
     parallel = Parallel(dp_shard=2, zero=zero)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
-    weights = [*model.parameters()]
     batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
-    run: dict[str, Any] = {"composition": composition, "batch": batch}
-    run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return model, {"composition": composition, "batch": batch, "loss_function": loss}
+
+
+def _after_a_forward(zero: Literal[0, 1, 3]) -> list[float]:
+    """The loss, the one after weights have changed since a forward of one's own, and one evaluated."""
+    model, run = _two_layers(zero)
+    weights = [*model.parameters()]
     first = forward_backward(**run)
     model(torch.eye(3))
     for weight in weights:
@@ -206,13 +211,8 @@ def test_weights_that_changed_since_a_forward_of_ones_own(pool: Pool) -> None:
 
 def _own_forward_between(zero: Literal[0, 1, 2, 3]) -> list[float]:
     """Norms and a loss of steps between which a caller runs the model."""
-    torch.manual_seed(0)
-    parallel = Parallel(dp_shard=2, zero=zero)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
-    batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
-    run: dict[str, Any] = {"composition": composition, "batch": batch}
-    run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+    model, run = _two_layers(zero)
+    composition = run["composition"]
 
     def norm(step: bool = True) -> float:
         if step:
@@ -277,16 +277,10 @@ def _first_in_inference(zero: Literal[0, 1, 3]) -> list[float]:
     """Losses after the model ran under inference_mode, by itself and in ``evaluate``."""
     losses = []
     for evaluates in (False, True):
-        torch.manual_seed(0)
-        parallel = Parallel(dp_shard=2, zero=zero)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        composition = apply(model, Plan(shard=["0", "1"]), make_mesh(parallel), Options(parallel))
-        batch = {"input": torch.eye(3), "targets": torch.tensor([0, 1, 2])}
-        run: dict[str, Any] = {"composition": composition, "batch": batch}
-        run["loss_function"] = nn.CrossEntropyLoss(reduction="sum")
+        model, run = _two_layers(zero)
         with torch.inference_mode():
             losses.append(float(evaluate(**run)[0] if evaluates else model(torch.eye(3)).sum()))
-        losses += [float(forward_backward(**run)), float(clip_grad_norm_(composition, 0.0))]
+        losses += [float(forward_backward(**run)), float(clip_grad_norm_(run["composition"], 0.0))]
     return losses
 
 
